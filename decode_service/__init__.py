@@ -1,0 +1,1 @@
+"""The decode service: remnants and decodes under one token budget, streams out."""

@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: the scheduler, the step loop, the models and their backends."""

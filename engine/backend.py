@@ -1,0 +1,60 @@
+"""The seam between scheduling and arithmetic. A backend runs one step's batch over the mapped pool and gives logits;
+torch on the CPU, the CPU kernels and the GPU kernels are backends, and no code above this line knows which one runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How a backend cuts a slot of the pool. Part of the block hash's namespace: other layouts share no blocks.
+
+    A slot is [num_layers, 2, num_kv_heads, block_size, head_dim] values of ``dtype``, K before V; what one
+    (layer, head) piece looks like inside is the backend's own, named by ``version``.
+    """
+
+    version: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slot."""
+        size = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * size
+
+
+class Backend(Protocol):
+    """Owns weights and scratch; borrows the pool.
+
+    Threads: every call comes from the step loop's thread, one at a time. What changes: only the pool's slots that a
+    batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape; ``forward`` trusts its
+    batch (the scheduler made it) and raises only for defects.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """Known before a pool is bound, so that the worker can attach with it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+        """Use ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged cache."""
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""

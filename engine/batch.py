@@ -1,0 +1,42 @@
+"""One step's work, as arrays: what the scheduler hands to a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A ragged batch of S sequences with T query tokens in all, over a paged KV pool.
+
+    Attributes:
+        token_ids: [T] ids of the tokens to run, sequence after sequence.
+        positions: [T] position of each token in its sequence.
+        query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1].
+        context_lens: [S] tokens that the last query row of s sees, itself included: its position + 1.
+        block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 behind its last block. The step
+            writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
+        sample_rows: [R] rows of the T whose logits are wanted; empty for pure prefill.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    query_starts: Int32
+    context_lens: Int32
+    block_tables: Int32
+    sample_rows: Int32
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return len(self.context_lens)

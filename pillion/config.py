@@ -1,0 +1,125 @@
+"""Every flag's one home. A part's flags are one frozen dataclass; the command line, the environment and the config file
+are three ways to fill it (:mod:`pillion.cli.flags`), and nothing changes it afterwards.
+
+A flag is a dataclass field: ``max_num_seqs`` is ``--max-num-seqs``, ``PILLION_MAX_NUM_SEQS`` and the key
+``max-num-seqs`` of the config file (TOML). Order of precedence: command line, environment, file, default.
+Where vLLM has the thing, the name is vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pillion.errors import ConfigError
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Reads "4096", "32K" (thousands), "1GiB" or "512 MB" (bytes). Raises ConfigError on anything else."""
+    cleaned = text.strip().upper().removesuffix("B").replace(" ", "").replace("_", "")
+    digits = cleaned.rstrip("KMGI")
+    suffix = cleaned[len(digits) :]
+    if suffix not in _SUFFIXES or not digits.replace(".", "", 1).isdigit():
+        raise ConfigError(f"{text!r} is not a size; write 4096, 32K or 1GiB")
+    return int(float(digits) * _SUFFIXES[suffix])
+
+
+def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
+    """A dataclass field that is a flag. ``kind`` parses its text; default: the type of ``default``."""
+    return field(default=default, metadata={"help": help, "kind": kind or type(default), "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonFlags:
+    """What every part takes."""
+
+    redis_url: str = flag("", "Redis that holds the index and the registry (redis://, rediss://, unix://).")
+    log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
+    heartbeat_ms: int = flag(1000, "Time between two heartbeats of a part.")
+    heartbeat_timeout_ms: int = flag(5000, "Silence after which a part counts as lost.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Which model, and how its KV is cut. All parts that speak of the same model must agree on these."""
+
+    model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
+    revision: str = flag("main", "Revision of a hub id.")
+    served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
+    dtype: str = flag("auto", "Type of weights and KV.", choices=("auto", "bfloat16", "float32"))
+    max_model_len: int = flag(
+        0, "Longest prompt plus answer, in tokens. 0: what the model allows, at most 8192.", kind=parse_size
+    )
+    block_size: int = flag(16, "Tokens per KV block.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVNodeFlags(CommonFlags):
+    """``pillion kvnode``: the owner of one memory domain's pool."""
+
+    node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.")
+    node_listen: str = flag("127.0.0.1:50061", "Address of the node's gRPC service (host:port or unix:path).")
+    node_advertise: str = flag("", "Address that others reach this node at. Default: the listen address.")
+    attach_socket: str = flag("/run/pillion/kvnode.sock", "Unix socket over which workers map the pool.")
+    kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
+    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+    max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFlags(CommonFlags, ModelFlags):
+    """What prefill and decode workers share."""
+
+    part_id: str = flag("", "Name of this worker, unique in the cluster. Default: role and process id.")
+    listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).")
+    advertise: str = flag("", "Address that gateways reach this worker at. Default: the listen address.")
+    attach_socket: str = flag("/run/pillion/kvnode.sock", "The KV node's Unix socket.")
+    cpu_threads: int = flag(0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillFlags(WorkerFlags):
+    """``pillion prefill``: turns spans of chunks into committed blocks."""
+
+    max_num_batched_prefill_tokens: int = flag(1024, "Token budget of a prefill step.", kind=parse_size)
+    max_waiting_spans: int = flag(256, "Most spans that wait or run on a worker.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFlags(WorkerFlags):
+    """``pillion decode``: remnants and decodes under one token budget."""
+
+    max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
+    max_num_seqs: int = flag(64, "Most streams that run at once.")
+    max_waiting_seqs: int = flag(1024, "Most streams that wait on a worker.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayFlags(CommonFlags, ModelFlags):
+    """``pillion gateway``: the public edge."""
+
+    host: str = flag("127.0.0.1", "Address of the public ports.")
+    http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
+    grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.")
+    split_policy: str = flag("disaggregated", "Where prefill ends: disaggregated, colocated or fraction:x.")
+    chunk_size: int = flag(512, "Tokens per prefill chunk; a multiple of the block size.", kind=parse_size)
+    max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
+    max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
+    max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(GatewayFlags):
+    """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
+
+    kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
+    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+    prefill_workers: int = flag(1, "Prefill workers to start.")
+    decode_workers: int = flag(1, "Decode workers to start.")
+    max_num_batched_prefill_tokens: int = flag(1024, "Token budget of a prefill step.", kind=parse_size)
+    max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
+    max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
+    cpu_threads: int = flag(0, "Threads of a worker's forward pass on a CPU. 0: its share of the cores.")

@@ -1,0 +1,130 @@
+"""Every error that Pillion raises on purpose.
+
+    PillionError
+    +-- InvalidRequest       the request is wrong, field by field        INVALID_ARGUMENT
+    +-- NotFound             a ticket, slot or model that is not there   NOT_FOUND
+    +-- Conflict             a state that forbids the call               FAILED_PRECONDITION
+    +-- Overloaded           a named bound was met                       RESOURCE_EXHAUSTED
+    +-- Unavailable          a part that is needed does not live         UNAVAILABLE
+    +-- DeadlineExceeded     the caller's time is over                   DEADLINE_EXCEEDED
+    +-- Cancelled            the caller went away                        CANCELLED
+    +-- PermissionDenied     not for this caller                         PERMISSION_DENIED
+    +-- Internal             a defect of ours                            INTERNAL
+    +-- ConfigError          a flag or model that cannot work (start-up only)
+
+Servicers raise these; one interceptor (:mod:`pillion.rpc`) turns them into rich gRPC statuses, and the client turns
+statuses back into them. Nothing else maps errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Numbers of google.rpc.Code, spelled out so that this module needs no gRPC.
+_CANCELLED, _INVALID, _DEADLINE, _NOT_FOUND, _DENIED = 1, 3, 4, 5, 7
+_EXHAUSTED, _PRECONDITION, _INTERNAL, _UNAVAILABLE = 8, 9, 13, 14
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One wrong field of a request: its path as the client spelled it, and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class PillionError(Exception):
+    """Root of the tree. ``code`` is a google.rpc.Code."""
+
+    code: int = _INTERNAL
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
+    """The request itself is wrong; sending it again cannot help."""
+
+    code = _INVALID
+
+    def __init__(self, message: str, violations: tuple[FieldViolation, ...] = ()) -> None:
+        super().__init__(message)
+        self.violations = violations
+
+    @classmethod
+    def of(cls, *violations: FieldViolation) -> InvalidRequest:
+        """The error whose message reads its violations out."""
+        return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations)
+
+
+class NotFound(PillionError):  # noqa: N818
+    """What the call names is not there (any more)."""
+
+    code = _NOT_FOUND
+
+
+class Conflict(PillionError):  # noqa: N818
+    """The state of the called part forbids it, for instance a fenced epoch."""
+
+    code = _PRECONDITION
+
+
+class Overloaded(PillionError):  # noqa: N818
+    """A named bound was met. ``retry_after_ms`` is the server's guess, 0 where it has none."""
+
+    code = _EXHAUSTED
+
+    def __init__(self, message: str, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class Unavailable(PillionError):  # noqa: N818
+    """A part that the call needs does not live; the message names it."""
+
+    code = _UNAVAILABLE
+
+
+class DeadlineExceeded(PillionError):  # noqa: N818
+    """The caller's time is over."""
+
+    code = _DEADLINE
+
+
+class Cancelled(PillionError):  # noqa: N818
+    """The caller went away, or said stop."""
+
+    code = _CANCELLED
+
+
+class PermissionDenied(PillionError):  # noqa: N818
+    """Not for this caller."""
+
+    code = _DENIED
+
+
+class Internal(PillionError):  # noqa: N818
+    """A defect of ours; the log of the part that raised it says more."""
+
+    code = _INTERNAL
+
+
+class ConfigError(PillionError):
+    """A flag, model or machine that cannot work. Raised at start only, printed as one line."""
+
+
+BY_CODE: dict[int, type[PillionError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidRequest,
+        NotFound,
+        Conflict,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        PermissionDenied,
+        Internal,
+    )
+}

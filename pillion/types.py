@@ -1,0 +1,143 @@
+"""What people type and get back: plain frozen values, free of protobuf and of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a stream ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. ``None`` means "not said": the gateway resolves it before any worker sees it.
+
+    Attributes:
+        temperature: 0 is greedy; default 1.0.
+        top_p: nucleus mass in (0, 1]; default 1.0.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all (the default).
+        seed: any 64-bit number; the gateway draws one when it is not given (I6).
+        max_tokens: most tokens to generate; default: what the context has left.
+        stop: texts that end the stream and are not part of it.
+        stop_token_ids: ids that end the stream, besides the model's own.
+        ignore_eos: go on past the model's end-of-text token.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What a client asks for. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt."""
+
+    model: str = ""
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request; ``cached_tokens`` are those of the prompt whose KV was found."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the prompt and the time of a request went; see ``Timings`` in common.proto for each field."""
+
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    prefill_chunks: int = 0
+    remnant_tokens: int = 0
+    remnant_steps: int = 0
+    admission_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_queue_ms: float = 0.0
+    time_to_first_token_ms: float = 0.0
+    total_ms: float = 0.0
+    replays: int = 0
+    preemptions: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    plan_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One message of a stream: text that is certain now. The last one has the three fields below ``token_ids``."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that live workers serve."""
+
+    name: str
+    max_model_len_tokens: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartStatus:
+    """One part of the cluster as its last heartbeat described it; block counts are a KV node's."""
+
+    part_id: str
+    role: str
+    model: str = ""
+    node_id: str = ""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    committed_blocks: int = 0
+    quarantined_blocks: int = 0
+    block_size_tokens: int = 0
+    heartbeat_age_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """What ``pillion status`` shows."""
+
+    version: str
+    parts: tuple[PartStatus, ...]
+    active_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    index_available: bool

@@ -1,0 +1,22 @@
+"""The hello between two parts, and the rule for version skew that it carries."""
+
+from __future__ import annotations
+
+from pillion._version import PROTOCOL, VERSION
+from pillion.errors import Conflict
+from pillion.v1 import common_pb2
+
+
+def hello_to_pb(part_id: str) -> common_pb2.Hello:
+    """This program's hello."""
+    return common_pb2.Hello(protocol=PROTOCOL, part_id=part_id, version=VERSION)
+
+
+def check_hello(message: common_pb2.Hello) -> str:
+    """Returns the speaker's part id. Raises Conflict unless its protocol is ours or a neighbour of ours."""
+    if message.protocol == 0 or abs(message.protocol - PROTOCOL) > 1:
+        raise Conflict(
+            f"{message.part_id or 'peer'} speaks protocol {message.protocol}, this part speaks {PROTOCOL}: "
+            "upgrade one version at a time"
+        )
+    return message.part_id

@@ -1,0 +1,147 @@
+"""Converters of the decode service (protos/pillion/v1/decode.proto)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.types import FinishReason, SamplingParams
+from pillion.v1 import decode_pb2
+from pillion.wire.public import finish_from_pb, finish_to_pb, sampling_from_pb, sampling_to_pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Generate from a remnant; see Submit in decode.proto for each field."""
+
+    key: int
+    request_id: str
+    attempt: int
+    ticket_id: int
+    root_hash: bytes
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    max_tokens: int
+    timeout_ms: int = 0
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeError:
+    """Why a stream failed: a google.rpc.Code, words, and whether trying elsewhere can help."""
+
+    code: int
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTimings:
+    """What the decode worker knows of a request's way."""
+
+    remnant_tokens: int = 0
+    remnant_steps: int = 0
+    queue_ms: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeDelta:
+    """Tokens of one stream since its last delta; the last one has a finish reason or an error."""
+
+    key: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: DecodeError | None = None
+    timings: DecodeTimings | None = None
+
+
+def submit_from_pb(message: decode_pb2.Submit) -> Submit:
+    """Field by field."""
+    return Submit(
+        key=message.key,
+        request_id=message.request_id,
+        attempt=message.attempt,
+        ticket_id=message.ticket_id,
+        root_hash=message.root_hash,
+        token_ids=tuple(message.token_ids),
+        prompt_tokens=message.prompt_tokens,
+        sampling=sampling_from_pb(message.sampling),
+        stop_token_ids=tuple(message.stop_token_ids),
+        max_tokens=message.max_tokens,
+        timeout_ms=message.timeout_ms,
+        traceparent=message.traceparent,
+    )
+
+
+def submit_to_pb(submit: Submit) -> decode_pb2.Submit:
+    """Field by field."""
+    return decode_pb2.Submit(
+        key=submit.key,
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        ticket_id=submit.ticket_id,
+        root_hash=submit.root_hash,
+        token_ids=submit.token_ids,
+        prompt_tokens=submit.prompt_tokens,
+        sampling=sampling_to_pb(submit.sampling),
+        stop_token_ids=submit.stop_token_ids,
+        max_tokens=submit.max_tokens,
+        timeout_ms=submit.timeout_ms,
+        traceparent=submit.traceparent,
+    )
+
+
+def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
+    """All deltas of one step."""
+    return [_delta_from_pb(delta) for delta in message.deltas]
+
+
+def batch_to_pb(deltas: Sequence[DecodeDelta]) -> decode_pb2.DecodeBatch:
+    """All deltas of one step."""
+    return decode_pb2.DecodeBatch(deltas=[_delta_to_pb(delta) for delta in deltas])
+
+
+def _delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
+    error, timings = None, None
+    if message.HasField("error"):
+        error = DecodeError(message.error.code, message.error.message, message.error.retryable)
+    if message.HasField("timings"):
+        pb = message.timings
+        timings = DecodeTimings(
+            remnant_tokens=pb.remnant_tokens,
+            remnant_steps=pb.remnant_steps,
+            queue_ms=pb.queue_ms,
+            preemptions=pb.preemptions,
+        )
+    return DecodeDelta(
+        key=message.key,
+        token_ids=tuple(message.token_ids),
+        finish_reason=finish_from_pb(message.finish_reason),
+        error=error,
+        timings=timings,
+    )
+
+
+def _delta_to_pb(delta: DecodeDelta) -> decode_pb2.DecodeDelta:
+    message = decode_pb2.DecodeDelta(
+        key=delta.key, token_ids=delta.token_ids, finish_reason=finish_to_pb(delta.finish_reason)
+    )
+    if delta.error is not None:
+        error = delta.error
+        message.error.CopyFrom(
+            decode_pb2.DecodeError(code=error.code, message=error.message, retryable=error.retryable)
+        )
+    if delta.timings is not None:
+        t = delta.timings
+        message.timings.CopyFrom(
+            decode_pb2.DecodeTimings(
+                remnant_tokens=t.remnant_tokens,
+                remnant_steps=t.remnant_steps,
+                queue_ms=t.queue_ms,
+                preemptions=t.preemptions,
+            )
+        )
+    return message

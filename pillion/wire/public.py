@@ -1,0 +1,140 @@
+"""Converters of the public service (protos/pillion/v1/gateway.proto)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from pillion.types import (
+    ChatMessage,
+    ClusterStatus,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    PartStatus,
+    SamplingParams,
+    Timings,
+    Usage,
+)
+from pillion.v1 import common_pb2, gateway_pb2
+
+_FINISH_TO_PB = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
+
+
+def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """UNSPECIFIED stands for "the stream goes on"."""
+    return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PB[reason]
+
+
+def finish_from_pb(number: int) -> FinishReason | None:
+    """An unknown reason of a newer peer reads as "goes on"; the stream's end still ends it."""
+    return _FINISH_FROM_PB.get(number)  # type: ignore[call-overload,no-any-return]
+
+
+def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Keeps "not said" apart from zero."""
+    scalars = ("temperature", "top_p", "top_k", "seed", "max_tokens")
+    said = {name: getattr(message, name) for name in scalars if message.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(
+        **said,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Raises ValueError where a number does not fit its field."""
+    return common_pb2.SamplingParams(**asdict(params))
+
+
+def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
+    """Nothing is judged here; :mod:`gateway.validation` does."""
+    return GenerateRequest(
+        model=message.model,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        messages=tuple(ChatMessage(m.role, m.content) for m in message.messages),
+        sampling=sampling_from_pb(message.sampling),
+        cache_salt=message.cache_salt,
+        request_id=message.request_id,
+    )
+
+
+def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
+    """Raises ValueError where a number does not fit its field."""
+    return gateway_pb2.GenerateRequest(
+        model=request.model,
+        text=request.text,
+        token_ids=request.token_ids,
+        messages=[gateway_pb2.ChatMessage(role=m.role, content=m.content) for m in request.messages],
+        sampling=sampling_to_pb(request.sampling),
+        cache_salt=request.cache_salt,
+        request_id=request.request_id,
+    )
+
+
+def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
+    """One message of the stream."""
+    message = gateway_pb2.GenerateResponse(
+        request_id=delta.request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=finish_to_pb(delta.finish_reason),
+    )
+    if delta.usage is not None:
+        message.usage.CopyFrom(common_pb2.Usage(**asdict(delta.usage)))
+    if delta.timings is not None:
+        message.timings.CopyFrom(common_pb2.Timings(**asdict(delta.timings)))
+    return message
+
+
+def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
+    """Usage and timings are None until the last message."""
+    usage, timings = None, None
+    if message.HasField("usage"):
+        pb = message.usage
+        usage = Usage(pb.prompt_tokens, pb.cached_tokens, pb.completion_tokens)
+    if message.HasField("timings"):
+        timings = Timings(**{name: getattr(message.timings, name) for name in Timings.__dataclass_fields__})
+    return Delta(
+        request_id=message.request_id,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=finish_from_pb(message.finish_reason),
+        usage=usage,
+        timings=timings,
+    )
+
+
+def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
+    """One entry of ListModels."""
+    return gateway_pb2.Model(
+        name=info.name, max_model_len_tokens=info.max_model_len_tokens, fingerprint=info.fingerprint
+    )
+
+
+def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
+    """One entry of ListModels."""
+    return ModelInfo(message.name, message.max_model_len_tokens, message.fingerprint)
+
+
+def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
+    """The whole cluster."""
+    said = {name: getattr(status, name) for name in ClusterStatus.__dataclass_fields__ if name != "parts"}
+    return gateway_pb2.GetStatusResponse(
+        **said, parts=[gateway_pb2.PartStatus(**asdict(part)) for part in status.parts]
+    )
+
+
+def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
+    """The whole cluster."""
+    said = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "parts"}
+    parts = (
+        PartStatus(**{name: getattr(part, name) for name in PartStatus.__dataclass_fields__}) for part in message.parts
+    )
+    return ClusterStatus(parts=tuple(parts), **said)

@@ -1,0 +1,1 @@
+"""The prefill service: spans of chunks in, committed KV blocks out."""
