@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DecodeStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Remnants in, tokens out: the decode worker's side of every stream.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class DecodeStub(object):
 
 
 class DecodeServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Remnants in, tokens out: the decode worker's side of every stream.
+    """
 
     def Connect(self, request_iterator, context):
         """One connection per gateway carries all its streams in both directions: the worker answers once per step with one
@@ -69,7 +71,8 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode(object):
-    """Missing associated documentation comment in .proto file."""
+    """Remnants in, tokens out: the decode worker's side of every stream.
+    """
 
     @staticmethod
     def Connect(request_iterator,

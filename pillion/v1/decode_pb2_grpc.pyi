@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeStub:
+    """Remnants in, tokens out: the decode worker's side of every stream."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -38,6 +40,8 @@ class DecodeStub:
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
+    """Remnants in, tokens out: the decode worker's side of every stream."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeCommand, _decode_pb2.DecodeBatch]  # type: ignore[assignment]
     """One connection per gateway carries all its streams in both directions: the worker answers once per step with one
@@ -45,6 +49,8 @@ class DecodeAsyncStub(DecodeStub):
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
+    """Remnants in, tokens out: the decode worker's side of every stream."""
+
     @_abc_1.abstractmethod
     def Connect(
         self,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GatewayStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Everything a client can ask for.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +53,8 @@ class GatewayStub(object):
 
 
 class GatewayServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Everything a client can ask for.
+    """
 
     def Generate(self, request, context):
         """Streams a completion. Cancelling the call, or letting its deadline pass, frees everything that worked for it.
@@ -107,7 +109,8 @@ def add_GatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Gateway(object):
-    """Missing associated documentation comment in .proto file."""
+    """Everything a client can ask for.
+    """
 
     @staticmethod
     def Generate(request,

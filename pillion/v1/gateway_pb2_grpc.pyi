@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayStub:
+    """Everything a client can ask for."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -46,6 +48,8 @@ class GatewayStub:
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
+    """Everything a client can ask for."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams a completion. Cancelling the call, or letting its deadline pass, frees everything that worked for it.
@@ -61,6 +65,8 @@ class GatewayAsyncStub(GatewayStub):
     """Parts, their load, pool use and hit rate."""
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
+    """Everything a client can ask for."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,

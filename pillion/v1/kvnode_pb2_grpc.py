@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class KVNodeStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -87,7 +88,8 @@ class KVNodeStub(object):
 
 
 class KVNodeServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor.
+    """
 
     def OpenSession(self, request, context):
         """A gateway's hold. The first event names the epoch; when the stream ends, what the epoch held is let go.
@@ -151,7 +153,8 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetNodeStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Slots by state, pins, reservations and counters.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -225,7 +228,8 @@ def add_KVNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVNode(object):
-    """Missing associated documentation comment in .proto file."""
+    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor.
+    """
 
     @staticmethod
     def OpenSession(request,

@@ -35,6 +35,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KVNodeStub:
+    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -63,11 +65,14 @@ class KVNodeStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]
     """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
+    """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]
     """Proves that slot states and pins add up (I4). FAILED_PRECONDITION with what does not."""
 
 @_typing.type_check_only
 class KVNodeAsyncStub(KVNodeStub):
+    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenSession: _aio.UnaryStreamMultiCallable[_kvnode_pb2.OpenSessionRequest, _kvnode_pb2.SessionEvent]  # type: ignore[assignment]
     """A gateway's hold. The first event names the epoch; when the stream ends, what the epoch held is let go."""
@@ -93,10 +98,13 @@ class KVNodeAsyncStub(KVNodeStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]  # type: ignore[assignment]
     """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
+    """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]  # type: ignore[assignment]
     """Proves that slot states and pins add up (I4). FAILED_PRECONDITION with what does not."""
 
 class KVNodeServicer(metaclass=_abc_1.ABCMeta):
+    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor."""
+
     @_abc_1.abstractmethod
     def OpenSession(
         self,
@@ -173,7 +181,8 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _kvnode_pb2.GetNodeStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kvnode_pb2.NodeStatus, _abc.Awaitable[_kvnode_pb2.NodeStatus]]: ...
+    ) -> _typing.Union[_kvnode_pb2.NodeStatus, _abc.Awaitable[_kvnode_pb2.NodeStatus]]:
+        """Slots by state, pins, reservations and counters."""
 
     @_abc_1.abstractmethod
     def CheckIntegrity(
