@@ -1,0 +1,51 @@
+"""What every benchmark shares: the machine's description, medians with spread, JSON and a table."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and versions: what a figure means nothing without."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "grpcio")}
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **versions,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Least, middle and greatest of some rounds."""
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest-rank percentile of at least one value."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def save(name: str, result: dict[str, Any]) -> pathlib.Path:
+    """Write ``result`` with the machine's description to results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
+    return path

@@ -1,0 +1,184 @@
+"""Greedy tokens of the whole line against transformers', over split policies, chunk sizes and prefix hits.
+
+`make parity` runs every combination on the demo model in fp32 and prints a table; the test beside this file runs a
+pairwise subset. A token may differ only where the oracle's two best logits are closer than EPSILON (see oracle.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pathlib
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pillion import AsyncClient, ChatMessage, Delta
+from tests.support.oracle import Expected, Oracle, first_difference
+from tests.support.parts import Parts, running_parts
+
+# fp32 logits of this model are some tens; sums in another order move them by about 1e-4 (see docs/architecture.md).
+EPSILON = 2e-3
+POLICIES = ("disaggregated", "colocated", "fraction:0.5")
+CHUNK_SIZES = (16, 64, 512)
+MODEL = {"model": "demo", "dtype": "float32", "max_model_len": 4096}
+
+ENGLISH = (
+    "The harbour at night was quiet, and the lamps along the pier burned with a small yellow light. "
+    "A ship lay at anchor; its crew had gone ashore, all but the cook, who was counting onions. "
+)
+RAW = {
+    "one token": "Once",
+    "short": "The three largest cities of Japan are",
+    "german": "Die schönste Zeit des Jahres beginnt für viele Menschen, wenn",
+    "chinese": "春天来了，花园里的花都开了，孩子们",
+    "arabic and emoji": "السلام عليكم، كيف 👩‍🚀🚀 حالك",
+    "code": "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "several blocks": ENGLISH * 3,
+    "3000 tokens": ENGLISH * 80,
+}
+CHAT = {"chat": "What is the capital of France?", "chat, german": "Nenne drei Flüsse in Deutschland."}
+MAX_TOKENS = {"3000 tokens": 8}
+DEFAULT_MAX_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: a prompt by name, a gateway, and whether its prefix was computed before."""
+
+    prompt: str
+    policy: str
+    chunk_size: int
+    warm: bool
+
+    def __str__(self) -> str:
+        return f"{self.prompt} / {self.policy} / {self.chunk_size} / {'warm' if self.warm else 'cold'}"
+
+
+def full_matrix() -> list[Case]:
+    """Every prompt under every policy, chunk size and cache state."""
+    names = (*prompts_of(), *CHAT)
+    return [Case(*case) for case in itertools.product(names, POLICIES, CHUNK_SIZES, (False, True))]
+
+
+def pairwise() -> list[Case]:
+    """A subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts."""
+    names = [name for name in (*prompts_of(), *CHAT) if name != "3000 tokens"]
+    rows = [
+        (policy, CHUNK_SIZES[(i + j) % 3], (i + j) % 2 == 0)
+        for i, policy in enumerate(POLICIES)
+        for j in range(len(CHUNK_SIZES))
+    ]
+    rows += [(policy, chunk, not warm) for policy, chunk, warm in rows[::2]]
+    cases = [Case(names[i % len(names)], *row) for i, row in enumerate(rows)]
+    return [*cases, Case("3000 tokens", "disaggregated", 512, False), Case("3000 tokens", "fraction:0.5", 64, True)]
+
+
+def prompts_of() -> dict[str, str]:
+    """Raw prompts by name; the aligned one is cut to whole blocks of tokens by the caller."""
+    return {**RAW, "block aligned": ENGLISH}
+
+
+class Line:
+    """The running parts, one gateway per (policy, chunk size), and the oracle with its answers kept."""
+
+    def __init__(self, parts: Parts, oracle: Oracle, tokenizer: Any) -> None:
+        self.parts = parts
+        self.oracle = oracle
+        self.tokenizer = tokenizer
+        self.expected: dict[str, Expected] = {}
+        self.salts = itertools.count()
+
+    def token_ids(self, name: str) -> list[int]:
+        """What the oracle reads: raw text as its tokenizer encodes it, chats by its own template."""
+        if name in CHAT:
+            messages = [{"role": "user", "content": CHAT[name]}]
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        ids = list(self.tokenizer(prompts_of()[name]).input_ids)
+        return ids[: len(ids) // 16 * 16] if name == "block aligned" else ids
+
+    async def check(self, case: Case, client: AsyncClient) -> tuple[str, Delta]:
+        """Run ``case``; returns what is wrong (empty: nothing) and the stream's last message."""
+        ids = self.token_ids(case.prompt)
+        limit = MAX_TOKENS.get(case.prompt, DEFAULT_MAX_TOKENS)
+        if case.prompt not in self.expected:
+            self.expected[case.prompt] = await asyncio.to_thread(self.oracle.greedy, ids, limit)
+        salt = f"case-{next(self.salts)}"
+        for _ in range(1 + case.warm):
+            got, last = await self.run(case, client, ids, limit, salt)
+        wrong = first_difference(self.expected[case.prompt], got, EPSILON)
+        assert last.usage is not None
+        if last.usage.prompt_tokens != len(ids):
+            wrong = f"{last.usage.prompt_tokens} prompt tokens, the oracle reads {len(ids)}"
+        whole_blocks = (len(ids) - 1) // 16 * 16
+        if last.usage.cached_tokens != (whole_blocks if case.warm else 0):
+            wrong = f"{last.usage.cached_tokens} tokens cached"
+        return wrong, last
+
+    async def run(
+        self, case: Case, client: AsyncClient, ids: Sequence[int], limit: int, salt: str
+    ) -> tuple[list[int], Delta]:
+        """One greedy stream: its tokens and its last message."""
+        said: dict[str, Any] = {"temperature": 0.0, "max_tokens": limit, "cache_salt": salt}
+        if case.prompt in CHAT:
+            stream = client.chat([ChatMessage("user", CHAT[case.prompt])], **said)
+        elif case.prompt == "block aligned":
+            stream = client.generate(ids, **said)
+        else:
+            stream = client.generate(prompts_of()[case.prompt], **said)
+        got: list[int] = []
+        async for delta in stream:
+            got += delta.token_ids
+        return got, delta
+
+
+@asynccontextmanager
+async def parity_line(folder: pathlib.Path) -> AsyncIterator[Line]:
+    """The parts on the demo model, and transformers on the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from engine.prepare import prepare
+    from pillion.config import ModelFlags
+
+    torch.set_num_threads(2)
+    prepared = prepare(ModelFlags(**MODEL))
+    tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(prepared.folder, dtype=torch.float32), prepared.eos_token_ids)
+    async with running_parts(folder, model=MODEL) as parts:
+        yield Line(parts, oracle, tokenizer)
+
+
+async def run_cases(cases: Sequence[Case], folder: pathlib.Path) -> list[tuple[Case, str]]:
+    """Run ``cases`` grouped by gateway; returns each with what is wrong about it."""
+    results = []
+    async with parity_line(folder) as line:
+        for (policy, chunk), group in itertools.groupby(
+            sorted(cases, key=lambda case: (case.policy, case.chunk_size)), key=lambda c: (c.policy, c.chunk_size)
+        ):
+            async with line.parts.another_gateway(split_policy=policy, chunk_size=chunk) as client:
+                for case in group:
+                    wrong, last = await line.check(case, client)
+                    results.append((case, wrong))
+                    t = last.timings
+                    split = f"{t.cached_tokens}/{t.prefilled_tokens}/{t.remnant_tokens}" if t else ""
+                    print(f"{'ok ' if not wrong else 'BAD'} {case}  [{split}] {wrong}", flush=True)
+        line.parts.kvnode.check_integrity()
+    return results
+
+
+def main() -> int:
+    """The full matrix; the exit status says whether all of it agreed."""
+    with tempfile.TemporaryDirectory(prefix="pillion-parity-") as folder:
+        results = asyncio.run(run_cases(full_matrix(), pathlib.Path(folder)))
+    bad = [case for case, wrong in results if wrong]
+    print(f"{len(results) - len(bad)} of {len(results)} cases agree with transformers")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""A pairwise subset of the parity matrix (parity.py); `make parity` runs all of it."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+
+import pytest
+
+from tests.cluster.parity import full_matrix, pairwise, run_cases
+
+
+def test_subset_covers_every_pair() -> None:
+    def pairs(cases: list) -> set:
+        found = set()
+        for case in cases:
+            found |= {(case.policy, case.chunk_size), (case.policy, case.warm), (case.chunk_size, case.warm)}
+        return found
+
+    assert pairs(pairwise()) == pairs(full_matrix())
+    assert {case.prompt for case in pairwise()} == {case.prompt for case in full_matrix()}
+
+
+@pytest.mark.model
+@pytest.mark.timeout(420)
+async def test_greedy_tokens_are_transformers() -> None:
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        results = await run_cases(pairwise(), pathlib.Path(folder))
+    assert [f"{case}: {wrong}" for case, wrong in results if wrong] == []

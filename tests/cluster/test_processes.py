@@ -1,0 +1,158 @@
+"""The real processes under load, cancels and kills: streams go on, and nothing leaks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import pathlib
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from pillion import Client
+from pillion.errors import InvalidRequest
+from tests.support.cluster import ServedCluster, alive, served, wait_for
+from tests.support.tiny_model import save_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def cluster(model: str) -> Iterator[ServedCluster]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *FLAGS) as running:
+        yield running
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
+
+
+def answer(client: Client, ids: list[int], max_tokens: int, salt: str = "") -> tuple[int, ...]:
+    stream = client.generate(ids, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, cache_salt=salt)
+    return tuple(itertools.chain.from_iterable(delta.token_ids for delta in stream))
+
+
+def idle(cluster: ServedCluster) -> bool:
+    """Nothing is pinned, promised or awaited; what is leased is the decode worker's stock."""
+    status = cluster.node_status()
+    return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
+
+
+def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> None:
+    prompts = [prompt(seed, 5 + 37 * seed) for seed in range(12)]
+    with Client(cluster.target) as client:
+        alone = [answer(client, ids, 20, "alone") for ids in prompts]
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            together = list(pool.map(lambda ids: answer(client, ids, 20, "together"), prompts))
+    assert together == alone
+    wait_for("all slots back", lambda: idle(cluster))
+
+
+def test_second_turn_hits_generated_text_too(cluster: ServedCluster) -> None:
+    ids = prompt(77, 100)
+    with Client(cluster.target) as client:
+        said = answer(client, ids, 60, "turns")
+        wait_for("commits", lambda: idle(cluster))
+        *_, last = client.generate([*ids, *said, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="turns")
+        *_, other = client.generate([*ids, *said, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="other")
+    # 160 tokens were seen; the last one sampled has no KV, and a block is 16.
+    assert last.usage is not None
+    assert last.usage.cached_tokens == 144
+    assert other.usage is not None
+    assert other.usage.cached_tokens == 0
+
+
+def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:
+    with Client(cluster.target) as client:
+        for seed in range(6):
+            stream = client.generate(prompt(seed, 300), temperature=0.0, max_tokens=600, ignore_eos=True)
+            for _ in range(seed):
+                next(stream)
+            stream.close()
+    wait_for("all slots back", lambda: idle(cluster))
+
+
+def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
+    parts = {role: cluster.part(role) for role in ("prefill", "decode", "kvnode", "gateway")}
+    with Client(cluster.target) as client:
+        for said in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}, {"model": "nobody"}):
+            with pytest.raises(InvalidRequest) as caught:
+                list(client.generate([2, 3, 4], **said))  # type: ignore[arg-type]
+            assert caught.value.violations
+        for ids in ([], [999_999], [2] * 5000):
+            with pytest.raises(InvalidRequest):
+                list(client.generate(ids))
+        assert len(answer(client, [2, 3, 4], 3)) == 3
+    assert {role: cluster.part(role) for role in parts} == parts
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill", "kvnode"])
+def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
+    ids = prompt(5, 400)
+    with Client(cluster.target) as client:
+        expected = answer(client, ids, 200, f"before {role}")
+        stream = client.generate(ids, temperature=0.0, max_tokens=200, ignore_eos=True, cache_salt=f"after {role}")
+        got: list[int] = []
+        if role != "prefill":
+            while len(got) < 20:
+                got += next(stream).token_ids
+        dead = cluster.kill(role)
+        for last in stream:
+            got += last.token_ids
+        assert tuple(got) == expected
+        assert last.timings is not None
+        if role != "prefill":
+            assert last.timings.replays >= 1
+        wait_for("the part to return", lambda: (p := cluster.part(role)) is not None and p.pid != dead)
+        wait_for("prefill to serve again", lambda: answered_by_prefill(client))
+    wait_for("all slots back", lambda: idle(cluster))
+
+
+def answered_by_prefill(client: Client) -> bool:
+    """Whether a fresh prompt is prefilled by a prefill worker again."""
+    answered_by_prefill.calls += 1  # type: ignore[attr-defined]
+    salt = f"probe {answered_by_prefill.calls}"  # type: ignore[attr-defined]
+    *_, last = client.generate(prompt(9, 100), temperature=0.0, max_tokens=1, cache_salt=salt)
+    return last.timings is not None and last.timings.prefilled_tokens > 0
+
+
+answered_by_prefill.calls = 0  # type: ignore[attr-defined]
+
+
+def test_emptied_redis_costs_nothing_but_hits_for_a_while(cluster: ServedCluster) -> None:
+    import redis
+
+    ids = prompt(31, 200)
+    path = next(cluster.folder.rglob("*redis*.sock"))
+    with Client(cluster.target) as client, redis.Redis(unix_socket_path=str(path)) as server:
+        expected = answer(client, ids, 10)
+        server.flushall()
+        assert answer(client, ids, 10) == expected
+
+        def hit() -> bool:
+            *_, last = client.generate(ids, temperature=0.0, max_tokens=1)
+            return last.usage is not None and last.usage.cached_tokens > 0
+
+        wait_for("the node to announce its blocks again", hit)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_behind(model: str, number: signal.Signals) -> None:
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *FLAGS) as cluster:
+        with Client(cluster.target) as client:
+            assert len(answer(client, prompt(1, 40), 4)) == 4
+        assert len(cluster.processes()) >= 6
+        cluster.stop(number)
+        wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.seen.values()))
+        if number != signal.SIGKILL:
+            assert cluster.left_behind() == []
+            assert cluster.process.returncode in (0, 130, 143)

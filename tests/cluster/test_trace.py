@@ -1,0 +1,61 @@
+"""One request is one connected trace through all parts (DESIGN 7), seen by an in-memory exporter."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pillion import telemetry
+from tests.support.parts import running_parts
+from tests.support.tiny_model import save_model
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[InMemorySpanExporter]:
+    memory = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    yield memory
+    memory.clear()
+
+
+def by_name(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
+    return sorted((span for span in spans if span.name == name), key=lambda span: span.start_time or 0)
+
+
+async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pathlib.Path) -> None:
+    model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 1024}
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        async with running_parts(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as parts:
+            exporter.clear()
+            with telemetry.tracer().start_as_current_span("the client's own span") as own:
+                stream = parts.client.generate(list(range(2, 102)), temperature=0.0, max_tokens=4, ignore_eos=True)
+                deltas = [delta async for delta in stream]
+            assert deltas[-1].timings is not None
+            assert deltas[-1].timings.prefill_chunks == 3
+    spans = [span for span in exporter.get_finished_spans() if span.context is not None]
+    mine = [s for s in spans if s.context.trace_id == own.get_span_context().trace_id]
+    ids = {span.context.span_id for span in mine}
+    orphans = [s.name for s in mine if s.parent is not None and s.parent.span_id not in ids]
+    assert orphans == []
+    assert [s.name for s in mine if s.parent is None] == ["the client's own span"]
+
+    roots = [span for span in mine if span.name.startswith("generate ")]
+    assert len(roots) == 1
+    assert roots[0].attributes is not None
+    assert roots[0].attributes["gen_ai.usage.input_tokens"] == 100
+    assert len(by_name(mine, "prefill.chunk")) == 3
+    for name in ("plan", "kv.pin", "kv.commit", "decode.queue", "decode.remnant", "decode"):
+        assert by_name(mine, name), f"no span {name}; there are {sorted({s.name for s in mine})}"
+    decode = by_name(mine, "decode")[0]
+    assert "first token" in [event.name for event in decode.events]
+    order = [by_name(mine, name)[0].start_time or 0 for name in ("plan", "kv.pin", "prefill.chunk", "decode.remnant")]
+    assert order == sorted(order)

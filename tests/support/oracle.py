@@ -1,0 +1,55 @@
+"""What transformers says: greedy tokens, and how sure it was of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Greedy continuation of a prompt and, for each token, the gap between the two highest logits."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+
+
+class Oracle:
+    """A transformers model on the CPU, in fp32 unless another type is said."""
+
+    def __init__(self, model: Any, stop: Sequence[int] = ()) -> None:
+        self.model = model.eval()
+        self.stop = frozenset(stop)
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> Expected:
+        """Step by step with a KV cache, ending after ``max_tokens`` or with a stop token, which is included."""
+        ids, cache = torch.tensor([list(prompt)]), None
+        tokens: list[int] = []
+        gaps: list[float] = []
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] in self.stop):
+            out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            top = out.logits[0, -1].float().topk(2)
+            tokens.append(int(top.indices[0]))
+            gaps.append(float(top.values[0] - top.values[1]))
+            ids, cache = top.indices[:1].view(1, 1), out.past_key_values
+        return Expected(tuple(tokens), tuple(gaps))
+
+
+def first_difference(expected: Expected, got: Sequence[int], epsilon: float) -> str:
+    """Empty where ``got`` is the oracle's answer up to a tie.
+
+    A token may differ only where the oracle's two best logits lie closer than ``epsilon``; behind such a place the two
+    texts are different prompts, so comparing ends there.
+    """
+    for position, (want, gap) in enumerate(zip(expected.tokens, expected.gaps, strict=True)):
+        if position >= len(got):
+            return f"ends after {len(got)} tokens, the oracle has {len(expected.tokens)}"
+        if got[position] != want:
+            if gap < epsilon:
+                return ""
+            return f"token {position} is {got[position]}, the oracle says {want} with a gap of {gap:.4f}"
+    return "" if len(got) == len(expected.tokens) else f"{len(got)} tokens, the oracle has {len(expected.tokens)}"

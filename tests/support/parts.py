@@ -1,0 +1,81 @@
+"""The real parts in one process over a real Redis: what traces, parity and fault tests run on."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from pillion import AsyncClient
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
+from tests.support.redis import redis_server
+
+
+@dataclass(slots=True)
+class Parts:
+    """Handles of a running line; ``client`` talks to ``gateway``."""
+
+    kvnode: Any
+    prefill: Any
+    decode: Any
+    gateway: Any
+    client: AsyncClient
+    folder: pathlib.Path
+    common: dict[str, Any]
+    model: dict[str, Any]
+
+    @contextlib.asynccontextmanager
+    async def another_gateway(self, **flags: Any) -> AsyncIterator[AsyncClient]:
+        """A second gateway before the same workers, with other flags."""
+        from gateway.part import start_gateway
+
+        part = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **flags))
+        try:
+            async with AsyncClient(part.grpc_address) as client:
+                yield client
+        finally:
+            await part.stop()
+
+
+@contextlib.asynccontextmanager
+async def running_parts(
+    folder: pathlib.Path,
+    *,
+    model: dict[str, Any],
+    node: dict[str, Any] | None = None,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    gateway: dict[str, Any] | None = None,
+) -> AsyncIterator[Parts]:
+    """Start Redis, one KV node, one prefill worker, one decode worker and one gateway under ``folder``.
+
+    ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per part.
+    """
+    from decode_service.part import start_decode
+    from gateway.part import start_gateway
+    from kvstore.node import start_kvnode
+    from prefill_service.part import start_prefill
+
+    async with contextlib.AsyncExitStack() as stack:
+        url = stack.enter_context(redis_server(folder / "r"))
+        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": 5000}
+        socket = str(folder / "a.sock")
+        kvnode = await start_kvnode(
+            KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", attach_socket=socket, **(node or {}))
+        )
+        stack.push_async_callback(kvnode.stop)
+        worker = {**common, **model, "attach_socket": socket, "cpu_threads": 1}
+        first = await start_prefill(
+            PrefillFlags(**worker, part_id="prefill-0", listen=f"unix:{folder}/p.sock", **(prefill or {}))
+        )
+        stack.push_async_callback(first.stop)
+        second = await start_decode(
+            DecodeFlags(**worker, part_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
+        )
+        stack.push_async_callback(second.stop)
+        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **(gateway or {})))
+        stack.push_async_callback(edge.stop)
+        client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
+        yield Parts(kvnode, first, second, edge, client, folder, common, model)

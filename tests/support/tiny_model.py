@@ -1,0 +1,65 @@
+"""Small random-weight models in Hugging Face folders, tokenizer and chat template included, made in a second."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BOS, EOS = "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def save_tokenizer(folder: pathlib.Path) -> int:
+    """Write a byte-level tokenizer without merges; returns its vocabulary size (258)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {BOS: 0, EOS: 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS, EOS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(vocab)
+
+
+def save_model(folder: pathlib.Path, *, seed: int = 0, model_type: str = "llama", **overrides: Any) -> pathlib.Path:
+    """Write a random model of ``model_type`` with two layers and GQA; returns ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = save_tokenizer(folder)
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                # The default initialisation gives logits too flat for an argmax to mean anything.
+                parameter.mul_(6.0)
+    model.save_pretrained(folder)
+    return folder
