@@ -5,11 +5,13 @@ torch on the CPU, the CPU kernels and the GPU kernels are backends, and no code 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from engine.batch import StepBatch
+
+if TYPE_CHECKING:
+    # The layout's arithmetic is also for those who have no torch: the gateway and the supervisor.
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class OpenTicketRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order. At most the blocks that end before the last token."""
@@ -86,6 +87,10 @@ class OpenTicketRequest(_message.Message):
     """Blocks that the prompt needs in all, its partial last one and the first generated token's included."""
     resume: _builtins.bool
     """A preempted stream comes back before new ones."""
+    nonce: _builtins.int
+    """Caller's own name for this call, unique under its epoch. A caller that went away without an answer (cancel,
+    deadline, lost connection) cannot know whether a ticket was made; ReleaseTicket with the nonce frees it either way.
+    """
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class OpenTicketRequest(_message.Message):
         block_hashes: _builtins.bytes = ...,
         total_blocks: _builtins.int = ...,
         resume: _builtins.bool = ...,
+        nonce: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "nonce", b"nonce", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,18 +137,24 @@ class ReleaseTicketRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     TICKET_IDS_FIELD_NUMBER: _builtins.int
+    NONCES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
     def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def nonces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """OpenTicket calls whose answer the caller no longer waits for: still in line or already granted, they end here."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         ticket_ids: _abc.Iterable[_builtins.int] | None = ...,
+        nonces: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ticket_ids", b"ticket_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "nonces", b"nonces", "ticket_ids", b"ticket_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

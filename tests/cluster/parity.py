@@ -33,10 +33,10 @@ ENGLISH = (
 RAW = {
     "one token": "Once",
     "short": "The three largest cities of Japan are",
-    "german": "Die schönste Zeit des Jahres beginnt für viele Menschen, wenn",
-    "chinese": "春天来了，花园里的花都开了，孩子们",
-    "arabic and emoji": "السلام عليكم، كيف 👩‍🚀🚀 حالك",
-    "code": "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "german": "Die schönste Zeit des Jahres beginnt für viele Menschen, wenn die Tage länger werden. " * 3,
+    "chinese": "春天来了，花园里的花都开了，孩子们在草地上跑来跑去。" * 3,
+    "arabic and emoji": "السلام عليكم، كيف 👩‍🚀🚀 حالك اليوم؟ " * 3,
+    "code": "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1)\n\n\n" * 3,
     "several blocks": ENGLISH * 3,
     "3000 tokens": ENGLISH * 80,
 }
@@ -167,7 +167,7 @@ async def run_cases(cases: Sequence[Case], folder: pathlib.Path) -> list[tuple[C
                     t = last.timings
                     split = f"{t.cached_tokens}/{t.prefilled_tokens}/{t.remnant_tokens}" if t else ""
                     print(f"{'ok ' if not wrong else 'BAD'} {case}  [{split}] {wrong}", flush=True)
-        line.parts.kvnode.check_integrity()
+        line.parts.kvnode.pool.ledger.check_integrity()
     return results
 
 

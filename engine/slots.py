@@ -1,0 +1,118 @@
+"""The small stock of leased free slots that lets a decode grow without an RPC in the step.
+
+    KV node --lease--> stock --take--> a sequence's table --commit--> KV node
+       ^                 |  ^                |
+       +----give back----+  +------give------+
+
+Sans-IO: the stock says how many blocks it wants and which it can spare; the asyncio side asks the node. One lease call
+is under way at a time. A short answer means that the node is *exhausted*, and then somebody must be preempted; it is
+believed for LEASE_RETRY_S, and not at all once this worker has let go of memory since it asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# What stays above the target before slots go back, so that two streams that end and begin cause no traffic.
+SPARE_BLOCKS = 8
+# Most slots of one lease call.
+MAX_LEASE_BLOCKS = 1024
+# Time for which a short answer is believed, and after which the node is asked again.
+LEASE_RETRY_S = 0.05
+
+
+class SlotStock:
+    """Free slots leased to this worker.
+
+    Attributes:
+        low_blocks: ask for more below this many.
+        target_blocks: ask for so many that this many are here.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._leaving: list[int] = []
+        self.low_blocks = 0
+        self.target_blocks = 0
+        self._asked_blocks = 0
+        self._answer_is_stale = False
+        self._recall_blocks = 0
+        self._short_until_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """What is here."""
+        return (*self._free, *self._leaving)
+
+    @property
+    def asking(self) -> bool:
+        """Whether a lease call is under way."""
+        return self._asked_blocks > 0
+
+    def exhausted(self, now: float) -> bool:
+        """Whether the node said a moment ago that it has no more."""
+        return now < self._short_until_s
+
+    def take(self) -> int | None:
+        """One slot, None when there is none."""
+        return self._free.pop() if self._free else None
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Slots that no step uses any more."""
+        self._free.extend(slots)
+
+    def send_back(self, slots: Iterable[int]) -> None:
+        """Slots that the node misses: those of lost commit races, which it may have promised to somebody."""
+        self._leaving.extend(slots)
+
+    def aim(self, low_blocks: int, target_blocks: int) -> None:
+        """What the running decodes will need soon, and somewhat later."""
+        self.low_blocks = low_blocks
+        self.target_blocks = max(low_blocks, target_blocks)
+
+    def wanted(self, now: float, urgent: bool) -> int:
+        """Blocks to lease now; the call counts as under way until :meth:`granted`. 0: none.
+
+        ``urgent``: a decode waits for a slot.
+        """
+        if self.asking or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
+            return 0
+        self._asked_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
+        self._answer_is_stale = False
+        return self._asked_blocks
+
+    def granted(self, slots: Sequence[int], now: float) -> None:
+        """The node's answer to the lease call."""
+        short = len(slots) < self._asked_blocks
+        self._asked_blocks = 0
+        self._free.extend(slots)
+        self._short_until_s = now + LEASE_RETRY_S if short and not self._answer_is_stale else 0.0
+
+    def memory_is_coming(self) -> None:
+        """Something was let go at the node: what it said about its memory before is void."""
+        self._short_until_s = 0.0
+        self._answer_is_stale = self.asking
+
+    def recall(self, blocks: int) -> None:
+        """The node would like this many back."""
+        self._recall_blocks = blocks
+
+    def surplus(self) -> tuple[int, ...]:
+        """Slots to give back now; they leave the stock. Without a target nothing is kept."""
+        extra = len(self._free) - self.target_blocks
+        if self.target_blocks and extra <= SPARE_BLOCKS:
+            extra = 0
+        recalled = min(self._recall_blocks, len(self._free) - self.low_blocks)
+        self._recall_blocks = 0
+        count = max(extra, recalled, 0)
+        given = (*self._leaving, *self._free[:count])
+        self._leaving.clear()
+        del self._free[:count]
+        return given
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a slot is here twice."""
+        assert len(set(self.slots)) == len(self.slots), f"a slot is in the stock twice: {sorted(self.slots)}"

@@ -1,0 +1,151 @@
+"""The step thread: schedule -> run -> commit, over and over; everything else happens on asyncio's thread.
+
+    asyncio --tell(event)--> inbox --between two steps--> scheduler
+    asyncio <--call_soon_threadsafe, once per step-- outcome
+
+The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
+fallen MAX_UNREAD_OUTCOMES behind does it wait for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.plan import Outcome, StepPlan
+from engine.scheduler import Scheduler
+from pillion.errors import Internal
+
+log = logging.getLogger("pillion.step")
+
+# Events that wait for the next step. Each live sequence causes a few at most, so meeting this is a defect.
+MAX_EVENTS = 100_000
+MAX_UNREAD_OUTCOMES = 64
+# How often the thread looks whether it was stopped while it waits for asyncio.
+UNREAD_POLL_S = 1.0
+
+Run = Callable[[StepPlan], Sequence[int]]
+
+
+class StepLoop:
+    """Runs a scheduler over a backend.
+
+    Args:
+        scheduler: belongs to this thread from :meth:`start` on.
+        run: forward and sample; gives one token per sampling piece. What it raises fails that step's sequences.
+        on_outcome: called on the asyncio loop after every step that has news.
+        on_death: called there with a reason, once, if the thread dies of a defect.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        run: Run,
+        *,
+        on_outcome: Callable[[Outcome], None],
+        on_death: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._run = run
+        self._on_outcome = on_outcome
+        self._on_death = on_death
+        self._clock = clock
+        self._asyncio = asyncio.get_running_loop()
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._unread = threading.BoundedSemaphore(MAX_UNREAD_OUTCOMES)
+        self._thread = threading.Thread(target=self._main, name="pillion-step", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def tell(self, event: Callable[..., None], *args: Any) -> None:
+        """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step.
+
+        Any thread may. Raises Internal when MAX_EVENTS wait.
+        """
+        with self._wake:
+            if len(self._inbox) >= MAX_EVENTS:
+                raise Internal(f"{MAX_EVENTS} events wait for the step loop")
+            self._inbox.append((event, args))
+            self._wake.notify()
+
+    def halt(self) -> None:
+        """Let the step that runs now be the last one."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    async def stop(self) -> None:
+        """:meth:`halt`, and wait for the thread's end."""
+        self.halt()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    # The step thread.
+
+    def _main(self) -> None:
+        try:
+            idle = True
+            while self._take_events(wait=idle):
+                idle = not self._step()
+        except BaseException as error:
+            log.exception("the step thread died")
+            self._post(self._on_death, f"the step thread died: {error!r}")
+
+    def _step(self) -> bool:
+        """One step. False when there was nothing to run."""
+        plan = self._scheduler.schedule(self._clock())
+        if not plan.pieces:
+            self._tell(self._scheduler.flush(self._clock()))
+            return False
+        try:
+            sampled = self._run(plan)
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(plan.pieces))
+            failure = Internal(f"the step failed on the worker: {type(error).__name__}")
+            self._tell(self._scheduler.fail_step(plan, failure, self._clock()))
+            return True
+        self._tell(self._scheduler.commit(plan, sampled, self._clock()))
+        return True
+
+    def _take_events(self, wait: bool) -> bool:
+        """Let what arrived happen; sleeps for the first event when ``wait``. False: stop."""
+        with self._wake:
+            while wait and not self._inbox and not self._stopping:
+                self._wake.wait()
+            events = tuple(self._inbox)
+            self._inbox.clear()
+            if self._stopping:
+                return False
+        for event, args in events:
+            event(self._scheduler, *args, self._clock())
+        return True
+
+    def _tell(self, outcome: Outcome) -> None:
+        if outcome.empty:
+            return
+        while not self._unread.acquire(timeout=UNREAD_POLL_S):
+            if self._stopping:
+                return
+        self._post(self._read, outcome)
+
+    def _read(self, outcome: Outcome) -> None:
+        self._unread.release()
+        self._on_outcome(outcome)
+
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            self._asyncio.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            # The event loop has closed: nobody is left to hear.
+            self._stopping = True

@@ -1,0 +1,118 @@
+"""The backend that runs anywhere: plain torch on the CPU.
+
+Life: made (weights loaded) -> bind_pool -> forward, forward, ... ; unbind_pool lets go of the memory. warm_up may come
+at any time, on memory of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.backend import KVLayout
+from engine.batch import Int32, StepBatch
+from engine.decoder import run_decoder
+from engine.model_config import load_config
+from engine.prepare import PreparedModel, kv_layout
+from engine.rope import make_rope
+from engine.weights import load_weights
+from kernels.torch_attention import StepAttention
+from pillion.errors import ConfigError, Internal
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class TorchBackend:
+    """Implements ``engine.backend.Backend``; its docstring says who may call what."""
+
+    def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
+        """Loads the weights. ``threads`` holds for the whole process; 0 leaves torch's choice.
+
+        Raises ConfigError for weights that do not fit the config.
+        """
+        if threads:
+            torch.set_num_threads(threads)
+        self._config = load_config(prepared.folder)
+        self._layout = kv_layout(prepared, block_size)
+        self._dtype = DTYPES[prepared.dtype]
+        self._rope = make_rope(self._config.rope, self._config.head_dim)
+        self._weights = load_weights(prepared.folder, self._config, self._dtype)
+        self._pool: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        """How this backend cuts a slot."""
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._config.vocab_size
+
+    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
+        needed = num_slots * self._layout.block_bytes
+        if memory.nbytes < needed or memory.readonly:
+            raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
+        flat = torch.frombuffer(memory.cast("B"), dtype=torch.uint8, count=needed)
+        self._pool = self._shaped(flat.view(self._dtype), num_slots)
+
+    def unbind_pool(self) -> None:
+        """Forget the pool, so that its mapping can be closed."""
+        self._pool = None
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the batch's KV, give float32 logits [R, vocab_size]."""
+        if self._pool is None:
+            raise Internal("forward before bind_pool")
+        return self._run(self._pool, batch)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Touch all weights and let the allocator see a full step, over scratch memory."""
+        block_size = self._layout.block_size
+        blocks = -(-max_tokens // block_size)
+        pool = self._shaped(
+            torch.zeros(blocks * self._layout.block_bytes // self._dtype.itemsize, dtype=self._dtype), blocks
+        )
+        tables = np.arange(blocks, dtype=np.int32)[None]
+        for count in {max_tokens, 1}:
+            positions = np.arange(count, dtype=np.int32)
+            self._run(
+                pool,
+                StepBatch(
+                    token_ids=np.zeros(count, np.int32),
+                    positions=positions,
+                    query_starts=np.array([0, count], np.int32),
+                    context_lens=np.array([count], np.int32),
+                    block_tables=tables,
+                    sample_rows=positions[-1:],
+                ),
+            )
+
+    def _shaped(self, values: torch.Tensor, num_slots: int) -> torch.Tensor:
+        layout = self._layout
+        return values.view(num_slots, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        config = self._config
+        with torch.inference_mode():
+            attention = StepAttention(
+                pool,
+                batch,
+                num_heads=config.num_heads,
+                scale=config.head_dim**-0.5,
+                windows=config.sliding_windows,
+            )
+            return run_decoder(
+                config,
+                self._weights,
+                self._rope,
+                attention,
+                _indices(batch.token_ids),
+                _indices(batch.positions),
+                _indices(batch.sample_rows),
+            )
+
+
+def _indices(values: Int32) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))

@@ -1,0 +1,166 @@
+"""Weights of a prepared folder, as the decoder wants them. Reads safetensors only: no pickle, no code from a model.
+
+Tensors that need no change are views of the mapped file, whose pages all workers of a machine share; fused and
+converted ones are this process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.model_config import ModelConfig
+from engine.model_files import weight_files
+from pillion.errors import ConfigError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+# Tensors that old checkpoints carry and nobody reads.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+_LISTED_NAMES = 4  # Most tensors that an error names.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Linear weights are [out, in]; ``qkv`` stacks queries, keys, values, ``gate_up`` stacks gate, up.
+
+    ``qk_norm`` is [heads + kv_heads, head_dim]: the query norm's weight for query heads, the key norm's for key heads.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """``embedding`` and ``lm_head`` are [vocab, hidden], one tensor where the model ties them."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of every tensor that the model needs."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
+        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, queries, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    """Loads and fuses. Raises ConfigError for tensors that are missing, not expected, misshapen or not floats."""
+    shapes = tensor_shapes(config)
+    with ExitStack() as stack:
+        handles: dict[str, Any] = {}
+        for path in weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+            handles.update(dict.fromkeys(handle.keys(), handle))
+        _check(folder, shapes, handles, config)
+
+        def take(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = handles[name].get_tensor(name)
+            return tensor.to(dtype)
+
+        return _assemble(config, take)
+
+
+def _check(folder: Path, shapes: dict[str, tuple[int, ...]], handles: dict[str, Any], config: ModelConfig) -> None:
+    missing = sorted(shapes.keys() - handles.keys())
+    if missing:
+        raise ConfigError(f"{folder} lacks {_names(missing)}, which a {config.family} model needs")
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    strange = [n for n in handles.keys() - shapes.keys() - tied if not n.endswith(_IGNORED_SUFFIXES)]
+    if strange:
+        raise ConfigError(f"{folder} holds {_names(sorted(strange))}, which a {config.family} model does not have")
+    for name, shape in shapes.items():
+        piece = handles[name].get_slice(name)
+        if tuple(piece.get_shape()) != shape:
+            raise ConfigError(f"{folder}: {name} is {piece.get_shape()}, config.json wants {list(shape)}")
+        if piece.get_dtype() not in FLOATS:
+            raise ConfigError(f"{folder}: {name} is {piece.get_dtype()}; only {', '.join(FLOATS)} are read")
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED_NAMES])
+    return shown if len(names) <= _LISTED_NAMES else f"{shown} and {len(names) - _LISTED_NAMES} more tensors"
+
+
+def _assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> ModelWeights:
+    def stacked(prefix: str, names: tuple[str, ...], suffix: str) -> torch.Tensor:
+        return torch.cat([take(f"{prefix}{name}.{suffix}") for name in names])
+
+    def layer(index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}."
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gate_up = ("mlp.gate_proj", "mlp.up_proj")
+        qk_norm = None
+        if config.qk_norm:
+            of_queries = take(prefix + "self_attn.q_norm.weight").expand(config.num_heads, -1)
+            of_keys = take(prefix + "self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
+            qk_norm = torch.cat((of_queries, of_keys))
+        return LayerWeights(
+            input_norm=take(prefix + "input_layernorm.weight"),
+            qkv=stacked(prefix, qkv, "weight"),
+            qkv_bias=stacked(prefix, qkv, "bias") if config.qkv_bias else None,
+            qk_norm=qk_norm,
+            o=take(prefix + "self_attn.o_proj.weight"),
+            o_bias=take(prefix + "self_attn.o_proj.bias") if config.o_bias else None,
+            mlp_norm=take(prefix + "post_attention_layernorm.weight"),
+            gate_up=stacked(prefix, gate_up, "weight"),
+            gate_up_bias=stacked(prefix, gate_up, "bias") if config.mlp_bias else None,
+            down=take(prefix + "mlp.down_proj.weight"),
+            down_bias=take(prefix + "mlp.down_proj.bias") if config.mlp_bias else None,
+        )
+
+    embedding = take("model.embed_tokens.weight")
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=take("model.norm.weight"),
+        lm_head=embedding if config.tie_word_embeddings else take("lm_head.weight"),
+    )

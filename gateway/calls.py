@@ -1,0 +1,291 @@
+"""The calls that one request makes to other parts. Each reports what came of it as an event; none decides anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import trace
+
+from gateway import events as ev
+from gateway.cluster import Cluster
+from gateway.events import Event, Hold
+from gateway.planner import Picture, Plan, SplitPolicy, plan
+from gateway.validation import Resolved
+from kvstore.hashing import HASH_BYTES, chain_hashes, request_root
+from pillion import telemetry
+from pillion.errors import (
+    BY_CODE,
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
+from pillion.wire.decode import DecodeDelta, Submit
+from pillion.wire.prefill import Span
+
+log = logging.getLogger("pillion.gateway")
+
+# Longest wait for KV memory of a request without a deadline.
+MAX_ADMISSION_WAIT_S = 120.0
+# What may go better with another part or a new ticket.
+_RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
+
+# Work that outlives its request for a moment: asyncio itself keeps no strong reference to a task.
+_background: set[asyncio.Task[None]] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds."""
+
+    request_id: str
+    model: str
+    fingerprint: str
+    prompt: tuple[int, ...]
+    resolved: Resolved
+    cache_salt: str
+    policy: SplitPolicy
+    chunk_tokens: int
+    max_attempts: int
+    arrived: float
+    deadline: float | None
+    spread: int
+
+
+class Calls:
+    """One request's calls. At most one look-up, ticket call or span is under way, and at most one decode stream.
+
+    ``post`` takes events, ``broken`` takes what no call should ever raise.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        span: trace.Span,
+        post: Callable[[Event], None],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._span = span
+        self._context = trace.set_span_in_context(span)
+        self._post = post
+        self._broken = broken
+        self._work: asyncio.Task[None] | None = None
+        self._root = b""
+        self._hashes = b""
+        self._assigned: dict[str, int] = {}
+        self._stream: tuple[str, int] | None = None
+
+    # ---- started by actions ---------------------------------------------------------------------------------------
+
+    def look_up(self, action: ev.LookUp) -> None:
+        """Answers Planned or PlanFailed."""
+        self.assign({})
+        self._spawn(self._look_up(action))
+
+    def open_ticket(self, action: ev.OpenTicket) -> None:
+        """Answers TicketGranted or TicketLost."""
+        self._assign_plan(action.plan)
+        self._spawn(self._open_ticket(action))
+
+    def run_span(self, action: ev.RunSpan) -> None:
+        """Answers ChunkAcked each, then SpanEnded; or SpanLost."""
+        self._assign_plan(action.plan)
+        self._spawn(self._run_span(action))
+
+    def submit(self, action: ev.SubmitDecode) -> None:
+        """Answers Tokens, then DecodeFinished; or DecodeLost."""
+        job, attempt, worker = self._job, action.attempt, action.plan.decode.part_id
+        left_s = self._left_s()
+        submit = Submit(
+            key=0,
+            request_id=job.request_id,
+            attempt=attempt,
+            ticket_id=action.hold.ticket_id,
+            root_hash=self._root,
+            token_ids=action.token_ids,
+            prompt_tokens=len(job.prompt),
+            sampling=job.resolved.sampling,
+            stop_token_ids=job.resolved.stop_token_ids,
+            max_tokens=job.resolved.max_tokens,
+            timeout_ms=0 if left_s is None else max(1, int(left_s * 1000)),
+            traceparent=telemetry.traceparent(self._context),
+        )
+        self.assign({worker: 1})
+        try:
+            key = self._cluster.decode(worker).submit(submit, lambda delta: self._heard(attempt, delta))
+        except PillionError as error:
+            self._post(ev.DecodeLost(attempt, error, retryable=True))
+        else:
+            self._stream = (worker, key)
+
+    def stop_work(self) -> None:
+        """Ends the look-up, ticket call or span under way."""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    def cancel_decode(self) -> None:
+        """Tells the decode worker, if it still runs something for this request."""
+        if self._stream is None:
+            return
+        (worker, key), self._stream = self._stream, None
+        try:
+            self._cluster.decode(worker).cancel(key)
+        except Unavailable:
+            log.debug("decode worker %s went away with the stream it was to cancel", worker)
+
+    def release(self, hold: Hold) -> None:
+        """In the background, until the node has taken it or the session is over."""
+        try:
+            self._cluster.node(hold.node_id).release(hold)
+        except Unavailable:
+            log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
+
+    def assign(self, amounts: dict[str, int]) -> None:
+        """What of the parts' load is this request's from now on, for the planner's next decisions."""
+        for part_id, amount in self._assigned.items():
+            self._cluster.load.add(part_id, -amount)
+        for part_id, amount in amounts.items():
+            self._cluster.load.add(part_id, amount)
+        self._assigned = amounts
+
+    # ---- the work -------------------------------------------------------------------------------------------------
+
+    async def _look_up(self, action: ev.LookUp) -> None:
+        if action.after_ms:
+            await asyncio.sleep(action.after_ms / 1000)
+        try:
+            with telemetry.tracer().start_as_current_span("plan", context=self._context) as span:
+                decided = await self._plan(action, span)
+        except PillionError as error:
+            self._post(ev.PlanFailed(action.attempt, error))
+        else:
+            self._post(ev.Planned(action.attempt, decided))
+
+    async def _plan(self, action: ev.LookUp, span: trace.Span) -> Plan:
+        job, cluster = self._job, self._cluster
+        if action.attempt == 1:
+            served = await cluster.served_soon(job.model, job.fingerprint)
+        else:
+            served = cluster.served(job.model, job.fingerprint)
+        whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
+        self._root = request_root(served.namespace, cache_salt=job.cache_salt)
+        self._hashes = chain_hashes(self._root, action.token_ids[:whole], served.block_size)
+        hits = await cluster.index.longest_prefix(self._hashes) if self._hashes else ()
+        picture = Picture(
+            model=job.model,
+            prompt_tokens=len(action.token_ids),
+            hits={hit.node_id: hit.blocks for hit in hits},
+            parts=served.parts,
+            policy=job.policy,
+            block_size=served.block_size,
+            chunk_tokens=job.chunk_tokens,
+            own_load=cluster.load.by_part,
+            avoid=action.avoid,
+            spread=job.spread,
+        )
+        decided = plan(picture)
+        span.set_attributes(
+            {
+                "pillion.attempt": action.attempt,
+                "pillion.hit_blocks": picture.hits.get(decided.node_id, 0),
+                "pillion.index_available": cluster.index.available,
+                "pillion.split_tokens": decided.split_tokens,
+                "pillion.reason": decided.reason,
+                "pillion.decode_worker": decided.decode.part_id,
+                "pillion.prefill_worker": decided.prefill.part_id if decided.prefill else "",
+            }
+        )
+        return decided
+
+    async def _open_ticket(self, action: ev.OpenTicket) -> None:
+        left_s, node_id = self._left_s(), action.plan.node_id
+        wait_s = MAX_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_ADMISSION_WAIT_S)
+        try:
+            with telemetry.tracer().start_as_current_span("kv.pin", context=self._context) as span:
+                link = self._cluster.node(node_id)
+                epoch, resume = link.epoch, action.attempt > 1
+                # Cancelled or out of time, this call leaves no ticket behind: the client sees to that.
+                ticket = await link.client.open_ticket(
+                    epoch, self._hashes, action.plan.total_blocks, resume=resume, timeout_s=wait_s
+                )
+                span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
+        except DeadlineExceeded:
+            late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
+            self._post(ev.TicketLost(action.attempt, late, retryable=False))
+        except PillionError as error:
+            self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE)))
+        else:
+            hold = Hold(node_id, epoch, ticket.ticket_id)
+            self._post(ev.TicketGranted(action.attempt, hold, ticket.pinned_blocks))
+
+    async def _run_span(self, action: ev.RunSpan) -> None:
+        plan, worker = action.plan, action.plan.prefill
+        assert worker is not None
+        span = Span(
+            request_id=self._job.request_id,
+            attempt=action.attempt,
+            ticket_id=action.hold.ticket_id,
+            parent_hash=self._hash_before(plan.cached_tokens // plan.block_size),
+            start_tokens=plan.cached_tokens,
+            token_ids=action.token_ids[plan.cached_tokens : plan.split_tokens],
+            chunk_tokens=plan.chunks,
+        )
+        try:
+            with trace.use_span(self._span):
+                async for ack in self._cluster.prefill(worker.part_id).run_span(span, self._left_s()):
+                    self._post(ev.ChunkAcked(action.attempt, ack))
+        except PillionError as error:
+            if isinstance(error, Unavailable):
+                self._cluster.view.suspect(worker.part_id, time.monotonic())
+            self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
+        else:
+            self._post(ev.SpanEnded(action.attempt))
+
+    def _heard(self, attempt: int, delta: DecodeDelta) -> None:
+        if delta.token_ids:
+            self._post(ev.Tokens(attempt, delta.token_ids))
+        if delta.finish_reason is not None:
+            self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
+        elif delta.error is not None:
+            error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
+            self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
+
+    # ---- small things ---------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._work = task
+        _background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        _background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._broken(error)
+
+    def _assign_plan(self, plan: Plan) -> None:
+        amounts = {plan.decode.part_id: 1}
+        if plan.prefill is not None and plan.chunks:
+            amounts[plan.prefill.part_id] = sum(plan.chunks)
+        self.assign(amounts)
+
+    def _hash_before(self, blocks: int) -> bytes:
+        return self._hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self._root
+
+    def _left_s(self) -> float | None:
+        """Time left; None without a deadline."""
+        return None if self._job.deadline is None else max(0.001, self._job.deadline - time.monotonic())

@@ -1,0 +1,132 @@
+"""Conversations to prompt text by the model's own template, which runs in a killable process of its own.
+
+no process --render--> idle --request--> busy --answer--> idle
+                         ^                 |
+                         |                 +-- out of time, memory or life --> killed, no process
+                         +-- the next request starts a fresh one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pillion.errors import FieldViolation, InvalidRequest, Overloaded
+from pillion.types import ChatMessage
+
+# Computing time of one rendering; a real template takes a millisecond.
+RENDER_CPU_S = 2.0
+# The same by the clock, for a machine that is very busy.
+RENDER_WALL_S = 20.0
+RENDER_MEMORY_BYTES = 512 * 2**20
+MAX_RENDERED_CHARS = 8 * 2**20
+MAX_WAITING_RENDERS = 1024
+_WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class ChatTemplate:
+    """One model's chat template. ``specials`` are the special tokens' texts by name."""
+
+    def __init__(self, source: str, specials: Mapping[str, str]) -> None:
+        self._source = source
+        self._specials = dict(specials)
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt, up to where the assistant begins to speak.
+
+        Raises:
+            InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
+            Overloaded: too many conversations wait for it.
+        """
+        if not self._source:
+            raise _violation("this model has no chat template; send text or token_ids")
+        if self._waiting >= MAX_WAITING_RENDERS:
+            raise Overloaded(f"{MAX_WAITING_RENDERS} conversations wait to be rendered", retry_after_ms=1000)
+        self._waiting += 1
+        try:
+            async with self._turn:
+                answer = await self._ask([asdict(message) for message in messages])
+        finally:
+            self._waiting -= 1
+        if "text" in answer:
+            return str(answer["text"])
+        if "refused" in answer:
+            raise _violation(f"the model's chat template refuses this conversation: {answer['refused']}")
+        raise _violation(f"the model's chat template failed: {answer['broken']}")
+
+    async def aclose(self) -> None:
+        """Ends the process."""
+        await self._kill()
+
+    async def _ask(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """One question to the process, which does not outlive a failure or a caller who went away meanwhile."""
+        answered = False
+        try:
+            async with asyncio.timeout(RENDER_WALL_S):
+                if self._process is None:
+                    self._process = await self._start()
+                answer = await _exchange(self._process, messages)
+            answered = True
+        except TimeoutError:
+            return {"broken": f"it took more than {RENDER_WALL_S:g} s"}
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return {"broken": f"it took more than {RENDER_CPU_S:g} s of computing or too much memory"}
+        finally:
+            if not answered:
+                await self._kill()
+        return answer
+
+    async def _start(self) -> Process:
+        # -I: the process sees the installed packages, not the folder it was started from.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+        )
+        setup = {
+            "template": self._source,
+            "variables": {**self._specials, "add_generation_prompt": True, "tools": None, "documents": None},
+            "max_chars": MAX_RENDERED_CHARS,
+            "cpu_s": RENDER_CPU_S,
+            "memory_bytes": RENDER_MEMORY_BYTES,
+        }
+        _send(process, setup)
+        return process
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
+
+
+def _violation(description: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation("messages", description))
+
+
+def _send(process: Process, message: Any) -> None:
+    assert process.stdin is not None
+    data = json.dumps(message).encode()
+    process.stdin.write(len(data).to_bytes(4, "big") + data)
+
+
+async def _exchange(process: Process, message: Any) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _send(process, message)
+    await process.stdin.drain()
+    head = await process.stdout.readexactly(4)
+    answer = json.loads(await process.stdout.readexactly(int.from_bytes(head, "big")))
+    return dict(answer)

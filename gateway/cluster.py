@@ -1,0 +1,171 @@
+"""Everything the gateway is connected to: the view, polled, and a link for every part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.decode_client import DecodeLink
+from gateway.nodes import NodeLink
+from gateway.prefill_client import PrefillLink
+from gateway.view import PartView
+from kvstore.index import Index, Registry
+from pillion.errors import PillionError, Unavailable
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.gateway")
+
+VIEW_POLL_S = 0.25
+# How long a request that finds no worker looks for one that is just starting, before it says so.
+FIRST_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as live workers serve it: which KV they share, and the parts that can work for a request now."""
+
+    model: str
+    namespace: bytes
+    block_size: int
+    parts: tuple[PartRecord, ...]
+
+
+class OwnLoad:
+    """What this gateway has given to each part and not got back: streams for decode, tokens for prefill workers."""
+
+    def __init__(self) -> None:
+        self.by_part: Counter[str] = Counter()
+
+    def add(self, part_id: str, amount: int) -> None:
+        """More, or less with a negative amount; nothing is kept for idle parts."""
+        self.by_part[part_id] += amount
+        if self.by_part[part_id] <= 0:
+            del self.by_part[part_id]
+
+
+class Cluster:
+    """Links by part. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
+
+    def __init__(self, gateway_id: str, registry: Registry, index: Index, grace_s: float) -> None:
+        self.index = index
+        self.load = OwnLoad()
+        self.view = PartView(grace_s)
+        self._gateway_id = gateway_id
+        self._registry = registry
+        self._nodes: dict[str, NodeLink] = {}
+        self._prefill: dict[str, PrefillLink] = {}
+        self._decode: dict[str, DecodeLink] = {}
+        self._polling = asyncio.Lock()
+        self._poller: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """One look at the registry, then a regular one."""
+        await self.refresh()
+        self._poller = asyncio.create_task(self._poll(), name="registry view")
+
+    async def aclose(self) -> None:
+        """Ends polling and all links."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        links: list[DecodeLink | PrefillLink | NodeLink] = [*self._decode.values(), *self._prefill.values()]
+        links += self._nodes.values()
+        await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
+        await asyncio.gather(self._registry.aclose(), self.index.aclose(), return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Asks the registry now; its silence leaves the last view as it is."""
+        async with self._polling:
+            try:
+                records = await self._registry.parts()
+            except PillionError as error:
+                log.debug("the registry does not answer, the last view stands: %s", error.message)
+                return
+            self.view.update(records, time.monotonic())
+            self._sync()
+
+    def served(self, model: str, fingerprint: str) -> Served:
+        """How ``model`` is served now, by parts that answer. Raises Unavailable, naming what is missing."""
+        usable = [part for part in self.view.trusted(time.monotonic()) if self._answers(part)]
+        mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
+        spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
+        if not spaces:
+            raise Unavailable(f"no decode worker of model {model!r} lives")
+        # Workers of two releases may differ in layout; a request stays with those that can share its KV.
+        namespace, block_size = max(spaces, key=lambda space: (spaces[space], space))
+        workers = {p.part_id for p in mine if p.namespace == namespace}
+        parts = (p for p in usable if p.role == "kvnode" or p.part_id in workers)
+        return Served(model, bytes.fromhex(namespace), block_size, tuple(parts))
+
+    async def served_soon(self, model: str, fingerprint: str) -> Served:
+        """The same; where nothing is found, looks again for FIRST_LOOK_S. Raises Unavailable."""
+        until = time.monotonic() + FIRST_LOOK_S
+        while True:
+            try:
+                served = self.served(model, fingerprint)
+                if any(part.role == "kvnode" for part in served.parts) or time.monotonic() >= until:
+                    return served
+            except Unavailable:
+                if time.monotonic() >= until:
+                    raise
+            await self.refresh()
+            await asyncio.sleep(FIRST_LOOK_S / 5)
+
+    def node(self, node_id: str) -> NodeLink:
+        """Raises Unavailable."""
+        link = self._nodes.get(node_id)
+        if link is None:
+            raise Unavailable(f"KV node {node_id} is gone")
+        return link
+
+    def prefill(self, part_id: str) -> PrefillLink:
+        """Raises Unavailable."""
+        link = self._prefill.get(part_id)
+        if link is None:
+            raise Unavailable(f"prefill worker {part_id} is gone")
+        return link
+
+    def decode(self, part_id: str) -> DecodeLink:
+        """Raises Unavailable."""
+        link = self._decode.get(part_id)
+        if link is None:
+            raise Unavailable(f"decode worker {part_id} is gone")
+        return link
+
+    def _answers(self, part: PartRecord) -> bool:
+        if part.role == "decode":
+            link = self._decode.get(part.part_id)
+            return link is not None and link.alive
+        if part.role == "kvnode":
+            node = self._nodes.get(part.node_id)
+            return node is not None and node.alive
+        return part.part_id in self._prefill
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(VIEW_POLL_S)
+            await self.refresh()
+
+    def _sync(self) -> None:
+        """A link for every part known. A part that moved gets a new one; one that is forgotten keeps its link while it
+        is alive, for the sake of what runs on it."""
+        records = self.view.records()
+        self._match(self._nodes, {r.node_id: r for r in records if r.role == "kvnode"}, NodeLink)
+        self._match(self._prefill, {r.part_id: r for r in records if r.role == "prefill"}, PrefillLink)
+        self._match(self._decode, {r.part_id: r for r in records if r.role == "decode"}, DecodeLink)
+
+    def _match(self, links: dict[str, Any], wanted: dict[str, PartRecord], make: Any) -> None:
+        for name in list(links):
+            moved = name in wanted and links[name].address != wanted[name].address
+            if moved or (name not in wanted and not links[name].alive):
+                closing = asyncio.create_task(links.pop(name).aclose())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        for name, record in wanted.items():
+            if name not in links:
+                links[name] = make(record, self._gateway_id)

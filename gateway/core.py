@@ -1,0 +1,235 @@
+"""The gateway itself, behind both of its ports: checks, tokenizes, admits, runs; no protocol here."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+
+from gateway.admission import Admission
+from gateway.answer import Answer
+from gateway.calls import Job
+from gateway.chat_template import ChatTemplate
+from gateway.cluster import Cluster
+from gateway.planner import SplitPolicy
+from gateway.runner import Generation
+from gateway.tokenizer import ModelTokenizer, TokenizerPool
+from gateway.validation import (
+    ModelLimits,
+    check_length,
+    check_model,
+    check_request,
+    prompt_field,
+    resolve,
+)
+from pillion import telemetry
+from pillion._version import VERSION
+from pillion.errors import DeadlineExceeded, PillionError, Unavailable
+from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model that this gateway can tokenize for."""
+
+    limits: ModelLimits
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    tokenizer: ModelTokenizer
+    template: ChatTemplate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeOptions:
+    """What of the flags decides about requests."""
+
+    policy: SplitPolicy
+    chunk_tokens: int
+    max_attempts: int
+    max_inflight_requests: int
+    max_inflight_tokens: int
+
+
+class Gateway:
+    """Takes requests. ``models`` by served name."""
+
+    def __init__(self, models: Mapping[str, ModelEntry], cluster: Cluster, options: EdgeOptions) -> None:
+        self._models = models
+        self._cluster = cluster
+        self._options = options
+        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens)
+        self._pool = TokenizerPool()
+        self._arrivals = secrets.randbelow(1024)
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float | None = None, parent: otel_context.Context | None = None
+    ) -> Generation:
+        """A started generation, to be read or cancelled by the caller.
+
+        Args:
+            request: as the client sent it.
+            timeout_s: time the client gives it, None for no limit.
+            parent: the client's trace context.
+
+        Raises:
+            InvalidRequest: with every wrong field. Overloaded: a bound is met. DeadlineExceeded: no time left.
+        """
+        arrived = time.monotonic()
+        span = telemetry.tracer().start_span(
+            f"generate {request.model[:100]}".rstrip(), context=parent, kind=trace.SpanKind.SERVER
+        )
+        try:
+            model = self._models[check_model(request.model, self._models)]
+            check_request(request, model.limits)
+            self._admission.admit_request()
+        except PillionError as error:
+            _end_badly(span, error)
+            raise
+        tokens = 0
+        try:
+            prompt = await self._tokenize(request, model)
+            self._admission.admit_tokens(len(prompt))
+            tokens = len(prompt)
+            if timeout_s is not None and time.monotonic() >= arrived + timeout_s:
+                raise DeadlineExceeded("the request's deadline passed while it was tokenized")
+            deadline = None if timeout_s is None else arrived + timeout_s
+            return self._begin(request, model, prompt, arrived, deadline, span)
+        except BaseException as error:
+            # A cancelled caller too: what was admitted leaves.
+            self._admission.leave(tokens)
+            _end_badly(span, error)
+            raise
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Those that live workers serve now."""
+        return tuple(
+            ModelInfo(name, entry.limits.max_model_len_tokens, entry.fingerprint)
+            for name, entry in sorted(self._models.items())
+            if not self.missing(name)
+        )
+
+    def missing(self, name: str) -> str:
+        """What keeps a model from being served, in words; empty where it is served."""
+        try:
+            served = self._cluster.served(name, self._models[name].fingerprint)
+        except Unavailable as error:
+            return error.message
+        nodes = {part.node_id for part in served.parts if part.role == "kvnode"}
+        if not any(part.role == "decode" and part.node_id in nodes for part in served.parts):
+            return f"no KV node lives for the decode workers of model {name!r}"
+        return ""
+
+    def not_ready(self) -> str:
+        """Why no request could be served now; empty when one could."""
+        missing = [self.missing(name) for name in self._models]
+        return "" if "" in missing else "; ".join(missing)
+
+    def status(self) -> ClusterStatus:
+        """For ``pillion status``."""
+        return ClusterStatus(
+            version=VERSION,
+            parts=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
+            active_requests=self._admission.requests,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            index_available=self._cluster.index.available,
+        )
+
+    @property
+    def active_requests(self) -> int:
+        """Requests under way."""
+        return self._admission.requests
+
+    @property
+    def active_tokens(self) -> int:
+        """Their prompts' tokens."""
+        return self._admission.tokens
+
+    async def aclose(self) -> None:
+        """Ends tokenizing. Generations are their readers' to cancel."""
+        self._pool.close()
+        for entry in self._models.values():
+            await entry.template.aclose()
+
+    async def _tokenize(self, request: GenerateRequest, model: ModelEntry) -> tuple[int, ...]:
+        if request.token_ids:
+            prompt = request.token_ids
+        elif request.messages:
+            rendered = await model.template.render(request.messages)
+            prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
+        else:
+            prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
+        check_length(len(prompt), prompt_field(request), model.limits)
+        return prompt
+
+    def _begin(
+        self,
+        request: GenerateRequest,
+        model: ModelEntry,
+        prompt: tuple[int, ...],
+        arrived: float,
+        deadline: float | None,
+        span: trace.Span,
+    ) -> Generation:
+        resolved = resolve(request.sampling, len(prompt), model.eos_token_ids, model.limits, secrets.randbits(63))
+        self._arrivals += 1
+        job = Job(
+            request_id=request.request_id or f"req-{secrets.token_hex(12)}",
+            model=model.limits.name,
+            fingerprint=model.fingerprint,
+            prompt=prompt,
+            resolved=resolved,
+            cache_salt=request.cache_salt,
+            policy=self._options.policy,
+            chunk_tokens=self._options.chunk_tokens,
+            max_attempts=self._options.max_attempts,
+            arrived=arrived,
+            deadline=deadline,
+            spread=self._arrivals,
+        )
+        _describe(span, job, is_chat=bool(request.messages))
+        stop_ids = frozenset(resolved.stop_token_ids)
+        answer = Answer(model.tokenizer.detokenizer(), request.sampling.stop, stop_ids)
+
+        def ended(usage: Usage) -> None:
+            self._admission.leave(usage.prompt_tokens)
+            self._prompt_tokens += usage.prompt_tokens
+            self._cached_tokens += usage.cached_tokens
+            self._completion_tokens += usage.completion_tokens
+
+        generation = Generation(job, self._cluster, answer, span, ended)
+        generation.start()
+        return generation
+
+
+def _describe(span: trace.Span, job: Job, is_chat: bool) -> None:
+    if not span.is_recording():
+        return
+    sampling = job.resolved.sampling
+    span.update_name(f"generate {job.model}")
+    said = {
+        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+        "gen_ai.provider.name": "pillion",
+        "gen_ai.request.model": job.model,
+        "gen_ai.response.model": job.model,
+        "gen_ai.response.id": job.request_id,
+        "gen_ai.request.max_tokens": job.resolved.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stream": True,
+    }
+    span.set_attributes({key: value for key, value in said.items() if value is not None})
+
+
+def _end_badly(span: trace.Span, error: BaseException) -> None:
+    span.set_attribute("error.type", type(error).__name__)
+    span.set_status(trace.StatusCode.ERROR, str(error))
+    span.end()

@@ -1,0 +1,117 @@
+"""Ids to text, token by token: never half a UTF-8 character, and in the end exactly the text of a full decode."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+import tokenizers
+from tokenizers import decoders
+
+# A character of UTF-8 is at most four bytes, so at most four tokens can be waiting to become one.
+MAX_HELD_TOKENS = 4
+_REPLACEMENT = "\ufffd"
+
+
+class _Decoder(Protocol):
+    def push(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Detokenizer:
+    """One answer's incremental decoder. Special tokens, and ids that the tokenizer does not know, are no text.
+
+    Byte-level vocabularies (GPT-2's family: Llama 3, Qwen, SmolLM) map each token to bytes by itself, which is exact
+    and cheap. Others (SentencePiece's family) are decoded over a window of the last tokens. There, and only there, the
+    text can differ from a full decode, where a model writes broken UTF-8 right behind a whole character in byte tokens:
+    a full decode takes the whole character back, a stream cannot.
+    """
+
+    __slots__ = ("_decoder",)
+
+    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+        byte_level = isinstance(codec.decoder, decoders.ByteLevel)
+        self._decoder: _Decoder = _ByteLevel(codec) if byte_level else _Window(codec)
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; often one word, sometimes nothing."""
+        return self._decoder.push(token_id)
+
+    def flush(self) -> str:
+        """What is held back still. Half a character reads as U+FFFD. Call once, at the end."""
+        return self._decoder.flush()
+
+
+class _ByteLevel:
+    __slots__ = ("_codec", "_specials", "_utf8")
+
+    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+        self._codec = codec
+        self._specials = _special_texts(codec)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        token = self._codec.id_to_token(token_id)
+        if token is None or token in self._specials:
+            return ""
+        return self._utf8.decode(_bytes_of(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class _Window:
+    """Decodes the last emitted tokens together with the held ones; what comes behind the former's text is new.
+
+    The window begins with tokens already emitted because a token's text depends on the one before it (leading spaces).
+    """
+
+    __slots__ = ("_codec", "_context", "_held", "_specials")
+
+    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+        self._codec = codec
+        self._specials = _special_texts(codec)
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        token = self._codec.id_to_token(token_id)
+        if token is None or token in self._specials:
+            return ""
+        self._held.append(token_id)
+        return self._take(final=len(self._held) >= MAX_HELD_TOKENS)
+
+    def flush(self) -> str:
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        if not self._held:
+            return ""
+        before = self._codec.decode(self._context, skip_special_tokens=True)
+        after = self._codec.decode(self._context + self._held, skip_special_tokens=True)
+        if after.endswith(_REPLACEMENT) and not final:
+            return ""
+        self._context, self._held = self._held, []
+        return str(after[len(before) :])
+
+
+def _special_texts(codec: tokenizers.Tokenizer) -> frozenset[str]:
+    return frozenset(token.content for token in codec.get_added_tokens_decoder().values() if token.special)
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token outside the byte alphabet was added by hand and stands for its own text."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

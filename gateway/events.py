@@ -1,0 +1,235 @@
+"""What happens to a request and what is to be done for it: the two vocabularies of :mod:`gateway.request`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.planner import Plan
+from pillion.errors import PillionError
+from pillion.types import FinishReason
+from pillion.wire.decode import DecodeTimings
+from pillion.wire.prefill import ChunkAck
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The gateway's hold on a ticket: at which node, under which session's epoch."""
+
+    node_id: str
+    epoch: int
+    ticket_id: int
+
+
+# ---- events ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The planner has decided."""
+
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFailed:
+    """Nothing could be planned, for instance because no worker lives."""
+
+    attempt: int
+    error: PillionError
+
+
+@dataclass(frozen=True, slots=True)
+class TicketGranted:
+    """The node has pinned ``pinned_blocks`` and reserved the rest (I3)."""
+
+    attempt: int
+    hold: Hold
+    pinned_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TicketLost:
+    """The node refused, or went away before it answered."""
+
+    attempt: int
+    error: PillionError
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAcked:
+    """A chunk is committed under the ticket."""
+
+    attempt: int
+    ack: ChunkAck
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEnded:
+    """The prefill call ended well."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanLost:
+    """The prefill call failed."""
+
+    attempt: int
+    error: PillionError
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The decode worker sampled these, in order."""
+
+    attempt: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFinished:
+    """The stream ended by itself."""
+
+    attempt: int
+    reason: FinishReason
+    timings: DecodeTimings | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLost:
+    """The stream failed, or its worker went away."""
+
+    attempt: int
+    error: PillionError
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WentSilent:
+    """Nothing was heard of the attempt for the longest time that is allowed."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopHit:
+    """The text has reached a stop string; the answer is its first ``kept_tokens`` tokens."""
+
+    kept_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The client's time is over."""
+
+
+Event = (
+    Planned
+    | PlanFailed
+    | TicketGranted
+    | TicketLost
+    | ChunkAcked
+    | SpanEnded
+    | SpanLost
+    | Tokens
+    | DecodeFinished
+    | DecodeLost
+    | WentSilent
+    | StopHit
+    | Cancelled
+    | DeadlinePassed
+)
+
+
+# ---- actions ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """After ``after_ms``: hash ``token_ids``, ask the index, plan. Answer: Planned or PlanFailed."""
+
+    attempt: int
+    token_ids: tuple[int, ...]
+    avoid: frozenset[str]
+    after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTicket:
+    """Pin and reserve at the plan's node. Answer: TicketGranted or TicketLost."""
+
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpan:
+    """Send cached..split to the prefill worker. Answer: ChunkAcked each, then SpanEnded; or SpanLost."""
+
+    attempt: int
+    plan: Plan
+    hold: Hold
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDecode:
+    """Send the remnant to the decode worker. Answer: Tokens, then DecodeFinished; or DecodeLost."""
+
+    attempt: int
+    plan: Plan
+    hold: Hold
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWork:
+    """Stop the attempt's look-up, ticket call or span. A ticket granted nevertheless must still be reported."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDecode:
+    """Tell the decode worker that nobody wants the stream."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTicket:
+    """Let go of a ticket."""
+
+    hold: Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """These tokens are the answer's next ones."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The answer is complete. Terminal."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends with an error. Terminal."""
+
+    error: PillionError
+
+
+Action = LookUp | OpenTicket | RunSpan | SubmitDecode | StopWork | CancelDecode | ReleaseTicket | Emit | Finish | Fail

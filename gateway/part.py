@@ -1,0 +1,138 @@
+"""The gateway as a part: both ports, the links, and its own heartbeat.
+
+model prepared -> tokenizer loaded -> links up -> gRPC port -> HTTP port -> heartbeats ... stop() undoes it backwards
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from dataclasses import replace
+
+from engine.prepare import PreparedModel, prepare
+from gateway.chat_template import ChatTemplate
+from gateway.cluster import Cluster
+from gateway.core import EdgeOptions, Gateway, ModelEntry
+from gateway.http import HttpServer, start_http
+from gateway.planner import parse_policy
+from gateway.servicer import GatewayServicer
+from gateway.tokenizer import ModelTokenizer
+from gateway.validation import ModelLimits
+from kvstore.index import Index, Registry
+from pillion import rpc
+from pillion.config import GatewayFlags
+from pillion.errors import ConfigError, PillionError
+from pillion.v1 import gateway_pb2_grpc
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.gateway")
+
+SERVICE = "pillion.v1.Gateway"
+
+
+class GatewayPart:
+    """A running gateway. ``address`` and ``grpc_address`` are the same; ``http_address`` is the other port."""
+
+    def __init__(
+        self,
+        record: PartRecord,
+        gateway: Gateway,
+        cluster: Cluster,
+        registry: Registry,
+        server: rpc.RunningServer,
+        http: HttpServer,
+        heartbeat_s: float,
+    ) -> None:
+        self.part_id = record.part_id
+        self.address = self.grpc_address = server.address
+        self.http_address = http.address
+        self.gateway = gateway
+        self._record = record
+        self._cluster = cluster
+        self._registry = registry
+        self._server = server
+        self._http = http
+        self._heart = asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Streams may finish for ``grace_s`` seconds; then everything they held is freed."""
+        self._heart.cancel()
+        await asyncio.gather(self._heart, return_exceptions=True)
+        try:
+            await self._registry.leave(self.part_id)
+        except PillionError as error:
+            log.debug("could not leave the registry: %s", error.message)
+        await asyncio.gather(self._server.stop(grace_s), self._http.stop())
+        await self.gateway.aclose()
+        await self._cluster.aclose()
+
+    async def wait_failed(self) -> str:
+        """Why the gateway cannot go on by itself. It only returns when its HTTP port has died."""
+        await asyncio.wait({self._http.task})
+        return "the HTTP server ended"
+
+    async def _beat(self, heartbeat_s: float) -> None:
+        while True:
+            now = replace(self._record, running_requests=self.gateway.active_requests)
+            try:
+                await self._registry.beat(now)
+            except PillionError as error:
+                log.debug("heartbeat not taken: %s", error.message)
+            await asyncio.sleep(heartbeat_s)
+
+
+async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayPart:
+    """Starts both ports. ``prepared`` spares the preparation where the caller has done it.
+
+    Raises:
+        ConfigError: flags or model that cannot work, or a port that is taken.
+    """
+    policy = parse_policy(flags.split_policy)
+    if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
+        raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
+    if not flags.redis_url:
+        raise ConfigError("the gateway needs --redis-url")
+    model = prepared if prepared is not None else await asyncio.to_thread(prepare, flags)
+    entry = await asyncio.to_thread(_entry, model)
+    part_id = f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+    registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
+    cluster = Cluster(part_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
+    options = EdgeOptions(
+        policy=policy,
+        chunk_tokens=flags.chunk_size,
+        max_attempts=flags.max_attempts,
+        max_inflight_requests=flags.max_inflight_requests,
+        max_inflight_tokens=flags.max_inflight_tokens,
+    )
+    gateway = Gateway({model.name: entry}, cluster, options)
+    await cluster.start()
+    host = f"[{flags.host}]" if ":" in flags.host else flags.host
+    server: rpc.RunningServer | None = None
+    try:
+        server = await rpc.start_server(
+            f"{host}:{flags.grpc_port}",
+            [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(gateway), s))],
+        )
+        http = await start_http(gateway, flags.host, flags.http_port)
+    except OSError as error:
+        # Nothing half-started stays.
+        if server is not None:
+            await server.stop(0)
+        await gateway.aclose()
+        await cluster.aclose()
+        raise ConfigError(f"the gateway cannot listen: {error}") from None
+    record = PartRecord(part_id=part_id, role="gateway", address=server.address, model=model.name)
+    return GatewayPart(record, gateway, cluster, registry, server, http, flags.heartbeat_ms / 1000)
+
+
+def _entry(model: PreparedModel) -> ModelEntry:
+    tokenizer = ModelTokenizer.load(model.folder)
+    return ModelEntry(
+        limits=ModelLimits(model.name, model.max_model_len, model.vocab_size),
+        fingerprint=model.fingerprint,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+    )

@@ -1,0 +1,301 @@
+"""One request's life (I9): events and a clock in, actions out.
+
+                   +--------------------- attempt + 1, tokens = prompt + emitted ---------------------+
+                   v                                                                                  |
+    start --> PLANNING --Planned--> PINNING --TicketGranted--> PREFILLING --SpanEnded--> DECODING     |
+                 |  ^                  |                            |                     |  |        |
+                 |  | no part lives    | TicketLost        SpanLost |          DecodeLost |  |        |
+                 +--+ yet (bounded)    +----------------------------+---------------------+--|--------+
+                                                                                             |
+                    DecodeFinished, StopHit --> Finish --+                                   |
+    any state:      Cancelled, DeadlinePassed,           +--> DONE <-------------------------+
+                    attempts used up --> Fail -----------+
+
+A plan without chunks goes from PINNING to DECODING at once. An attempt is named by its number, and what an older
+attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
+Leaving an attempt stops its work, cancels its stream and releases its ticket (I8); every request has exactly one
+terminal action.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from gateway import events as ev
+from gateway.events import Action, Event, Hold
+from gateway.planner import Plan, replan
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError, Unavailable
+from pillion.types import FinishReason, Timings, Usage
+from pillion.wire.decode import DecodeTimings
+
+# Before the second, third... attempt. A part that was lost is out of the plan at once; the pause is for the rest.
+FIRST_RETRY_DELAY_MS = 20
+MAX_RETRY_DELAY_MS = 500
+# How long a request that was under way waits for a lost part to come back, and how often it looks.
+MAX_PART_WAIT_S = 30.0
+PART_POLL_MS = 100
+
+
+class State(Enum):
+    """Where a request is."""
+
+    PLANNING = "planning"
+    PINNING = "pinning"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+class RequestMachine:
+    """Owns a request's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        max_attempts: int,
+        arrived: float,
+    ) -> None:
+        self.prompt = prompt
+        self.state = State.PLANNING
+        self.attempt = 1
+        self.emitted: list[int] = []
+        self.plan: Plan | None = None
+        self.hold: Hold | None = None
+        self._max_tokens = max_tokens
+        self._stop_ids = stop_token_ids
+        self._max_attempts = max_attempts
+        self._avoid: frozenset[str] = frozenset()
+        self._part_wait_until = arrived
+        self._chunks_acked = 0
+        self._log = _Log(arrived)
+
+    def start(self) -> list[Action]:
+        """The first look-up."""
+        return [self._look_up(0)]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about it, in order. Nothing is an answer too: late and foreign events are normal."""
+        match event:
+            case ev.TicketGranted():
+                return self._granted(event, now)
+            case _ if self.state is State.DONE:
+                return []
+            case ev.Cancelled():
+                return self._end(ev.Fail(Cancelled("the client went away")), now)
+            case ev.DeadlinePassed():
+                return self._end(ev.Fail(DeadlineExceeded("the request's deadline passed")), now)
+            case ev.StopHit():
+                del self.emitted[event.kept_tokens :]
+                return self._end(ev.Finish(FinishReason.STOP), now)
+            case _ if event.attempt != self.attempt:
+                return []
+            case ev.Planned() | ev.PlanFailed() if self.state is State.PLANNING:
+                return self._planned(event, now)
+            case ev.TicketLost() if self.state is State.PINNING:
+                self._avoid |= {self._plan().node_id}
+                return self._retry_or_fail(event.error, event.retryable, now)
+            case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self.state is State.PREFILLING:
+                return self._prefilling(event, now)
+            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
+                return self._decoding(event, now)
+            case ev.WentSilent():
+                return self._silent(now)
+        return []
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(len(self.prompt), self._log.cached_tokens, len(self.emitted))
+
+    def timings(self, now: float) -> Timings:
+        """Where the prompt and the time went so far; the three parts add up to the prompt."""
+        return self._log.timings(len(self.prompt), self.plan, self.attempt, now)
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token came."""
+        return self._log.first_token
+
+    # ---- one state each -----------------------------------------------------------------------------------------
+
+    def _planned(self, event: ev.Planned | ev.PlanFailed, now: float) -> list[Action]:
+        if isinstance(event, ev.PlanFailed):
+            if isinstance(event.error, Unavailable) and now < self._part_wait_until:
+                # The request was under way when a part was lost: a supervisor may be bringing it back.
+                return [self._look_up(PART_POLL_MS)]
+            return self._end(ev.Fail(event.error), now)
+        self.plan = event.plan
+        self.state = State.PINNING
+        return [ev.OpenTicket(self.attempt, event.plan)]
+
+    def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
+        if event.attempt != self.attempt or self.state is not State.PINNING:
+            return [ev.ReleaseTicket(event.hold)]
+        self.hold = event.hold
+        self.plan = replan(self._plan(), event.pinned_blocks)
+        self._log.admit(self.plan, now)
+        if not self.plan.chunks:
+            return self._submit()
+        self.state = State.PREFILLING
+        self._chunks_acked = 0
+        self._log.span_sent = now
+        return [ev.RunSpan(self.attempt, self.plan, event.hold, self.tokens())]
+
+    def _prefilling(self, event: ev.ChunkAcked | ev.SpanEnded | ev.SpanLost, now: float) -> list[Action]:
+        plan = self._plan()
+        if isinstance(event, ev.ChunkAcked):
+            self._chunks_acked += 1
+            # Of a replay only the prompt's part counts, and its last token is always the decode worker's.
+            limit = (len(self.prompt) - 1) // plan.block_size * plan.block_size
+            self._log.ack(min(event.ack.end_tokens, plan.split_tokens, limit), now)
+            return []
+        if isinstance(event, ev.SpanEnded) and self._chunks_acked >= len(plan.chunks):
+            return self._submit()
+        if plan.prefill is not None:
+            self._avoid |= {plan.prefill.part_id}
+        if isinstance(event, ev.SpanLost):
+            return self._retry_or_fail(event.error, event.retryable, now)
+        short = Unavailable(f"the prefill worker ended after {self._chunks_acked} of {len(plan.chunks)} chunks")
+        return self._retry_or_fail(short, True, now)
+
+    def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
+        if isinstance(event, ev.Tokens):
+            ids = event.token_ids[: self._max_tokens - len(self.emitted)]
+            if not ids:
+                return []
+            self.emitted.extend(ids)
+            if self._log.first_token is None:
+                self._log.first_token = now
+            return [ev.Emit(ids)]
+        if isinstance(event, ev.DecodeFinished):
+            self._log.decode = event.timings or self._log.decode
+            return self._end(ev.Finish(event.reason), now, stream_over=True)
+        return self._stream_lost(event.error, event.retryable, now, stream_over=True)
+
+    def _stream_lost(self, error: PillionError, retryable: bool, now: float, stream_over: bool) -> list[Action]:
+        # The last token may have arrived before its worker was lost.
+        if self.emitted and self.emitted[-1] in self._stop_ids:
+            return self._end(ev.Finish(FinishReason.STOP), now, stream_over)
+        if len(self.emitted) >= self._max_tokens:
+            return self._end(ev.Finish(FinishReason.LENGTH), now, stream_over)
+        self._avoid |= {self._plan().decode.part_id}
+        return self._retry_or_fail(error, retryable, now, stream_over)
+
+    def _silent(self, now: float) -> list[Action]:
+        error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
+        if self.state is State.DECODING:
+            return self._stream_lost(error, True, now, stream_over=False)
+        if self.state is State.PREFILLING and (worker := self._plan().prefill) is not None:
+            self._avoid |= {worker.part_id}
+        return self._retry_or_fail(error, True, now)
+
+    # ---- moves --------------------------------------------------------------------------------------------------
+
+    def tokens(self) -> tuple[int, ...]:
+        """What this attempt has to work with: prompt, and answer so far."""
+        return (*self.prompt, *self.emitted)
+
+    def _submit(self) -> list[Action]:
+        assert self.hold is not None
+        self.state = State.DECODING
+        return [ev.SubmitDecode(self.attempt, self._plan(), self.hold, self.tokens())]
+
+    def _look_up(self, after_ms: int) -> Action:
+        return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms)
+
+    def _retry_or_fail(
+        self, error: PillionError, retryable: bool, now: float, stream_over: bool = False
+    ) -> list[Action]:
+        if not retryable:
+            return self._end(ev.Fail(error), now, stream_over)
+        if self.attempt >= self._max_attempts:
+            said = f"given up after {self.attempt} attempts; the last one: {error.message}"
+            return self._end(ev.Fail(Unavailable(said)), now, stream_over)
+        leaving = self._leave(stream_over)
+        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
+        self.attempt += 1
+        self.state = State.PLANNING
+        self._part_wait_until = now + MAX_PART_WAIT_S
+        return [*leaving, self._look_up(delay_ms)]
+
+    def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
+        leaving = self._leave(stream_over)
+        self.state = State.DONE
+        self._log.ended = now
+        return [*leaving, terminal]
+
+    def _leave(self, stream_over: bool = False) -> list[Action]:
+        """Stop whatever the current attempt does, wherever it is."""
+        actions: list[Action] = []
+        if self.state is State.DECODING and not stream_over:
+            actions.append(ev.CancelDecode(self.attempt))
+        elif self.state in (State.PLANNING, State.PINNING, State.PREFILLING):
+            actions.append(ev.StopWork(self.attempt))
+        if self.hold is not None:
+            actions.append(ev.ReleaseTicket(self.hold))
+            self.hold = None
+        return actions
+
+    def _plan(self) -> Plan:
+        if self.plan is None:
+            raise Internal("the request has no plan in this state")
+        return self.plan
+
+
+class _Log:
+    """When things happened, for Timings."""
+
+    def __init__(self, arrived: float) -> None:
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.cached_tokens = 0
+        self.acked_tokens = 0
+        self.chunks = 0
+        self.span_sent: float | None = None
+        self.span_acked: float | None = None
+        self.prefill_ms = 0.0
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self.decode: DecodeTimings | None = None
+
+    def admit(self, plan: Plan, now: float) -> None:
+        """The first admission counts: what was found before anything was computed for this request."""
+        if self.admitted is None:
+            self.admitted = now
+            self.cached_tokens = plan.cached_tokens
+
+    def ack(self, end_tokens: int, now: float) -> None:
+        """One chunk; the time since the dispatch or the chunk before it is prefill time."""
+        self.chunks += 1
+        self.acked_tokens = max(self.acked_tokens, end_tokens)
+        since = self.span_sent if self.span_sent is not None else now
+        self.prefill_ms += (now - since) * 1000
+        self.span_sent = now
+
+    def timings(self, prompt_tokens: int, plan: Plan | None, attempt: int, now: float) -> Timings:
+        """See Timings in common.proto."""
+        prefilled = max(0, self.acked_tokens - self.cached_tokens)
+        worker = self.decode or DecodeTimings()
+        prefill = plan.prefill.part_id if plan and plan.prefill and self.chunks else ""
+
+        def since_arrival_ms(moment: float | None) -> float:
+            return ((now if moment is None else moment) - self.arrived) * 1000
+
+        return Timings(
+            cached_tokens=self.cached_tokens,
+            prefilled_tokens=prefilled,
+            prefill_chunks=self.chunks,
+            remnant_tokens=prompt_tokens - self.cached_tokens - prefilled,
+            remnant_steps=worker.remnant_steps,
+            admission_ms=since_arrival_ms(self.admitted),
+            prefill_ms=self.prefill_ms,
+            decode_queue_ms=worker.queue_ms,
+            time_to_first_token_ms=since_arrival_ms(self.first_token),
+            total_ms=since_arrival_ms(self.ended),
+            replays=attempt - 1,
+            preemptions=worker.preemptions,
+            prefill_worker=prefill,
+            decode_worker=plan.decode.part_id if plan else "",
+            plan_reason=plan.reason if plan else "",
+        )

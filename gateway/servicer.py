@@ -1,0 +1,55 @@
+"""The public gRPC service: converters around :class:`gateway.core.Gateway`, no policy."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from gateway.core import Gateway
+from pillion import telemetry
+from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from pillion.wire.public import delta_to_pb, model_to_pb, request_from_pb, status_to_pb
+
+# gRPC says "no deadline" by one that is centuries away.
+MAX_DEADLINE_S = 10 * 365 * 86_400.0
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
+    """pillion.v1.Gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(  # noqa: N802
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        """The stream; the call's end, however it comes, cancels what is left of the request."""
+        generation = await self._gateway.generate(
+            request_from_pb(request),
+            timeout_s=_timeout_s(context),
+            parent=telemetry.extract(context.invocation_metadata()),
+        )
+        context.add_done_callback(lambda _: generation.cancel())
+        context.set_trailing_metadata((("x-request-id", generation.job.request_id),))
+        try:
+            async for delta in generation:
+                yield delta_to_pb(delta)
+        finally:
+            generation.cancel()
+
+    async def ListModels(  # noqa: N802
+        self, request: gateway_pb2.ListModelsRequest, context: Any
+    ) -> gateway_pb2.ListModelsResponse:
+        """Models that live workers serve."""
+        return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models()])
+
+    async def GetStatus(  # noqa: N802
+        self, request: gateway_pb2.GetStatusRequest, context: Any
+    ) -> gateway_pb2.GetStatusResponse:
+        """Parts and totals."""
+        return status_to_pb(self._gateway.status())
+
+
+def _timeout_s(context: Any) -> float | None:
+    left = context.time_remaining()
+    return None if left is None or left > MAX_DEADLINE_S else float(left)

@@ -1,0 +1,54 @@
+"""Stop strings over a stream of text pieces, wherever the pieces are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Lets text through until a stop string is complete; nothing of a stop string is ever let through.
+
+    Text that could still become a stop string is held back: less than the longest of them. The match that is complete
+    first wins, and of two that end together the longer one, so the outcome does not depend on where pieces are cut.
+    """
+
+    __slots__ = ("_held", "_stops", "stopped")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """The text that is certain now. Once ``stopped`` is true it is the last, and later pieces give nothing."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)[1]]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back and turned out to be no stop string. Call once, at the end."""
+        held, self._held = self._held, ""
+        return held
+
+    @property
+    def held_chars(self) -> int:
+        """Characters held back now."""
+        return len(self._held)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Longest end of ``text`` that is a beginning of ``stop``, and not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,274 @@
+"""Attaching: how a worker gets the pool's memory, and how the node learns of its death.
+
+    worker                                   node
+      | -- connect to the Unix socket ------> |
+      | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
+      | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
+      |        ... mapped, at work ...        |
+      | ============== the end =============> |  proof that the worker maps nothing any more (I4)
+      | <============= the end ============== |  the node is gone, and so is every block: the worker exits
+
+The socket file is 0600 in a 0700 directory: who may connect may read and write all KV. Nothing but file descriptors
+and two lines of JSON travels here, so there is nothing to unpickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.segment import map_shared
+from pillion.errors import ConfigError, Overloaded, PillionError
+from pillion.wire.kvnode import (
+    AttachHello,
+    AttachReply,
+    attach_hello_from_line,
+    attach_reply_from_line,
+    line_to_bytes,
+)
+
+log = logging.getLogger("pillion.kvnode")
+
+MAX_LINE_BYTES = 4096
+HELLO_TIMEOUT_S = 5.0
+MAX_ATTACHMENTS = 256
+LISTEN_BACKLOG = 64
+CONNECT_RETRY_S = 0.05
+
+
+class Attachment:
+    """A worker's side: the mapped pool and the connection that stands for its life.
+
+    Attributes:
+        epoch: the worker's name at the node, void once either side ends.
+        node_id, node_address: the node, and where its gRPC service is.
+        num_slots, block_bytes: shape of the pool; slot s is bytes s * block_bytes .. (s + 1) * block_bytes.
+        memory: the pool, writable, num_slots * block_bytes long.
+    """
+
+    def __init__(self, sock: socket.socket, mapped: mmap.mmap, reply: AttachReply, block_bytes: int) -> None:
+        self._sock = sock
+        self._mapped = mapped
+        self.epoch = reply.epoch
+        self.node_id = reply.node_id
+        self.node_address = reply.node_address
+        self.num_slots = reply.num_slots
+        self.block_bytes = block_bytes
+        self.memory = memoryview(mapped)
+
+    def fileno(self) -> int:
+        """Becomes readable when the node is gone; for ``loop.add_reader``."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Says that this process uses the pool no more. Call it only when no step can run: slots are reused at once."""
+        with contextlib.suppress(BufferError):
+            # Tensors over the memory keep it mapped until they go; the promise not to use it is the caller's.
+            self.memory.release()
+            self._mapped.close()
+        self._sock.close()
+
+
+def attach(socket_path: str, *, part_id: str, role: str, block_bytes: int, timeout_s: float) -> Attachment:
+    """Attach to the node behind ``socket_path``; blocks for up to ``timeout_s``, waiting for the node if need be.
+
+    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist.
+    """
+    hello = AttachHello(part_id=part_id, role=role, block_bytes=block_bytes)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    fds: list[int] = []
+    try:
+        _connect(sock, socket_path, time.monotonic() + timeout_s)
+        sock.sendall(line_to_bytes(hello))
+        line, fds = _receive_line(sock)
+        reply = attach_reply_from_line(line)
+        if reply.error:
+            raise ConfigError(f"the KV node refused {part_id}: {reply.error}")
+        if len(fds) != 1:
+            raise ConfigError("the KV node answered without its memory")
+        mapped = map_shared(fds[0], reply.num_slots * block_bytes)
+    except OSError as error:
+        sock.close()
+        words = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ConfigError(f"cannot attach to the KV node at {socket_path}: {words}") from None
+    except PillionError as error:
+        sock.close()
+        raise error if isinstance(error, ConfigError) else ConfigError(error.message) from None
+    finally:
+        # The mapping holds the memory; the descriptor has done its work.
+        for fd in fds:
+            os.close(fd)
+    sock.setblocking(False)
+    return Attachment(sock, mapped, reply, block_bytes)
+
+
+def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
+    """Parts may start in any order, so a node that does not listen yet is waited for."""
+    while True:
+        try:
+            return sock.connect(socket_path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() >= give_up_s:
+                raise
+        time.sleep(CONNECT_RETRY_S)
+
+
+def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
+    line, fds = b"", []
+    while not line.endswith(b"\n"):
+        part, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), 1)
+        fds += received
+        if not part or len(line) + len(part) >= MAX_LINE_BYTES:
+            for fd in fds:
+                os.close(fd)
+            raise ConfigError("the KV node ended the connection without an answer")
+        line += part
+    return line, fds
+
+
+class AttachServer:
+    """The node's side. ``admit`` turns a hello into a reply (raising PillionErrors to refuse); ``ended`` hears of the
+    end of an epoch's connection, exactly once for every one admitted."""
+
+    def __init__(
+        self, path: str, memory_fd: int, admit: Callable[[AttachHello], AttachReply], ended: Callable[[int], None]
+    ) -> None:
+        self._path = path
+        self._memory_fd = memory_fd
+        self._admit = admit
+        self._ended = ended
+        self._server: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Binds and accepts. Raises ConfigError if the path cannot be used."""
+        self._server = _listen(self._path)
+        self._accepting = asyncio.create_task(self._accept(self._server), name="attach-accept")
+
+    async def stop(self) -> None:
+        """Ends all connections, which tells workers that the node is gone."""
+        tasks = [task for task in (self._accepting, *self._connections) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    async def _accept(self, server: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(server)
+            except OSError as error:
+                # Out of descriptors, say: the socket stays, the next attempt may work.
+                log.warning("cannot accept an attachment: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            sock.setblocking(False)
+            task = asyncio.create_task(self._serve(sock), name="attach")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        epoch = 0
+        try:
+            reply = await self._greet(sock)
+            epoch = reply.epoch
+            if epoch:
+                log.info("epoch %016x attached", epoch)
+                await _until_end(sock)
+        except OSError as error:
+            log.debug("attach connection failed: %s", error)
+        finally:
+            # The books first: who sees the connection closed may rely on the slots being back.
+            if epoch:
+                self._ended(epoch)
+            sock.close()
+
+    async def _greet(self, sock: socket.socket) -> AttachReply:
+        """Reads the hello and answers. An epoch that was given while the answer fails is ended at once."""
+        try:
+            if len(self._connections) > MAX_ATTACHMENTS:
+                raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                line = await _read_line(sock)
+            reply = self._admit(attach_hello_from_line(line))
+        except (PillionError, TimeoutError) as error:
+            words = error.message if isinstance(error, PillionError) else "no hello in time"
+            log.warning("refused a worker: %s", words)
+            reply = AttachReply(error=words)
+        fds = [self._memory_fd] if reply.epoch else []
+        try:
+            # One small line into an empty socket buffer: it goes at once or the peer is gone.
+            socket.send_fds(sock, [line_to_bytes(reply)], fds)
+        except OSError:
+            if reply.epoch:
+                self._ended(reply.epoch)
+            raise
+        return reply
+
+
+async def _read_line(sock: socket.socket) -> bytes:
+    loop = asyncio.get_running_loop()
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+        part = await loop.sock_recv(sock, MAX_LINE_BYTES - len(line))
+        if not part:
+            break
+        line += part
+    return line
+
+
+async def _until_end(sock: socket.socket) -> None:
+    """What a worker says after its hello is dropped: the connection only stands for its life."""
+    loop = asyncio.get_running_loop()
+    while await loop.sock_recv(sock, MAX_LINE_BYTES):
+        pass
+
+
+def _listen(path: str) -> socket.socket:
+    folder = Path(path).parent
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _clear_stale(path)
+        sock.bind(path)
+        # Nobody can connect before listen(), so there is no moment with wider permissions.
+        os.chmod(path, 0o600)
+        sock.listen(LISTEN_BACKLOG)
+    except (ConfigError, OSError) as error:
+        sock.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot listen for workers on {path}: {error.strerror or error}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _clear_stale(path: str) -> None:
+    """Removes the socket of a node that died without cleaning up; refuses to take a living one's place."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"{path} is there and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(HELLO_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise ConfigError(f"another KV node serves {path}")

@@ -1,0 +1,176 @@
+"""Talking to a KV node. Every call has a deadline, and errors arrive as :mod:`pillion.errors`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
+from pillion.rpc import from_rpc_error, open_channel
+from pillion.telemetry import inject
+from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.wire import kvnode as wire
+from pillion.wire.common import check_hello, hello_to_pb
+from pillion.wire.kvnode import Adopted, CommitResult, CommitRun, HeartbeatReply, NodeStatus, Ticket
+
+log = logging.getLogger("pillion.kvnode")
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 5.0
+OPEN_TICKET_TIMEOUT_S = 60.0
+
+
+class Session:
+    """A gateway's hold at a node: while it is open, ``epoch`` is valid. The node's end or ours ends it."""
+
+    def __init__(self, call: Any, epoch: int) -> None:
+        self._call = call
+        self.epoch = epoch
+        self._ended = asyncio.create_task(self._watch(), name="kv-session")
+
+    async def closed(self) -> None:
+        """Returns when the session has ended: everything held under its epoch is let go."""
+        await asyncio.shield(self._ended)
+
+    async def aclose(self) -> None:
+        """Ends the session. Idempotent."""
+        self._call.cancel()
+        await self._ended
+
+    async def _watch(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+
+
+class NodeClient:
+    """One part's line to one node. ``part_id`` names the part in the node's log."""
+
+    def __init__(self, address: str, part_id: str) -> None:
+        self._part_id = part_id
+        self._channel = open_channel(address)
+        self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self._channel)
+        self._abandoning: set[asyncio.Task[None]] = set()
+
+    async def open_session(self, timeout_s: float = CALL_TIMEOUT_S) -> Session:
+        """A new epoch. Raises Unavailable if the node does not answer."""
+        call = self._stub.OpenSession(kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._part_id)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await _typed(call.read())
+            if event is grpc.aio.EOF:
+                raise Unavailable("the KV node ended the session")
+            check_hello(event.hello)
+        except BaseException as error:
+            call.cancel()
+            if isinstance(error, TimeoutError):
+                raise Unavailable("the KV node does not answer") from None
+            raise
+        return Session(call, event.epoch)
+
+    async def open_ticket(
+        self,
+        epoch: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool = False,
+        timeout_s: float = OPEN_TICKET_TIMEOUT_S,
+    ) -> Ticket:
+        """Pins what is there of the chain and reserves the rest, waiting in line for up to ``timeout_s``.
+
+        When this call ends without an answer, cancelled or out of time, the node is told to forget it: no ticket is
+        left behind, even if it was granted in that moment.
+        """
+        nonce = secrets.randbits(62) + 1
+        request = kvnode_pb2.OpenTicketRequest(
+            epoch=epoch, block_hashes=block_hashes, total_blocks=total_blocks, resume=resume, nonce=nonce
+        )
+        try:
+            reply = await self._unary(self._stub.OpenTicket, request, timeout_s)
+        except (asyncio.CancelledError, Cancelled, DeadlineExceeded, Unavailable):
+            self._abandon(epoch, nonce)
+            raise
+        return wire.ticket_from_pb(reply)
+
+    async def release(self, epoch: int, ticket_ids: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Drops the epoch's hold on tickets. Idempotent."""
+        request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids)
+        await self._unary(self._stub.ReleaseTicket, request, timeout_s)
+
+    async def adopt(
+        self, epoch: int, ticket_id: int, lease_blocks: int, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Adopted:
+        """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
+
+        Raises NotFound without such a ticket, Overloaded (nothing changed) if more is wanted than there is.
+        """
+        request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
+        return wire.adopted_from_pb(await self._unary(self._stub.AdoptTicket, request, timeout_s))
+
+    async def lease(self, epoch: int, blocks: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
+        """Up to ``blocks`` slots, possibly none."""
+        request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
+        return tuple((await self._unary(self._stub.LeaseSlots, request, timeout_s)).slots)
+
+    async def give_back(self, epoch: int, slots: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Returns leased slots; all or, with InvalidRequest, none."""
+        request = kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots)
+        await self._unary(self._stub.ReturnSlots, request, timeout_s)
+
+    async def commit(
+        self, epoch: int, runs: Sequence[CommitRun], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> list[CommitResult]:
+        """Seals runs of blocks, in order; see CommitResult for lost races (I2)."""
+        return wire.results_from_pb(await self._unary(self._stub.Commit, wire.runs_to_pb(epoch, runs), timeout_s))
+
+    async def heartbeat(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> HeartbeatReply:
+        """A sign of life. Raises NotFound for a void epoch."""
+        request = kvnode_pb2.HeartbeatRequest(epoch=epoch)
+        return wire.heartbeat_from_pb(await self._unary(self._stub.Heartbeat, request, timeout_s))
+
+    async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> NodeStatus:
+        """The node's books."""
+        return wire.status_from_pb(
+            await self._unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
+        )
+
+    async def check_integrity(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Raises Conflict with what does not add up (I4)."""
+        await self._unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest(), timeout_s)
+
+    async def aclose(self) -> None:
+        """Waits for calls that tidy up, then closes the connection."""
+        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        await self._channel.close()
+
+    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
+        return await _typed(method(request, timeout=timeout_s, metadata=inject()))
+
+    def _abandon(self, epoch: int, nonce: int) -> None:
+        task = asyncio.create_task(self._release_nonce(epoch, nonce), name="kv-abandon")
+        self._abandoning.add(task)
+        task.add_done_callback(self._abandoning.discard)
+
+    async def _release_nonce(self, epoch: int, nonce: int) -> None:
+        request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, nonces=[nonce])
+        try:
+            await self._unary(self._stub.ReleaseTicket, request, CALL_TIMEOUT_S)
+        except PillionError as error:
+            # The node is gone, or it ended the epoch: either way nothing is held there.
+            log.debug("abandoned call: %s", error)
+
+
+async def _typed(call: Awaitable[T]) -> T:
+    """Awaits a call and turns its failure into a PillionError."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None

@@ -1,0 +1,83 @@
+"""Block hashes: what makes KV content-addressed (I2).
+
+    namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size, sharding
+    request root     the base, narrowed by the adapter and by the tenant's ``cache_salt``
+    block hash       SHA-256 over the parent's hash and the block's token ids; the first block's parent is the root
+
+So a hash names a whole prefix, and two requests share a block exactly if they share model, layout, adapter, salt and
+every token up to the block's end. Nothing here is secret, and nothing depends on the process (never Python's ``hash``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+from pillion.errors import InvalidRequest
+
+HASH_BYTES = 32
+TOKEN_BYTES = 4
+
+_BASE_TAG = b"pillion.namespace.1"
+_ROOT_TAG = b"pillion.root.1"
+
+# array's "I" is the C compiler's unsigned int: four bytes everywhere Python runs today, but say so if it is not.
+if array("I").itemsize != TOKEN_BYTES:
+    raise ImportError("this platform's unsigned int is not four bytes")
+
+
+def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int, tp: int = 1) -> bytes:
+    """Digest (32 bytes) of what all requests to one served model share.
+
+    Args:
+        fingerprint: SHA-256 of weights and configuration, hexadecimal.
+        dtype: type of the cached values, e.g. "bfloat16".
+        layout: version of the layout inside a block; the attention backend's.
+        block_size: tokens per block.
+        tp: tensor-parallel degree; each shard's blocks differ.
+    """
+    return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), str(tp))
+
+
+def request_root(base: bytes, adapter: str = "", cache_salt: str = "") -> bytes:
+    """Parent hash (32 bytes) of a request's first block: requests of other adapters or salts share nothing."""
+    return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt)
+
+
+def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
+    """Hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated; a partial tail is ignored.
+
+    Args:
+        parent: hash of the block before, or the request's root (32 bytes).
+        token_ids: ids in 0 .. 2**32 - 1. Raises OverflowError for others, TypeError for what is no integer.
+        block_size: tokens per block, at least 1.
+    """
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    tokens = packed.tobytes()
+    width = block_size * TOKEN_BYTES
+    sha256, digests = hashlib.sha256, []
+    for start in range(0, len(tokens) - width + 1, width):
+        parent = sha256(parent + tokens[start : start + width]).digest()
+        digests.append(parent)
+    return b"".join(digests)
+
+
+def split_hashes(packed: bytes) -> list[bytes]:
+    """Concatenated hashes, one by one. Raises InvalidRequest where their length does not fit."""
+    if len(packed) % HASH_BYTES:
+        raise InvalidRequest(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte hashes")
+    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
+
+
+def _digest(tag: bytes, *fields: str) -> bytes:
+    """Every field carries its length, so that no two lists of fields read the same."""
+    digest = hashlib.sha256(tag)
+    for text in fields:
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.digest()

@@ -1,0 +1,170 @@
+"""The KV node as a part: memory, ledger, attach socket, gRPC service, heartbeats.
+
+start_kvnode --> serving --stop--> sessions and attachments ended --> gone
+                    +-- a task of its own died --> wait_failed() says why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import replace
+
+from kvstore.announcer import Announcer, new_boot_epoch
+from kvstore.attach import AttachServer
+from kvstore.pool import Pool
+from kvstore.records import IndexEvent
+from kvstore.segment import Segment
+from kvstore.servicer import SERVICE_NAME, KVNodeServicer
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError
+from pillion.rpc import RunningServer, start_server
+from pillion.v1 import kvnode_pb2_grpc
+from pillion.wire.kvnode import AttachHello, AttachReply, NodeStatus
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.kvnode")
+
+
+async def start_kvnode(flags: KVNodeFlags) -> KVNode:
+    """Start a node; it serves when this returns. Raises ConfigError, with nothing left behind, if it cannot."""
+    node = KVNode(flags)
+    try:
+        await node.start()
+    except BaseException:
+        await node.stop(0.0)
+        raise
+    return node
+
+
+class KVNode:
+    """One memory domain's node. ``address`` is where others reach its gRPC service; ``pool`` is for tests."""
+
+    def __init__(self, flags: KVNodeFlags) -> None:
+        _check(flags)
+        self.address = flags.node_advertise
+        self.pool = Pool(
+            pool_bytes=flags.kv_pool_bytes,
+            decode_reserve_percent=flags.decode_reserve_percent,
+            max_waiting=flags.max_waiting_tickets,
+            heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
+            announce=self._announce,
+        )
+        self._flags = flags
+        self._segment = Segment(flags.kv_pool_bytes)
+        self._attach = AttachServer(flags.attach_socket, self._segment.fileno(), self._admit, self.pool.ended)
+        self._server: RunningServer | None = None
+        self._announcer: Announcer | None = None
+        self._boot_epoch = new_boot_epoch()
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Listen for gRPC first: a worker that attaches is told where to call."""
+        flags = self._flags
+        servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping)
+        try:
+            self._server = await start_server(
+                flags.node_listen,
+                [(SERVICE_NAME, lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(servicer, server))],
+            )
+        except OSError as error:
+            raise ConfigError(str(error)) from None
+        self.address = flags.node_advertise or self._server.address
+        self._attach.start()
+        self._spawn(self._judge_silence(), "fencing")
+        if flags.redis_url:
+            self._announcer = Announcer(
+                flags.redis_url,
+                heartbeat_s=flags.heartbeat_ms / 1000,
+                ttl_ms=flags.heartbeat_timeout_ms,
+                record=self._record,
+                hashes=self.pool.ledger.hashes,
+            )
+            self._spawn(self._announcer.run(), "announcing")
+        log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Ends sessions and attachments, which is how everybody learns of it, and frees the memory. Idempotent."""
+        self._stopping.set()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            await announcer.leave()
+        await self._attach.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
+        self._segment.close()
+
+    async def wait_failed(self) -> str:
+        """Returns the reason if the node died by itself; otherwise never."""
+        return await asyncio.shield(self._failure)
+
+    def status(self) -> NodeStatus:
+        """The node's books."""
+        boot_epoch = self._announcer.boot_epoch if self._announcer else self._boot_epoch
+        return replace(self.pool.status(), node_id=self._flags.node_id, boot_epoch=boot_epoch)
+
+    # -- inside
+
+    def _admit(self, hello: AttachHello) -> AttachReply:
+        epoch, num_slots = self.pool.attach(hello)
+        log.info("%s (%s) attached", hello.part_id, hello.role)
+        return AttachReply(node_id=self._flags.node_id, node_address=self.address, epoch=epoch, num_slots=num_slots)
+
+    def _announce(self, events: list[IndexEvent]) -> None:
+        if self._announcer is not None:
+            self._announcer.push(events)
+
+    def _record(self, boot_epoch: int) -> PartRecord:
+        books = self.pool.status()
+        return PartRecord(
+            part_id=self._flags.node_id,
+            role="kvnode",
+            address=self.address,
+            node_id=self._flags.node_id,
+            boot_epoch=boot_epoch,
+            running_requests=books.tickets,
+            waiting_requests=books.waiting_tickets,
+            total_blocks=books.total_blocks,
+            free_blocks=books.free_blocks,
+            leased_blocks=books.leased_blocks,
+            committed_blocks=books.committed_blocks,
+            quarantined_blocks=books.quarantined_blocks,
+        )
+
+    async def _judge_silence(self) -> None:
+        # Half a heartbeat, so that a silence is noticed soon after it became one.
+        interval_s = self._flags.heartbeat_ms / 2000
+        while True:
+            await asyncio.sleep(interval_s)
+            self.pool.judge_silence(interval_s)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._failure.done():
+            return
+        error = task.exception()
+        log.error("%s ended", task.get_name(), exc_info=error)
+        self._failure.set_result(f"{task.get_name()} ended: {error}")
+
+
+def _check(flags: KVNodeFlags) -> None:
+    if not 0 <= flags.decode_reserve_percent <= 90:
+        raise ConfigError(f"--decode-reserve-percent {flags.decode_reserve_percent}: choose 0 to 90")
+    if flags.max_waiting_tickets < 1:
+        raise ConfigError(f"--max-waiting-tickets {flags.max_waiting_tickets}: must be at least 1")
+    if not 0 < flags.heartbeat_ms < flags.heartbeat_timeout_ms:
+        raise ConfigError("--heartbeat-ms must be positive and less than --heartbeat-timeout-ms")
+    if not flags.node_id:
+        raise ConfigError("--node-id must name the node")

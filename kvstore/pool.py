@@ -1,0 +1,227 @@
+"""A KV node's heart: the ledger and the waiting line, fed with real time and real callers.
+
+Every call that changes something ends in :meth:`Pool._after`: who can be admitted now is, and the index hears the news.
+All of it runs on one asyncio loop and never waits in the middle, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvstore.admission import Grant, Waiter, WaitingLine
+from kvstore.hashing import split_hashes
+from kvstore.ledger import Ledger
+from kvstore.records import SESSION, IndexEvent
+from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.wire.kvnode import Adopted, AttachHello, CommitResult, CommitRun, HeartbeatReply, NodeStatus, Ticket
+
+log = logging.getLogger("pillion.kvnode")
+
+MAX_HOLDERS = 4096
+# Beyond this a slot number or a byte offset would stop fitting somewhere.
+MAX_BLOCKS = 2**31 - 1
+
+
+class Pool:
+    """Everything a node does, without sockets.
+
+    Args:
+        pool_bytes: memory to cut into slots once the first worker says how big a block is.
+        decode_reserve_percent: share of it that prompts leave to running decodes.
+        max_waiting: most OpenTicket calls that wait in line.
+        heartbeat_timeout_s: a worker's silence after which it is fenced.
+        announce: hears what came and went.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool_bytes: int,
+        decode_reserve_percent: int,
+        max_waiting: int,
+        heartbeat_timeout_s: float,
+        announce: Callable[[list[IndexEvent]], None] = lambda events: None,
+    ) -> None:
+        self._pool_bytes = pool_bytes
+        self._timeout_s = heartbeat_timeout_s
+        self._announce = announce
+        self._block_bytes = 0
+        self._judged_s = time.monotonic()
+        self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
+        self.ledger = Ledger(_new_id, decode_reserve_percent)
+        self.line = WaitingLine(self.ledger, max_waiting)
+
+    # -- holders
+
+    def attach(self, hello: AttachHello) -> tuple[int, int]:
+        """Epoch and number of slots for a worker. The first one shapes the pool.
+
+        Raises Conflict for another block size than the pool's, InvalidRequest for a block that does not fit.
+        """
+        if hello.block_bytes <= 0:
+            raise InvalidRequest("a block needs at least one byte")
+        if self._block_bytes and hello.block_bytes != self._block_bytes:
+            raise Conflict(
+                f"this pool's blocks have {self._block_bytes} bytes, the worker's {hello.block_bytes}: all workers of "
+                "one node must agree on model, dtype and --block-size; restart the node to change them"
+            )
+        if hello.block_bytes > self._pool_bytes:
+            raise InvalidRequest(
+                f"one block has {hello.block_bytes} bytes, the whole pool {self._pool_bytes}: raise --kv-pool-bytes"
+            )
+        self._bound_holders()
+        if not self._block_bytes:
+            self._block_bytes = hello.block_bytes
+            self.ledger.shape(min(self._pool_bytes // hello.block_bytes, MAX_BLOCKS))
+            log.info("pool shaped: %d slots of %d bytes", self.ledger.num_slots, hello.block_bytes)
+        return self.ledger.attach(hello.part_id, hello.role), self.ledger.num_slots
+
+    def open_session(self, name: str) -> int:
+        """An epoch for a gateway. Raises Overloaded beyond MAX_HOLDERS."""
+        self._bound_holders()
+        return self.ledger.attach(name, SESSION)
+
+    def ended(self, epoch: int) -> None:
+        """A worker's death or a session's end is proven. Idempotent."""
+        self.ledger.gone(epoch)
+        self._dismiss(epoch, "the caller is gone")
+        self._after()
+
+    def heartbeat(self, epoch: int) -> HeartbeatReply:
+        """Raises NotFound for a void epoch."""
+        holder = self.ledger.seen(epoch, time.monotonic())
+        return HeartbeatReply(holder.fenced, self.line.recall_blocks())
+
+    def judge_silence(self, interval_s: float) -> None:
+        """Fences workers that were silent for too long. Called every ``interval_s``; if that was much longer ago, this
+        process itself slept, and nobody is judged by it."""
+        now = time.monotonic()
+        slept = now - self._judged_s > interval_s + self._timeout_s / 2
+        self._judged_s = now
+        if slept:
+            self.ledger.forgive(now)
+        for epoch in self.ledger.overdue(now, self._timeout_s):
+            log.warning("%s was silent for %.1f s: fenced", self.ledger.holders[epoch].name, self._timeout_s)
+            self.ledger.fence(epoch)
+            self._dismiss(epoch, "the epoch is fenced")
+            self._after()
+
+    # -- tickets
+
+    async def open_ticket(
+        self, epoch: int, nonce: int, block_hashes: bytes, total_blocks: int, *, resume: bool
+    ) -> Ticket:
+        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left."""
+        self.ledger.seen(epoch, time.monotonic())
+        hashes = tuple(split_hashes(block_hashes))
+        # A caller that names no nonce still needs a place in line that is its own.
+        waiter = Waiter(epoch=epoch, nonce=nonce or _new_id(), hashes=hashes, total_blocks=total_blocks, resume=resume)
+        grant = self.line.ask(waiter)
+        if grant is None:
+            grant = await self._wait(waiter)
+        return Ticket(grant.ticket_id, grant.pinned_blocks)
+
+    def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
+        """Drops holds, by ticket or by the nonce of an OpenTicket call that is still in line or was granted."""
+        self.ledger.seen(epoch, time.monotonic())
+        for nonce in nonces:
+            if self.line.withdraw((epoch, nonce)):
+                self._fail((epoch, nonce), "the caller no longer waits")
+        self.ledger.release(epoch, ticket_ids, nonces)
+        self._after()
+
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted:
+        """See :meth:`Ledger.adopt`."""
+        self.ledger.seen(epoch, time.monotonic())
+        adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
+        self._after()
+        return adopted
+
+    # -- slots
+
+    def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
+        """See :meth:`Ledger.lease`."""
+        self.ledger.seen(epoch, time.monotonic())
+        slots = self.ledger.lease(epoch, blocks)
+        self._after()
+        return slots
+
+    def give_back(self, epoch: int, slots: Sequence[int]) -> None:
+        """See :meth:`Ledger.give_back`."""
+        self.ledger.seen(epoch, time.monotonic())
+        self.ledger.give_back(epoch, slots)
+        self._after()
+
+    def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
+        """See :meth:`Ledger.commit`."""
+        self.ledger.seen(epoch, time.monotonic())
+        results = self.ledger.commit(epoch, runs)
+        self._after()
+        return results
+
+    # -- books
+
+    def status(self) -> NodeStatus:
+        """Everything but the node's name and boot epoch."""
+        return replace(self.ledger.books(), block_bytes=self._block_bytes, waiting_tickets=len(self.line))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError (a Conflict) with what does not add up."""
+        self.ledger.check_integrity()
+        if len(self._waiting) != len(self.line):
+            raise Conflict(f"{len(self._waiting)} calls wait, {len(self.line)} stand in line")
+
+    # -- inside
+
+    async def _wait(self, waiter: Waiter) -> Grant:
+        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._waiting[waiter.key] = future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.line.withdraw(waiter.key)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                # Granted in the same moment in which the caller went away. A void epoch has let go of it already.
+                with contextlib.suppress(NotFound, Conflict):
+                    self.ledger.release(waiter.epoch, [future.result().ticket_id])
+            raise
+        finally:
+            self._waiting.pop(waiter.key, None)
+            self._after()
+
+    def _after(self) -> None:
+        while grants := self.line.poll():
+            for grant in grants:
+                future = self._waiting.pop(grant.key)
+                if future.done():
+                    # Cancelled, and its task has not run yet to say so: the next in line may fit instead.
+                    self.ledger.release(grant.key[0], [grant.ticket_id])
+                else:
+                    future.set_result(grant)
+        events = self.ledger.drain_events()
+        if events:
+            self._announce(events)
+
+    def _dismiss(self, epoch: int, words: str) -> None:
+        for key in self.line.withdraw_epoch(epoch):
+            self._fail(key, words)
+
+    def _fail(self, key: tuple[int, int], words: str) -> None:
+        future = self._waiting.pop(key)
+        if not future.done():
+            future.set_exception(Cancelled(words))
+
+    def _bound_holders(self) -> None:
+        if len(self.ledger.holders) >= MAX_HOLDERS:
+            raise Overloaded(f"{MAX_HOLDERS} workers and gateways hold this node already")
+
+
+def _new_id() -> int:
+    """Unguessable, and never 0."""
+    return secrets.randbits(62) + 1

@@ -1,0 +1,11 @@
+"""``python -m pillion``: the same as the ``pillion`` command. Parts of a local cluster are started this way."""
+
+from pillion.cli.lifeline import tie_to_parent
+
+# Before the servers are imported: a supervisor that dies meanwhile must not leave this process behind.
+tie_to_parent()
+
+from pillion.cli.app import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The ``pillion`` command. Importing this is light; what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from pillion._version import PROTOCOL, VERSION
+from pillion.cli.flags import flag_options
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.errors import ConfigError, PillionError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: every error that is not a defect is one line on standard error."""
+    from pillion.cli.console import fail
+
+    try:
+        code = cli.main(argv, prog_name="pillion", standalone_mode=False)
+    except click.Abort:
+        code = EXIT_INTERRUPTED
+    except click.ClickException as error:
+        # Names the command too: `pillion serve: ...` says whose --help to read.
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pillion"
+        fail(f"{error.format_message()} (see {where} --help)")
+        code = EXIT_USAGE
+    except PillionError as error:
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        fail(error.message)
+        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does. Nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILED
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(VERSION, prog_name="pillion")
+def cli() -> None:
+    """Serve language models with prefill and decode split over one KV store."""
+
+
+def takes_model(function: F) -> F:
+    """The positional MODEL: the same as --model, and one of the two only."""
+
+    def choose(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        said_too = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
+        if value and said_too and ctx.params.get("model") != value:
+            raise click.UsageError("say the model once: MODEL or --model", ctx)
+        return value
+
+    return click.argument("model_argument", metavar="[MODEL]", required=False, callback=choose)(function)
+
+
+def with_model(cls: Any, said: dict[str, Any]) -> Any:
+    """The flags object, its model taken from MODEL, --model or the default, in this order."""
+    model = said.pop("model_argument") or said["model"] or "demo"
+    return cls(**said | {"model": model})
+
+
+@cli.command()
+@takes_model
+@flag_options(ServeFlags)
+def serve(**said: Any) -> int:
+    """Run the whole cluster on this machine until Ctrl-C.
+
+    MODEL is a Hugging Face folder, a GGUF file, a hub id, or 'demo' (the default).
+    """
+    from pillion.cli.serve import run_serve
+
+    return run_serve(with_model(ServeFlags, said))
+
+
+@cli.command()
+@takes_model
+@flag_options(ServeFlags)
+def demo(**said: Any) -> int:
+    """Start the cluster, ask it three things, show where each prompt's tokens went, stop it."""
+    from pillion.cli.demo import run_demo
+
+    ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    # A demonstration must not meet another cluster's ports, nor hide its answers behind logs.
+    for name, value in {"http_port": 0, "grpc_port": 0, "log_level": "warning", "max_model_len": 4096}.items():
+        if ctx.get_parameter_source(name) is default:
+            said[name] = value
+    return run_demo(with_model(ServeFlags, said))
+
+
+def part_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
+    """Adds the command that runs one part."""
+
+    def run(**said: Any) -> int:
+        from pillion.cli.parts import run_part
+
+        return run_part(role, with_model(cls, said) if has_model else cls(**said))
+
+    run.__doc__ = about
+    function: Any = flag_options(cls)(run)
+    cli.command(role)(takes_model(function) if has_model else function)
+
+
+part_command("gateway", GatewayFlags, "Run one gateway: the public gRPC and HTTP edge.")
+part_command("prefill", PrefillFlags, "Run one prefill worker.")
+part_command("decode", DecodeFlags, "Run one decode worker.")
+part_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's pool.", has_model=False)
+
+
+@cli.command()
+@takes_model
+@flag_options(ModelFlags)
+def prepare(**said: Any) -> None:
+    """Make MODEL ready in the cache, so that parts start at once."""
+    from pillion.cli.parts import find_server_code
+
+    find_server_code()
+    from engine.prepare import prepare as prepare_model
+
+    prepared = prepare_model(with_model(ModelFlags, said), lambda line: click.echo(line))
+    click.echo(f"{prepared.name} is ready at {prepared.folder}")
+
+
+def talks_to_gateway(function: F) -> F:
+    """Options of the commands that are clients."""
+    return click.option(
+        "--target",
+        envvar="PILLION_TARGET",
+        default=DEFAULT_TARGET,
+        show_default=True,
+        help="Address of the gateway.",
+    )(function)
+
+
+def samples(function: F) -> F:
+    """Sampling options; what is not said is the gateway's default."""
+    for option in (
+        click.option("--stop", multiple=True, help="Text that ends the answer. May be said more than once."),
+        click.option("--seed", type=int, help="Makes sampling repeatable."),
+        click.option("--top-k", type=int, help="Only the k most likely tokens."),
+        click.option("--top-p", type=float, help="Nucleus mass."),
+        click.option("--temperature", type=float, help="0 is greedy."),
+        click.option("--max-tokens", type=int, help="Most tokens to generate."),
+        click.option("--model", default="", help="Served model name; may be left out where one model is served."),
+    ):
+        function = option(function)
+    return function
+
+
+@cli.command()
+@click.argument("prompt")
+@talks_to_gateway
+@samples
+def generate(prompt: str, target: str, **sampling: Any) -> None:
+    """Continue PROMPT ('-' reads it from standard input) and stream the text."""
+    from pillion.cli.talk import run_generate
+
+    run_generate(sys.stdin.read() if prompt == "-" else prompt, target, sampling)
+
+
+@cli.command()
+@click.option("--system", default="", help="System message of the conversation.")
+@talks_to_gateway
+@samples
+def chat(system: str, target: str, **sampling: Any) -> None:
+    """Talk with the model; each line is a message, Ctrl-D ends. Reads standard input where it is no terminal."""
+    from pillion.cli.talk import run_chat
+
+    run_chat(system, target, sampling)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@talks_to_gateway
+def status(as_json: bool, target: str) -> None:
+    """Show the parts of a running cluster, their load, the pool and the hit rate."""
+    from pillion.cli.talk import run_status
+
+    run_status(target, as_json)
+
+
+@cli.command()
+@click.argument("address")
+def health(address: str) -> int:
+    """Ask one part's gRPC health service at ADDRESS (host:port or unix:path); the exit status is the answer."""
+    import asyncio
+
+    from pillion.cli.probes import is_serving
+
+    serving = asyncio.run(is_serving(address))
+    click.echo("serving" if serving else f"{address} is not serving")
+    return 0 if serving else EXIT_FAILED
+
+
+@cli.command()
+def version() -> None:
+    """Print the version and the protocol number."""
+    click.echo(f"pillion {VERSION} (protocol {PROTOCOL})")

@@ -1,0 +1,80 @@
+"""Flags that cannot work are refused before anything starts, one line each."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pillion.cli.flags import option_name
+from pillion.errors import ConfigError
+
+MAX_PORT = 65535
+MAX_WORKERS = 64
+MAX_BLOCK_SIZE_TOKENS = 1024
+MAX_PERCENT = 90
+
+# Least and most of each number; None: no upper bound.
+_RANGES: dict[str, tuple[int, int | None]] = {
+    "heartbeat_ms": (10, None),
+    "heartbeat_timeout_ms": (50, None),
+    "max_model_len": (0, None),
+    "block_size": (1, MAX_BLOCK_SIZE_TOKENS),
+    "kv_pool_bytes": (1, None),
+    "decode_reserve_percent": (0, MAX_PERCENT),
+    "max_waiting_tickets": (1, None),
+    "cpu_threads": (0, None),
+    "max_num_batched_prefill_tokens": (1, None),
+    "max_waiting_spans": (1, None),
+    "max_num_batched_tokens": (1, None),
+    "max_num_seqs": (1, None),
+    "max_waiting_seqs": (1, None),
+    "http_port": (0, MAX_PORT),
+    "grpc_port": (0, MAX_PORT),
+    "chunk_size": (1, None),
+    "max_inflight_requests": (1, None),
+    "max_inflight_tokens": (1, None),
+    "max_attempts": (1, None),
+    "prefill_workers": (0, MAX_WORKERS),
+    "decode_workers": (1, MAX_WORKERS),
+}
+
+
+def check_flags(flags: Any) -> None:
+    """Raises ConfigError for the first flag, or pair of flags, that cannot work."""
+    said = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    for name, value in said.items():
+        if name in _RANGES:
+            _check_range(name, value, *_RANGES[name])
+    if said["heartbeat_timeout_ms"] <= said["heartbeat_ms"]:
+        raise ConfigError("--heartbeat-timeout-ms must be longer than --heartbeat-ms")
+    if "chunk_size" in said and said["chunk_size"] % said["block_size"]:
+        raise ConfigError(f"--chunk-size {said['chunk_size']} is not a multiple of --block-size {said['block_size']}")
+    if said.get("max_num_batched_prefill_tokens", said.get("block_size", 0)) < said.get("block_size", 0):
+        raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
+    if said.get("max_num_batched_tokens", 1) < said.get("max_num_seqs", 1):
+        raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
+    if "split_policy" in said:
+        check_split_policy(said["split_policy"], said.get("prefill_workers"))
+
+
+def check_split_policy(text: str, prefill_workers: int | None) -> None:
+    """Raises ConfigError unless ``text`` is a policy that ``prefill_workers`` (None: not known here) can serve."""
+    name, _, share = text.partition(":")
+    if name == "fraction":
+        try:
+            good = 0.0 <= float(share) <= 1.0
+        except ValueError:
+            good = False
+        if not good:
+            raise ConfigError(f"--split-policy {text!r}: write fraction:x with x from 0 to 1")
+    elif text not in ("disaggregated", "colocated"):
+        raise ConfigError(f"--split-policy {text!r} is not disaggregated, colocated or fraction:x")
+    if prefill_workers == 0 and text != "colocated":
+        raise ConfigError("--prefill-workers 0 needs --split-policy colocated")
+
+
+def _check_range(name: str, value: int, least: int, most: int | None) -> None:
+    if value < least:
+        raise ConfigError(f"{option_name(name)} {value} is less than {least}")
+    if most is not None and value > most:
+        raise ConfigError(f"{option_name(name)} {value} is more than {most}")

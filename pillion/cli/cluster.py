@@ -1,0 +1,232 @@
+"""The local cluster of `pillion serve` and `pillion demo`: which processes, with which flags, in which order.
+
+checked -> model prepared -> pool fits, ports free -> runtime directory -> redis -> kvnode -> workers -> gateway
+and back in the opposite order, from wherever a start failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pillion.cli import probes, redis
+from pillion.cli.checks import check_flags
+from pillion.cli.child import Child
+from pillion.cli.console import Notices
+from pillion.cli.fit import Fit, fit_pool
+from pillion.cli.flags import env_name, subset, to_argv, usable_cores, without_flags
+from pillion.cli.lifeline import PARENT_PID_VARIABLE
+from pillion.cli.parts import find_server_code
+from pillion.cli.runtime_dir import RuntimeDir
+from pillion.cli.supervisor import PartSpec, Supervisor
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.errors import ConfigError
+
+PREPARE_STOP_GRACE_S = 2.0
+# How often a waiting OpenMP thread looks before it sleeps. Two workers of two threads on two cores, milliseconds for
+# the same GEMMs alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
+GOMP_SPIN_COUNT = 1000
+
+
+class LocalCluster:
+    """Use as an async context manager, or ``await start()`` and, whatever happened, ``await stop()``."""
+
+    def __init__(self, flags: ServeFlags, notices: Notices) -> None:
+        self.flags = flags
+        self.notices = notices
+        self.supervisor: Supervisor | None = None
+        self.runtime: RuntimeDir | None = None
+        self.model_name = ""
+        self.fit: Fit | None = None
+        self._redis_binary: Path | None = None
+
+    @property
+    def target(self) -> str:
+        """Address of the public gRPC service, as a client on this machine reaches it."""
+        return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
+
+    async def prepare(self) -> None:
+        """Everything that can be refused, and the model. Raises ConfigError; nothing needs to be stopped yet."""
+        check_flags(self.flags)
+        find_server_code()
+        self._redis_binary = None if self.flags.redis_url else redis.find_redis()
+        host, http, grpc = self.flags.host, self.flags.http_port, self.flags.grpc_port
+        self.flags = replace(
+            self.flags, http_port=pick_port(host, "http_port", http), grpc_port=pick_port(host, "grpc_port", grpc)
+        )
+        with self.notices.progress(f"preparing model {self.flags.model}") as step:
+            await prepare_in_child(self.flags, step)
+        self.model_name, self.fit = describe_model(self.flags)
+
+    async def start(self) -> None:
+        """Returns when a request would be served. Raises PillionError; call :meth:`stop` then too."""
+        self.runtime = RuntimeDir.create()
+        specs = part_specs(self.flags, self.runtime.path, self._redis_binary)
+        self.supervisor = Supervisor(specs, self.notices)
+        await self.supervisor.start()
+
+    async def stop(self) -> None:
+        """Idempotent; leaves nothing behind, also after a start that failed half-way."""
+        try:
+            if self.supervisor is not None:
+                await self.supervisor.stop()
+        finally:
+            if self.runtime is not None:
+                self.runtime.remove()
+
+    def left_behind(self) -> list[str]:
+        """What still exists after :meth:`stop`: process groups and files; empty as it should be."""
+        left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
+        if self.runtime is not None and self.runtime.path.exists():
+            left.append(str(self.runtime.path))
+        return left
+
+
+def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[PartSpec]:
+    """Every process of the cluster. ``redis_binary`` is None where ``flags.redis_url`` names a running Redis."""
+    redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
+    environ = child_environ(os.environ, redis_url)
+    threads = flags.cpu_threads or threads_per_worker(flags, usable_cores())
+    compute = environ | compute_environ(threads)
+    attach = str(folder / "attach.sock")
+    specs = []
+    if redis_binary is not None:
+        path = folder / "redis.sock"
+        command = redis.command(redis_binary, path)
+        # Redis greets with warnings about persistence, which it does not have here.
+        probed = _spec("redis", 0, command, environ, lambda: redis.answers(path))
+        specs.append(replace(probed, quiet=flags.log_level != "debug"))
+    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/kvnode-0.sock", attach_socket=attach)
+    specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
+    kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
+    for role, cls, count in kinds:
+        for number in range(count):
+            part_id = f"{role}-{number}"
+            listen = f"unix:{folder}/{part_id}.sock"
+            worker = subset(cls, flags, part_id=part_id, listen=listen, attach_socket=attach, cpu_threads=threads)
+            # A worker without a node ends at once; the gateway waits for both by itself.
+            specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
+    target = f"{probes.reachable_host(flags.host)}:{flags.grpc_port}"
+    edge = subset(GatewayFlags, flags)
+    argv = _argv("gateway", edge)
+    specs.append(_spec("gateway", 3, argv, environ, lambda: probes.serves_a_model(target)))
+    return specs
+
+
+def _part(role: str, part_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str) -> PartSpec:
+    return _spec(part_id, level, _argv(role, flags), environ, lambda: probes.is_serving(address))
+
+
+def _argv(role: str, flags: Any) -> list[str]:
+    # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
+    arguments = to_argv(flags, leave_out=("redis_url",))
+    # The name first: it is what people look for in `ps`.
+    arguments.sort(key=lambda word: not word.startswith(("--part-id=", "--node-id=")))
+    return [sys.executable, "-m", "pillion", role, *arguments]
+
+
+def _spec(
+    part_id: str, level: int, argv: list[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
+) -> PartSpec:
+    return PartSpec(part_id=part_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
+
+
+def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
+    """What every part of this supervisor sees: no flags but the Redis URL, nothing that phones home."""
+    return without_flags(environ) | {
+        env_name("redis_url"): redis_url,
+        PARENT_PID_VARIABLE: str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(find_server_code()), environ.get("PYTHONPATH", "")])),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
+def compute_environ(threads: int) -> dict[str, str]:
+    """OpenMP for a worker that shares the machine with others: its own threads, and a short spin when they wait."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": str(GOMP_SPIN_COUNT),
+        "KMP_BLOCKTIME": "0",
+    }
+
+
+def threads_per_worker(flags: ServeFlags, cores: int) -> int:
+    """A worker's share of ``cores``."""
+    return max(1, cores // (flags.prefill_workers + flags.decode_workers))
+
+
+def pick_port(host: str, name: str, port: int) -> int:
+    """``port``, or a free one for 0. Raises ConfigError where it is taken.
+
+    The gateway binds it later; chosen here, it stays the same when the gateway is started again.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {port} on {host} cannot be used: {error.strerror}") from None
+        return int(probe.getsockname()[1])
+
+
+async def prepare_in_child(flags: ModelFlags, step: Callable[[str], None]) -> None:
+    """Make the model ready in a process of its own: what it imports goes with it, and Ctrl-C ends it at once.
+
+    Raises ConfigError with the child's last line.
+    """
+    lines: list[str] = []
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        step(line)
+
+    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ModelFlags, flags))]
+    # Only its own lines are progress, not the libraries' warnings and bars.
+    environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+    child = await Child.start(argv, environ, hear)
+    try:
+        code = await child.wait()
+    finally:
+        await child.stop(PREPARE_STOP_GRACE_S)
+    if code:
+        raise ConfigError(lines[-1].removeprefix("pillion: ") if lines else f"preparing the model ended with {code}")
+
+
+def describe_model(flags: ServeFlags) -> tuple[str, Fit]:
+    """Name of the prepared model and what fits. Raises ConfigError."""
+    from engine.prepare import kv_layout, prepare
+
+    prepared = prepare(subset(ModelFlags, flags))
+    fit = fit_pool(
+        kv_pool_bytes=flags.kv_pool_bytes,
+        block_bytes=kv_layout(prepared, flags.block_size).block_bytes,
+        block_size_tokens=flags.block_size,
+        max_model_len_tokens=prepared.max_model_len,
+        decode_reserve_percent=flags.decode_reserve_percent,
+        decode_workers=flags.decode_workers,
+    )
+    return prepared.name, fit
+
+
+async def run_until_signal(cluster: LocalCluster, stop: asyncio.Event) -> str:
+    """Waits for a signal (empty answer) or for the cluster's own end (why)."""
+    assert cluster.supervisor is not None
+    failed = asyncio.create_task(cluster.supervisor.failed())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return failed.result() if failed.done() else ""
+    finally:
+        failed.cancel()
+        stopped.cancel()

@@ -1,0 +1,51 @@
+"""What a person sees on standard error: notices, progress, and the parts' logs with a coloured prefix each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+PREFIX_WIDTH = 10
+
+
+class Notices:
+    """Prints to standard error: with colours and a spinner on a terminal, as plain lines elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+
+        self.console = console or Console(stderr=True, highlight=False)
+        self._colours: dict[str, str] = {}
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line of the supervisor's own."""
+        self.part("pillion", text, style)
+
+    def part(self, part_id: str, line: str, style: str = "") -> None:
+        """One line of a part's log. The text is shown as it is: nothing in it is markup."""
+        from rich.text import Text
+
+        colour = self._colours.setdefault(part_id, _COLOURS[len(self._colours) % len(_COLOURS)])
+        text = Text.assemble((f"{part_id:<{PREFIX_WIDTH}} | ", colour), (line, style))
+        self.console.print(text, soft_wrap=True)
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Shows ``title`` while the block runs; the yielded function shows a step of it."""
+        if not self.console.is_terminal:
+            self.say(title)
+            yield self.say
+            return
+        with self.console.status(title) as status:
+            yield lambda step: status.update(f"{title}: {step}")
+
+
+def fail(message: str) -> None:
+    """The one line on standard error that a failed command ends with."""
+    print(f"pillion: {' '.join(message.split())}", file=sys.stderr)

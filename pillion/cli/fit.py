@@ -1,0 +1,91 @@
+"""What fits: the pool in blocks and tokens, said before anything starts, and an error where one request does not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pillion.errors import ConfigError
+
+# Slots that each decode worker keeps leased ahead, so that a step never waits for an RPC.
+DECODE_STOCK_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A pool of ``total_blocks``, of which one request of full length needs ``request_blocks``."""
+
+    total_blocks: int
+    block_size_tokens: int
+    block_bytes: int
+    request_blocks: int
+    kept_blocks: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens whose KV the pool holds."""
+        return self.total_blocks * self.block_size_tokens
+
+    @property
+    def needed_blocks(self) -> int:
+        """Least pool: one full request, the decodes' reserve and the workers' stock."""
+        return self.request_blocks + self.kept_blocks
+
+    def describe(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.total_blocks:,} blocks of {self.block_size_tokens} tokens = {self.total_tokens:,} tokens "
+            f"({human_bytes(self.total_blocks * self.block_bytes)}, {human_bytes(self.block_bytes)} a block)"
+        )
+
+
+def fit_pool(
+    *,
+    kv_pool_bytes: int,
+    block_bytes: int,
+    block_size_tokens: int,
+    max_model_len_tokens: int,
+    decode_reserve_percent: int,
+    decode_workers: int,
+) -> Fit:
+    """Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool."""
+    total = kv_pool_bytes // block_bytes
+    stock = DECODE_STOCK_BLOCKS * decode_workers
+    fit = Fit(
+        total_blocks=total,
+        block_size_tokens=block_size_tokens,
+        block_bytes=block_bytes,
+        request_blocks=max_model_len_tokens // block_size_tokens + 1,
+        kept_blocks=total * decode_reserve_percent // 100 + stock,
+    )
+    if total < fit.needed_blocks:
+        # The reserve grows with the pool, so the least pool solves total * (1 - reserve) = request + stock.
+        least = -(-(fit.request_blocks + stock) * 100 // (100 - decode_reserve_percent)) + 1
+        raise ConfigError(
+            f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, one request of {max_model_len_tokens} "
+            f"tokens needs {fit.request_blocks} beside {fit.kept_blocks} kept for decodes: "
+            f"give at least {least * block_bytes} bytes or lower --max-model-len"
+        )
+    machine = machine_bytes()
+    if machine and kv_pool_bytes > machine:
+        raise ConfigError(
+            f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} is more than this machine's memory, {human_bytes(machine)}"
+        )
+    return fit
+
+
+def machine_bytes() -> int:
+    """Physical memory, 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 0
+
+
+def human_bytes(count: float) -> str:
+    """``1610612736`` -> ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

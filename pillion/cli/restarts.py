@@ -1,0 +1,59 @@
+"""When a dead part is started again, and when its cluster gives up. Sans-IO (I9): deaths and a clock in, decisions out.
+
+died ---- fewer than max_deaths within the window ----> Restart after a delay that doubles with each of them
+     ---- the max_deaths-th within the window --------> GiveUp
+     ---- exit status 2: its flags cannot work -------> GiveUp at once
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+# What a part exits with when its configuration is wrong; trying again cannot help.
+EXIT_CONFIG = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the part again after ``delay_s`` seconds."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Stop the cluster; ``reason`` is for people."""
+
+    reason: str
+
+
+class RestartPolicy:
+    """Exponential backoff per part, and a bound on deaths within a sliding window.
+
+    Args:
+        max_deaths: the death within ``window_s`` seconds that ends it.
+        first_delay_ms: wait after a lone death; doubles with each further one in the window, up to ``max_delay_ms``.
+    """
+
+    def __init__(
+        self, max_deaths: int = 6, window_s: float = 60.0, first_delay_ms: int = 200, max_delay_ms: int = 5000
+    ) -> None:
+        self.max_deaths = max_deaths
+        self.window_s = window_s
+        self.first_delay_ms = first_delay_ms
+        self.max_delay_ms = max_delay_ms
+        self._deaths: dict[str, deque[float]] = {}
+
+    def died(self, part_id: str, exit_code: int, now: float) -> Restart | GiveUp:
+        """``now`` is monotonic, in seconds."""
+        if exit_code == EXIT_CONFIG:
+            return GiveUp(f"{part_id} cannot work as configured")
+        deaths = self._deaths.setdefault(part_id, deque(maxlen=self.max_deaths))
+        while deaths and now - deaths[0] > self.window_s:
+            deaths.popleft()
+        deaths.append(now)
+        if len(deaths) >= self.max_deaths:
+            return GiveUp(f"{part_id} died {len(deaths)} times within {self.window_s:g} s")
+        delay_ms = min(self.first_delay_ms * 2 ** (len(deaths) - 1), self.max_delay_ms)
+        return Restart(delay_ms / 1000)

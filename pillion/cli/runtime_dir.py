@@ -1,0 +1,77 @@
+"""The private directory of one local cluster: mode 0700, its sockets in it, gone when the cluster is.
+
+A supervisor holds a lock on a file in its directory. The kernel drops the lock when the supervisor dies, so whoever can
+take it knows that the directory is nobody's, and removes it: that is how the next start cleans up after a kill -9.
+
+    hidden name, lock taken -> renamed to pillion-XXXXXXXX (visible to sweeps only with its lock) -> removed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from pillion.errors import ConfigError
+
+PREFIX = "pillion-"
+LOCK = "lock"
+# sun_path holds 104 bytes on macOS, 108 on Linux; the longest name inside is about this long.
+MAX_SOCKET_PATH_BYTES = 100
+LONGEST_NAME_BYTES = len("/prefill-63.sock")
+
+
+class RuntimeDir:
+    """Made by :meth:`create`; :meth:`remove` is idempotent."""
+
+    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, base: Path | None = None) -> RuntimeDir:
+        """A new directory under ``base`` (default: the user's runtime or temporary directory), after a sweep there."""
+        base = default_base() if base is None else base
+        sweep(base)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
+        lock = open(hidden / LOCK, "wb")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = hidden.with_name(hidden.name.lstrip("."))
+        hidden.rename(path)
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        """The directory and all in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def default_base() -> Path:
+    """TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix socket."""
+    said = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
+    choices = [*said, tempfile.gettempdir(), "/tmp"]  # noqa: S108
+    for choice in choices:
+        room = MAX_SOCKET_PATH_BYTES - LONGEST_NAME_BYTES - len(PREFIX) - 9
+        if choice and len(choice) <= room and os.path.isdir(choice) and os.access(choice, os.W_OK | os.X_OK):
+            return Path(choice)
+    raise ConfigError("no directory for the cluster's sockets: set TMPDIR to a short writable path")
+
+
+def sweep(base: Path) -> list[Path]:
+    """Removes directories under ``base`` whose supervisor is dead, and returns them. Others' directories stay."""
+    removed = []
+    for path in base.glob(PREFIX + "*"):
+        try:
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            # Read-only and without O_CREAT: a directory of ours always has its lock file.
+            with open(path / LOCK, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+        except OSError:
+            continue
+    return removed

@@ -1,0 +1,143 @@
+"""The commands that are clients: generate, chat and status, all over the SDK."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from pillion.types import ChatMessage, ClusterStatus, Delta, PartStatus
+
+PROMPT = "you> "
+# Where the output is no terminal, the table gets the width it needs.
+TABLE_WIDTH = 120
+
+
+def run_generate(prompt: str, target: str, sampling: dict[str, Any]) -> None:
+    """Streams the continuation to standard output. Raises PillionError."""
+    from pillion.client import Client
+
+    with Client(target) as client:
+        show(client.generate(prompt, **said(sampling)))
+
+
+def run_chat(system: str, target: str, sampling: dict[str, Any]) -> None:
+    """One turn per line of standard input, the whole conversation sent each time: its KV is found again."""
+    from pillion.client import Client
+
+    messages = [ChatMessage("system", system)] if system else []
+    with Client(target) as client:
+        for line in user_lines():
+            asked = [*messages, ChatMessage("user", line)]
+            try:
+                answer = show(client.chat(asked, **said(sampling)))
+            except KeyboardInterrupt:
+                # Ctrl-C ends the answer, and the turn with it: the conversation goes on from before.
+                print()
+                continue
+            messages = [*asked, ChatMessage("assistant", answer)]
+
+
+def said(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Only what was said: the rest is the gateway's to choose."""
+    return {name: value for name, value in sampling.items() if value not in (None, (), "")}
+
+
+def show(deltas: Iterable[Delta]) -> str:
+    """Prints the text as it comes; returns all of it."""
+    parts = []
+    for delta in deltas:
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+        parts.append(delta.text)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return "".join(parts)
+
+
+def user_lines() -> Iterator[str]:
+    """Lines that say something: typed at a prompt on a terminal, else read from standard input."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    import readline  # noqa: F401  (gives input() its editing and history)
+
+    while True:
+        try:
+            line = input(PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line:
+            yield line
+
+
+def run_status(target: str, as_json: bool) -> None:
+    """Prints the cluster's state. Raises PillionError."""
+    from pillion.client import Client
+
+    with Client(target) as client:
+        status = client.status()
+    if as_json:
+        print(json.dumps(asdict(status), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_WIDTH)
+    console.print(status_table(status))
+    console.print(summary(status))
+
+
+def status_table(status: ClusterStatus) -> Any:
+    """A rich table, one row per part."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("part", "role", "model", "node"):
+        table.add_column(name, overflow="fold")
+    for name in ("running", "waiting", "heartbeat"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("pool")
+    # A KV node holds blocks of bytes; how many tokens one is, its workers know.
+    block_sizes = {part.node_id: part.block_size_tokens for part in status.parts if part.block_size_tokens}
+    for part in sorted(status.parts, key=lambda part: (part.role, part.part_id)):
+        waiting = f"{part.waiting_requests} ({part.waiting_tokens} tokens)" if part.waiting_requests else "0"
+        table.add_row(
+            part.part_id,
+            part.role,
+            part.model,
+            part.node_id if part.node_id != part.part_id else "",
+            *(["", ""] if part.role == "kvnode" else [str(part.running_requests), waiting]),
+            f"{part.heartbeat_age_ms} ms ago",
+            pool_use(part, block_sizes.get(part.node_id or part.part_id, 0)),
+        )
+    return table
+
+
+def pool_use(part: PartStatus, block_size_tokens: int) -> str:
+    """How full a KV node is, by state; empty for other parts."""
+    if not part.total_blocks:
+        return ""
+    used = (part.total_blocks - part.free_blocks) / part.total_blocks
+    size = f"{part.total_blocks:,} blocks"
+    if block_size_tokens:
+        size += f" = {part.total_blocks * block_size_tokens:,} tokens"
+    states = f"{part.committed_blocks} cached, {part.leased_blocks} leased"
+    if part.quarantined_blocks:
+        states += f", {part.quarantined_blocks} quarantined"
+    return f"{used:.1%} of {size} ({states})"
+
+
+def summary(status: ClusterStatus) -> str:
+    """Totals since the gateway started."""
+    rate = status.cached_tokens / status.prompt_tokens if status.prompt_tokens else 0.0
+    index = "" if status.index_available else "; Redis does not answer: no prefix hits"
+    return (
+        f"{status.active_requests} active, {status.prompt_tokens:,} prompt tokens "
+        f"({rate:.0%} found in the cache), {status.completion_tokens:,} generated{index}"
+    )

@@ -1,0 +1,210 @@
+"""Converters of the KV node's service (protos/pillion/v1/kvnode.proto) and the words of its attach protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pillion._version import PROTOCOL, VERSION
+from pillion.errors import InvalidRequest
+from pillion.v1 import common_pb2, kvnode_pb2
+from pillion.wire.common import check_hello
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One request's claim: its first ``pinned_blocks`` hashes are here and stay until every holder lets go."""
+
+    ticket_id: int
+    pinned_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What a worker gets with a ticket.
+
+    Attributes:
+        chain_slots: slots of the pinned chain, in order.
+        leased_slots: as many fresh slots as were asked for.
+        tail_hash: hash of the chain's last block (32 bytes), empty where the chain is empty.
+    """
+
+    chain_slots: tuple[int, ...]
+    leased_slots: tuple[int, ...]
+    tail_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRun:
+    """Blocks of one ticket, each the child of the one before; ``block_hashes`` has 32 bytes per slot."""
+
+    ticket_id: int
+    slots: tuple[int, ...]
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """The slot that stays for each block (I2), or why nothing of the run was taken."""
+
+    slots: tuple[int, ...] = ()
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """``fenced``: the epoch may no longer commit or emit (I4). ``recall_blocks``: slots wanted back from the stock."""
+
+    fenced: bool
+    recall_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A node's books; see NodeStatus in kvnode.proto for each field. The four states add up to ``total_blocks``."""
+
+    node_id: str = ""
+    boot_epoch: int = 0
+    block_bytes: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    committed_blocks: int = 0
+    quarantined_blocks: int = 0
+    pinned_blocks: int = 0
+    reserved_blocks: int = 0
+    tickets: int = 0
+    holders: int = 0
+    waiting_tickets: int = 0
+    evicted_blocks: int = 0
+    committed_blocks_ever: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachHello:
+    """A worker's first line on the attach socket: JSON, because no message of gRPC's travels there."""
+
+    part_id: str
+    role: str
+    block_bytes: int
+    protocol: int = PROTOCOL
+    version: str = VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachReply:
+    """The node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal."""
+
+    node_id: str = ""
+    node_address: str = ""
+    epoch: int = 0
+    num_slots: int = 0
+    protocol: int = PROTOCOL
+    version: str = VERSION
+    error: str = ""
+
+
+def line_to_bytes(message: AttachHello | AttachReply) -> bytes:
+    """One line of JSON."""
+    return json.dumps(asdict(message), separators=(",", ":")).encode() + b"\n"
+
+
+def attach_hello_from_line(line: bytes) -> AttachHello:
+    """Unknown keys are dropped. Raises InvalidRequest on what is no hello, Conflict on a foreign protocol."""
+    said = _fields(line, AttachHello)
+    hello = AttachHello(**said)
+    check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), part_id=hello.part_id))
+    return hello
+
+
+def attach_reply_from_line(line: bytes) -> AttachReply:
+    """Unknown keys are dropped. Raises InvalidRequest on what is no reply, Conflict on a foreign protocol."""
+    reply = AttachReply(**_fields(line, AttachReply))
+    check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), part_id=reply.node_id or "the KV node"))
+    return reply
+
+
+def _fields(line: bytes, kind: type[AttachHello] | type[AttachReply]) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise InvalidRequest("the attach protocol speaks one line of JSON")
+    wanted = {name: str if field.type == "str" else int for name, field in kind.__dataclass_fields__.items()}
+    known = {name: value for name, value in said.items() if name in wanted}
+    missing = {"part_id", "role", "block_bytes"} - known.keys() if kind is AttachHello else set()
+    wrong = {name for name, value in known.items() if type(value) is not wanted[name]}
+    if missing or wrong:
+        raise InvalidRequest(f"attach line: missing or wrong {', '.join(sorted(missing | wrong))}")
+    return known
+
+
+def ticket_from_pb(message: kvnode_pb2.OpenTicketReply) -> Ticket:
+    """Field by field."""
+    return Ticket(message.ticket_id, message.pinned_blocks)
+
+
+def ticket_to_pb(ticket: Ticket) -> kvnode_pb2.OpenTicketReply:
+    """Field by field."""
+    return kvnode_pb2.OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.pinned_blocks)
+
+
+def adopted_from_pb(message: kvnode_pb2.AdoptTicketReply) -> Adopted:
+    """Field by field."""
+    return Adopted(tuple(message.chain_slots), tuple(message.leased_slots), message.tail_hash)
+
+
+def adopted_to_pb(adopted: Adopted) -> kvnode_pb2.AdoptTicketReply:
+    """Field by field."""
+    return kvnode_pb2.AdoptTicketReply(**asdict(adopted))
+
+
+def runs_from_pb(message: kvnode_pb2.CommitRequest) -> list[CommitRun]:
+    """In the order of the request."""
+    return [CommitRun(run.ticket_id, tuple(run.slots), run.block_hashes) for run in message.runs]
+
+
+def runs_to_pb(epoch: int, runs: Sequence[CommitRun]) -> kvnode_pb2.CommitRequest:
+    """In the order given."""
+    return kvnode_pb2.CommitRequest(
+        epoch=epoch,
+        runs=[
+            kvnode_pb2.CommitRun(ticket_id=run.ticket_id, slots=run.slots, block_hashes=run.block_hashes)
+            for run in runs
+        ],
+    )
+
+
+def results_from_pb(message: kvnode_pb2.CommitReply) -> list[CommitResult]:
+    """In the order of the request's runs."""
+    return [CommitResult(tuple(result.slots), result.refusal) for result in message.results]
+
+
+def results_to_pb(results: Sequence[CommitResult]) -> kvnode_pb2.CommitReply:
+    """In the order of the request's runs."""
+    return kvnode_pb2.CommitReply(
+        results=[kvnode_pb2.CommitRunResult(slots=result.slots, refusal=result.refusal) for result in results]
+    )
+
+
+def heartbeat_from_pb(message: kvnode_pb2.HeartbeatReply) -> HeartbeatReply:
+    """Field by field."""
+    return HeartbeatReply(message.fenced, message.recall_blocks)
+
+
+def heartbeat_to_pb(reply: HeartbeatReply) -> kvnode_pb2.HeartbeatReply:
+    """Field by field."""
+    return kvnode_pb2.HeartbeatReply(fenced=reply.fenced, recall_blocks=reply.recall_blocks)
+
+
+def status_from_pb(message: kvnode_pb2.NodeStatus) -> NodeStatus:
+    """Field by field."""
+    return NodeStatus(**{name: getattr(message, name) for name in NodeStatus.__dataclass_fields__})
+
+
+def status_to_pb(status: NodeStatus) -> kvnode_pb2.NodeStatus:
+    """Field by field."""
+    return kvnode_pb2.NodeStatus(**asdict(status))

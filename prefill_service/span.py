@@ -1,0 +1,97 @@
+"""One span on a prefill worker, from its ticket to its last acknowledgement.
+
+checked --> ticket adopted --> chunk computed --> committed --> acknowledged --> ... --> hold released
+                                    cancel at any time: what is acknowledged stands, the rest is freed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from itertools import accumulate
+
+import numpy as np
+from opentelemetry.context import Context
+
+from engine.plan import ChunkDone, Update
+from engine.sequence import SequenceSpec
+from engine.spans import record
+from engine.worker import Worker
+from pillion.errors import PillionError
+from pillion.wire.prefill import ChunkAck, Span
+
+
+class SpanRun:
+    """An Owner of its sequence (:mod:`engine.worker`). ``trace`` is the caller's context."""
+
+    def __init__(self, worker: Worker, span: Span, trace: Context) -> None:
+        self.trace = trace
+        self._worker = worker
+        self._span = span
+        self._seq_id = worker.next_id()
+        self._before_s = 0.0
+        # At most one entry per chunk and the end.
+        self._news: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
+        self._over = False
+
+    async def acks(self) -> AsyncGenerator[ChunkAck, None]:
+        """Run it. Closing the iterator cancels what is left. Raises NotFound, Overloaded, Unavailable, Internal."""
+        starting = asyncio.create_task(self._start())
+        # Its failure is heard below, or by nobody.
+        starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            # Shielded: what was adopted must end up somewhere, even if the caller goes away meanwhile.
+            await asyncio.shield(starting)
+            while (news := await self._news.get()) is not None:
+                if isinstance(news, PillionError):
+                    raise news
+                yield news
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more (I8). Idempotent."""
+        self._over = True
+        self._worker.cancel(self._seq_id)
+
+    async def _start(self) -> None:
+        span, worker = self._span, self._worker
+        start, end = span.start_tokens // worker.block_size, span.split_tokens // worker.block_size
+        holding, tail_hash = await worker.tickets.adopt(
+            span.ticket_id, end, start_block=start, guess_blocks=end - start
+        )
+        tokens = np.zeros(span.split_tokens, dtype=np.int32)
+        tokens[span.start_tokens :] = span.token_ids
+        ends = tuple(accumulate(span.chunk_tokens, initial=span.start_tokens))[1:]
+        spec = SequenceSpec(
+            seq_id=self._seq_id,
+            token_ids=tokens,
+            parent_hash=span.parent_hash,
+            start_tokens=span.start_tokens,
+            chunk_ends=ends,
+        )
+        sequence = worker.make(spec, holding, tail_hash)
+        if self._over:
+            worker.tickets.let_go(holding)
+            return
+        self._before_s = sequence.marks.arrived_s
+        worker.add(sequence, self)
+
+    def on_update(self, update: Update) -> None:
+        """The span is through, or failed."""
+        if update.ending is not None:
+            self._news.put_nowait(update.ending.error)
+
+    def on_chunk(self, chunk: ChunkDone) -> None:
+        """A chunk is committed."""
+        tokens = self._span.chunk_tokens[chunk.index]
+        said = {"pillion.chunk.index": chunk.index, "pillion.chunk.tokens": tokens}
+        record("prefill.chunk", self.trace, chunk.started_s, chunk.computed_s, said)
+        ack = ChunkAck(
+            chunk_index=chunk.index,
+            end_tokens=chunk.end_tokens,
+            queue_ms=max(0.0, chunk.started_s - self._before_s) * 1000,
+            compute_ms=(chunk.computed_s - chunk.started_s) * 1000,
+        )
+        self._before_s = chunk.computed_s
+        self._news.put_nowait(ack)

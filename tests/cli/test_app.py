@@ -1,0 +1,280 @@
+"""The command as a user meets it: light to start, one line for every mistake, and a child that hears all of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+
+import click
+import pytest
+
+from pillion._version import VERSION
+from pillion.cli import cluster, parts
+from pillion.cli.app import cli, part_command, with_model
+from pillion.cli.cluster import child_environ, part_specs, pick_port, threads_per_worker
+from pillion.cli.flags import env_name
+from pillion.cli.talk import pool_use, status_table, summary
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+from pillion.types import ClusterStatus, PartStatus
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command, with a fresh environment."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pillion", *argv],
+        input=said,
+        env=clean | {"COLUMNS": "200"} | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+def test_importing_the_command_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; import pillion.cli.app, pillion.cli.parts, pillion.cli.cluster;"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
+        " if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert said.stdout.strip() == "[]"
+
+
+def test_help_lists_every_command() -> None:
+    said = pillion("--help")
+    assert said.returncode == 0
+    for name in ("serve", "gateway", "prefill", "decode", "kvnode", "generate", "chat", "status", "demo", "version"):
+        assert f"\n  {name} " in said.stdout
+    assert pillion("version").stdout.startswith(f"pillion {VERSION} ")
+
+
+@pytest.mark.parametrize("role", ["serve", "gateway", "prefill", "decode", "kvnode", "demo"])
+def test_every_flag_is_in_the_help(role: str) -> None:
+    command = cli.commands[role]
+    with click.Context(command) as ctx:
+        text = command.get_help(ctx)
+    assert "--redis-url" in text
+    assert "--config" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "complaint"),
+    [
+        (["serve", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
+        (["serve", "--block-size", "0"], 2, "--block-size 0 is less than 1"),
+        (["serve", "a", "--model", "b"], 2, "say the model once"),
+        (["serve", "/nowhere/at/all"], 2, "/nowhere/at/all"),
+        (["serve", "--config", "/nowhere.toml"], 2, "No such file"),
+        (["decode", "/nowhere/at/all", "--attach-socket", "/nowhere/a.sock"], 2, "/nowhere/at/all"),
+        (["frobnicate"], 2, "No such command"),
+        (["status", "--target", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+        (["generate", "Once", "--target", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
+)
+def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, complaint: str) -> None:
+    done = pillion(*argv)
+    assert done.returncode == status
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("pillion: ")
+    assert complaint in last
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
+    from tests.support.tiny_model import save_model
+
+    model = str(save_model(tmp_path / "tiny"))
+    done = pillion("serve", model, "--kv-pool-bytes", "1MiB", PILLION_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 2
+    assert "lower --max-model-len" in done.stderr.strip().splitlines()[-1]
+    assert "kvnode" not in done.stderr
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
+            pick_port("127.0.0.1", "grpc_port", port)
+    assert pick_port("127.0.0.1", "http_port", 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "flag", "model"), [(None, "", "demo"), (None, "b", "b"), ("a", "", "a"), ("a", "from env", "a")]
+)
+def test_the_model_is_an_argument_a_flag_or_the_demo(argument: str | None, flag: str, model: str) -> None:
+    assert with_model(ServeFlags, {"model_argument": argument, "model": flag}).model == model
+
+
+def test_the_distribution_with_our_packages_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts.refuse_foreign_kernels()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"kernels": "0.5"}[name])
+    with pytest.raises(ConfigError, match="pip uninstall kernels") as caught:
+        parts.refuse_foreign_kernels()
+    assert "\n" not in caught.value.message
+
+
+def test_servers_need_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    assert parts.find_server_code() == ROOT
+    monkeypatch.setattr(parts, "__file__", str(tmp_path / "site-packages" / "pillion" / "cli" / "parts.py"))
+    with pytest.raises(ConfigError, match="a clone"):
+        parts.find_server_code()
+
+
+def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "usable_cores", lambda: 8)
+    monkeypatch.setenv("PILLION_BLOCK_SIZE", "99")
+    flags = ServeFlags(model="m", prefill_workers=2, decode_workers=1, grpc_port=1234, max_num_seqs=7)
+    folder = pathlib.Path("/run/x")
+    specs = part_specs(flags, folder, pathlib.Path("/bin/redis-server"))
+    assert [(s.part_id, s.level) for s in specs] == [
+        ("redis", 0),
+        ("kvnode-0", 1),
+        ("prefill-0", 2),
+        ("prefill-1", 2),
+        ("decode-0", 2),
+        ("gateway", 3),
+    ]
+    decode, gateway = specs[4], specs[5]
+    assert decode.argv[1:5] == ("-m", "pillion", "decode", "--part-id=decode-0")
+    assert {"--max-num-seqs=7", "--listen=unix:/run/x/decode-0.sock", "--cpu-threads=2"} <= set(decode.argv)
+    assert decode.environ["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in gateway.environ or "OMP_NUM_THREADS" in os.environ
+    assert gateway.argv[1:4] == ("-m", "pillion", "gateway")
+    assert "--grpc-port=1234" in gateway.argv
+    for spec in specs:
+        assert spec.environ[env_name("redis_url")] == "unix:///run/x/redis.sock"
+        assert env_name("block_size") not in spec.environ
+
+
+def test_a_redis_password_is_not_on_a_command_line() -> None:
+    flags = ServeFlags(redis_url="rediss://:secret@host:6379/0")
+    specs = part_specs(flags, pathlib.Path("/run/x"), None)
+    assert "redis" not in [spec.part_id for spec in specs]
+    for spec in specs:
+        assert "secret" not in " ".join(spec.argv)
+        assert "secret" in spec.environ[env_name("redis_url")]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 4), (64, 32)])
+def test_workers_share_the_cores(cores: int, threads: int) -> None:
+    assert threads_per_worker(ServeFlags(), cores) == threads
+
+
+def test_children_are_told_to_stay_quiet() -> None:
+    environ = child_environ({"PATH": "p", "PILLION_DTYPE": "x"}, "redis://")
+    assert environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert environ["PYTHONPATH"] == str(ROOT)
+    assert "PILLION_DTYPE" not in environ
+
+
+def test_part_failures_and_signals(tmp_path: pathlib.Path) -> None:
+    """A part's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
+    script = """
+import asyncio, sys
+from pillion.cli import parts
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError
+class Part:
+    address = "here"
+    async def stop(self, grace_s=2.0): print("stopped", flush=True)
+    async def wait_failed(self):
+        if sys.argv[1] == "fails": return "the node went away"
+        await asyncio.Event().wait()
+async def start(flags):
+    if sys.argv[1] == "refuses": raise ConfigError("no")
+    print("up", flush=True)
+    return Part()
+import types
+sys.modules["fake"] = types.SimpleNamespace(start=start)
+parts.ROLES["kvnode"] = ("fake", "start")
+sys.argv[1:2] = [sys.argv[1]]
+from pillion.cli.app import main
+mode = sys.argv[1]
+main(["kvnode"])
+"""
+
+    def start(mode: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+
+    failing = start("fails")
+    out, err = failing.communicate(timeout=30)
+    assert (failing.returncode, out) == (1, "up\nstopped\n")
+    assert "kvnode-0 stops: the node went away" in err
+    refusing = start("refuses")
+    out, err = refusing.communicate(timeout=30)
+    assert (refusing.returncode, err) == (2, "pillion: no\n")
+    living = start("lives")
+    assert living.stdout is not None
+    assert living.stdout.readline() == "up\n"
+    living.terminate()
+    out, _ = living.communicate(timeout=30)
+    assert (living.returncode, out) == (0, "stopped\n")
+
+
+def test_status_as_a_table() -> None:
+    from rich.console import Console
+
+    node = PartStatus(
+        part_id="kvnode-0",
+        role="kvnode",
+        total_blocks=100,
+        free_blocks=75,
+        leased_blocks=5,
+        committed_blocks=20,
+        heartbeat_age_ms=12,
+    )
+    worker = PartStatus(part_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16)
+    status = ClusterStatus(
+        version="1",
+        parts=(node, worker),
+        active_requests=2,
+        prompt_tokens=200,
+        cached_tokens=50,
+        completion_tokens=9,
+        index_available=False,
+    )
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(status_table(status))
+    text = console.export_text()
+    assert "25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in text
+    assert "12 ms ago" in text
+    assert pool_use(worker, 16) == ""
+    assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
+    assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")
+    assert "Redis does not answer" in summary(status)
+
+
+def test_a_part_command_is_made_of_its_flags() -> None:
+    assert part_command.__doc__
+    assert {"attach_socket", "kv_pool_bytes"} <= {p.name for p in cli.commands["kvnode"].params}
+    assert "model_argument" not in {p.name for p in cli.commands["kvnode"].params}
+
+
+def test_temporary_folders_are_short_enough_for_sockets() -> None:
+    from pillion.cli.runtime_dir import MAX_SOCKET_PATH_BYTES, RuntimeDir
+
+    runtime = RuntimeDir.create()
+    try:
+        assert len(str(runtime.path / "prefill-63.sock")) <= MAX_SOCKET_PATH_BYTES
+        assert runtime.path.parent in {pathlib.Path(p) for p in (tempfile.gettempdir(), "/tmp")} | {
+            pathlib.Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))
+        }
+    finally:
+        runtime.remove()

@@ -1,0 +1,93 @@
+"""What fits, and the one-line errors of what does not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pillion.cli import fit
+from pillion.cli.checks import check_flags
+from pillion.cli.fit import fit_pool, human_bytes
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
+from pillion.errors import ConfigError
+
+POOL = {
+    "kv_pool_bytes": 2**30,
+    "block_bytes": 2**18,
+    "block_size_tokens": 16,
+    "max_model_len_tokens": 8192,
+    "decode_reserve_percent": 10,
+    "decode_workers": 1,
+}
+
+
+def test_the_pool_in_blocks_and_tokens() -> None:
+    made = fit_pool(**POOL)
+    assert (made.total_blocks, made.total_tokens, made.request_blocks) == (4096, 65536, 513)
+    assert made.describe() == "4,096 blocks of 16 tokens = 65,536 tokens (1 GiB, 256 KiB a block)"
+
+
+@pytest.mark.parametrize("reserve", [0, 10, 50, 90])
+def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
+    small = POOL | {"kv_pool_bytes": 2**26, "decode_reserve_percent": reserve}
+    with pytest.raises(ConfigError) as caught:
+        fit_pool(**small)
+    assert "\n" not in caught.value.message
+    found = re.search(r"at least (\d+) bytes", caught.value.message)
+    assert found
+    enough = int(found[1])
+    made = fit_pool(**small | {"kv_pool_bytes": enough})
+    assert made.total_blocks >= made.needed_blocks
+    with pytest.raises(ConfigError):
+        fit_pool(**small | {"kv_pool_bytes": int(enough * 0.9)})
+
+
+def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "machine_bytes", lambda: 2**29)
+    with pytest.raises(ConfigError, match="more than this machine's memory, 512 MiB"):
+        fit_pool(**POOL)
+
+
+def test_bytes_for_people() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 GiB",
+        "2 TiB",
+    ]
+
+
+@pytest.mark.parametrize("cls", [KVNodeFlags, PrefillFlags, DecodeFlags, GatewayFlags, ServeFlags])
+def test_the_defaults_are_good(cls: Any) -> None:
+    check_flags(cls())
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (ServeFlags(block_size=0), "--block-size 0 is less than 1"),
+        (ServeFlags(chunk_size=100), "--chunk-size 100 is not a multiple of --block-size 16"),
+        (ServeFlags(split_policy="half"), "is not disaggregated, colocated or fraction:x"),
+        (ServeFlags(split_policy="fraction:1.5"), "write fraction:x with x from 0 to 1"),
+        (ServeFlags(split_policy="fraction:nan"), "write fraction:x"),
+        (ServeFlags(prefill_workers=0), "needs --split-policy colocated"),
+        (ServeFlags(decode_workers=0), "--decode-workers 0 is less than 1"),
+        (ServeFlags(http_port=70000), "--http-port 70000 is more than 65535"),
+        (ServeFlags(max_num_seqs=512), "must hold one token for each"),
+        (ServeFlags(heartbeat_ms=5000), "must be longer"),
+        (DecodeFlags(max_num_seqs=-1), "--max-num-seqs -1 is less than 1"),
+        (PrefillFlags(max_num_batched_prefill_tokens=8), "smaller than one block"),
+        (KVNodeFlags(decode_reserve_percent=100), "more than 90"),
+    ],
+)
+def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
+        check_flags(flags)
+    assert "\n" not in caught.value.message
+
+
+def test_colocated_needs_no_prefill_worker() -> None:
+    check_flags(ServeFlags(prefill_workers=0, split_policy="colocated"))

@@ -1,0 +1,149 @@
+"""Flags: one dataclass, three ways to fill it, one order of precedence, and the way back into an argv."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion.cli.flags import (
+    ALL_FLAGS,
+    env_name,
+    flag_options,
+    option_name,
+    read_config,
+    subset,
+    to_argv,
+    without_flags,
+)
+from pillion.config import DecodeFlags, GatewayFlags, ModelFlags, ServeFlags
+from pillion.errors import ConfigError
+
+
+def parse(cls: type, argv: list[str], env: dict[str, str] | None = None) -> Any:
+    """The flags object that ``argv`` and ``env`` make, or the ClickException."""
+    made: list[Any] = []
+
+    @click.command()
+    @flag_options(cls)
+    def command(**said: Any) -> None:
+        made.append(cls(**said))
+
+    clean = {env_name(f.name): None for f in fields(cls)} | {"PILLION_CONFIG": None}
+    result = CliRunner().invoke(command, argv, env={**clean, **(env or {})}, standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return made[0]
+
+
+@pytest.mark.parametrize("spelling", ["max-num-seqs", "max_num_seqs"])
+def test_command_line_then_environment_then_file_then_default(tmp_path: pathlib.Path, spelling: str) -> None:
+    file = tmp_path / "pillion.toml"
+    file.write_text(f"{spelling} = 3\n")
+    from_file, from_env = ["--config", str(file)], {"PILLION_MAX_NUM_SEQS": "2"}
+    assert parse(DecodeFlags, []).max_num_seqs == 64
+    assert parse(DecodeFlags, from_file).max_num_seqs == 3
+    assert parse(DecodeFlags, from_file, from_env).max_num_seqs == 2
+    assert parse(DecodeFlags, [*from_file, "--max-num-seqs", "1"], from_env).max_num_seqs == 1
+    assert parse(DecodeFlags, ["--max-num-seqs", "1", *from_file], from_env).max_num_seqs == 1
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "pillion.toml"
+    file.write_text('kv-pool-bytes = "2GiB"\nprefill-workers = 4\nmodel = "folder"\n')
+    flags = parse(ServeFlags, [], {"PILLION_CONFIG": str(file)})
+    assert (flags.kv_pool_bytes, flags.prefill_workers, flags.model) == (2 * 2**30, 4, "folder")
+
+
+def test_an_empty_variable_says_nothing() -> None:
+    assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
+
+
+def test_one_file_may_serve_all_parts(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "pillion.toml"
+    file.write_text("http-port = 1\nmax-num-seqs = 5\n")
+    assert parse(DecodeFlags, ["--config", str(file)]).max_num_seqs == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("max-num-sequences = 1", "unknown key 'max-num-sequences'"),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", "said twice"),
+        ("max-num-seqs = [1]", "must be a text or a number"),
+        ("[decode]\nmax-num-seqs = 1", "unknown key 'decode'"),
+        ("max-num-seqs", "config file"),
+    ],
+)
+def test_a_broken_file_is_a_one_line_error(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
+    file = tmp_path / "pillion.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_config(str(file))
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_file_is_a_one_line_error() -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config("/nowhere/pillion.toml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--max-num-seqs", "many"], "'many' is not a valid integer"),
+        (["--max-model-len", "8X"], "is not a size"),
+        (["--dtype", "int8"], "'int8' is not one of auto, bfloat16, float32"),
+        (["--no-such-flag"], "No such option"),
+    ],
+)
+def test_a_bad_value_is_a_usage_error(argv: list[str], complaint: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        parse(DecodeFlags, argv)
+    assert complaint in caught.value.format_message()
+    assert "\n" not in caught.value.format_message()
+
+
+def value_of(field: Any) -> st.SearchStrategy[Any]:
+    if field.metadata["choices"]:
+        return st.sampled_from(field.metadata["choices"])
+    if isinstance(field.default, str):
+        return st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
+    # Beyond 2**53 a size is no longer exact.
+    return st.integers(0, 2**53)
+
+
+@pytest.mark.parametrize("cls", ALL_FLAGS, ids=lambda cls: cls.__name__)
+def test_flags_survive_a_round_trip_through_argv(cls: Any) -> None:
+    @given(st.builds(cls, **{field.name: value_of(field) for field in fields(cls)}))
+    def check(flags: Any) -> None:
+        # The environment must not matter to a child that is told everything.
+        hostile = {env_name("block_size"): "7", env_name("log_level"): "debug"}
+        assert parse(cls, to_argv(flags), hostile) == flags
+
+    check()
+
+
+def test_every_flag_has_one_name_everywhere() -> None:
+    assert option_name("max_num_seqs") == "--max-num-seqs"
+    assert env_name("max_num_seqs") == "PILLION_MAX_NUM_SEQS"
+    for cls in ALL_FLAGS:
+        for field in fields(cls):
+            assert field.metadata["help"].endswith((".", ")")), field.name
+
+
+def test_children_do_not_hear_the_parents_flags() -> None:
+    environ = {"PILLION_MAX_NUM_SEQS": "1", "PILLION_CONFIG": "x", "PILLION_CACHE": "kept", "HOME": "kept"}
+    assert without_flags(environ) == {"PILLION_CACHE": "kept", "HOME": "kept"}
+
+
+def test_a_part_gets_the_flags_it_shares() -> None:
+    flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m"), http_port=1)
+    assert flags == GatewayFlags(chunk_size=64, model="m", http_port=1)
+    assert subset(ModelFlags, flags) == ModelFlags(model="m")

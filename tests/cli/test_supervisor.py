@@ -1,0 +1,296 @@
+"""The supervisor over small fake parts: order, restarts, giving up, and nothing left behind."""
+
+# ruff: noqa: ASYNC110  (a test may block its own loop)
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from rich.console import Console
+
+from pillion.cli.child import MAX_LINE_BYTES, Child
+from pillion.cli.console import Notices
+from pillion.cli.lifeline import PARENT_PID_VARIABLE
+from pillion.cli.restarts import Restart, RestartPolicy
+from pillion.cli.runtime_dir import RuntimeDir, sweep
+from pillion.cli.supervisor import PartSpec, Supervisor
+from pillion.errors import Unavailable
+
+# Writes its name to a log when it starts and stops; ready once its file exists.
+PART = """
+import pathlib, signal, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+def note(what):
+    with open(folder / "log", "a") as log: log.write(f"{what} {name}\\n")
+def stop(*_):
+    note("stop"); (folder / name).unlink(); sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("start"); (folder / name).touch(); print("hello from", name, flush=True)
+time.sleep(60)
+"""
+DEAF = "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + (
+    "(pathlib.Path(sys.argv[1]) / sys.argv[2]).touch(); time.sleep(60)"
+)
+
+
+class Heard(Notices):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
+        self.lines: list[str] = []
+
+    def part(self, part_id: str, line: str, style: str = "") -> None:
+        self.lines.append(f"{part_id}: {line}")
+
+
+class SlowFor(RestartPolicy):
+    """Starts one part again later than the others."""
+
+    def __init__(self, part_id: str) -> None:
+        super().__init__()
+        self.part_id = part_id
+
+    def died(self, part_id: str, exit_code: int, now: float) -> Restart:
+        return Restart(1.0 if part_id == self.part_id else 0.01)
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as path:
+        yield pathlib.Path(path)
+
+
+def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = PART) -> PartSpec:
+    async def probe() -> bool:
+        return (folder / name).exists()
+
+    argv = (sys.executable, "-c", program, str(folder), name)
+    return PartSpec(part_id=name, level=level, argv=argv, environ=dict(os.environ), probe=probe)
+
+
+def log_of(folder: pathlib.Path) -> list[str]:
+    return (folder / "log").read_text().splitlines()
+
+
+async def until(condition: object, timeout_s: float = 15.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+async def test_parts_start_and_stop_level_by_level(folder: pathlib.Path) -> None:
+    heard = Heard()
+    supervisor = Supervisor([spec(folder, "c", 2), spec(folder, "a", 0), spec(folder, "b", 1)], heard)
+    await supervisor.start()
+    await until(lambda: len(heard.lines) == 3)
+    await supervisor.stop()
+    assert log_of(folder) == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
+    assert sorted(heard.lines) == ["a: hello from a", "b: hello from b", "c: hello from c"]
+    assert supervisor.living() == []
+    await supervisor.stop()
+
+
+async def test_a_dead_part_is_started_again(folder: pathlib.Path) -> None:
+    heard = Heard()
+    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], heard, RestartPolicy(first_delay_ms=10))
+    await supervisor.start()
+    try:
+        first = supervisor.pid_of("a")
+        assert first
+        (folder / "a").unlink()
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: (folder / "a").exists())
+        assert supervisor.pid_of("a") not in (None, first)
+        assert "pillion: a was ended by SIGKILL; starting it again in 0.01 s" in heard.lines
+        # Its neighbour was left alone.
+        assert log_of(folder).count("start b") == 1
+    finally:
+        await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_part_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
+    needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
+    supervisor = Supervisor([spec(folder, "a"), needy, free], Heard(), SlowFor("a"))
+    await supervisor.start()
+    try:
+        for name in ("a", "b", "c"):
+            (folder / name).unlink()
+            os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
+        await until(lambda: log_of(folder).count("start b") == 2)
+        assert log_of(folder)[3:] == ["start c", "start a", "start b"]
+    finally:
+        await supervisor.stop()
+
+
+async def test_it_gives_up_on_a_part_that_keeps_dying(folder: pathlib.Path) -> None:
+    policy = RestartPolicy(max_deaths=3, first_delay_ms=1)
+    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b")], Heard(), policy)
+    await supervisor.start()
+    failed = asyncio.create_task(supervisor.failed())
+    for count in (1, 2, 3):
+        await until(lambda count=count: log_of(folder).count("start a") == count)
+        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+    assert await asyncio.wait_for(failed, 10) == "a died 3 times within 60 s"
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) -> None:
+    broken = spec(folder, "b", 1, "import sys; print('the reason', flush=True); sys.exit(3)")
+    heard = Heard()
+    supervisor = Supervisor([spec(folder, "a"), broken, spec(folder, "c", 2)], heard)
+    with pytest.raises(Unavailable, match="b ended with status 3 before it was ready"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert log_of(folder) == ["start a", "stop a"]
+    assert "b: the reason" in heard.lines
+    assert supervisor.living() == []
+
+
+async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
+    absent = PartSpec(part_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
+    supervisor = Supervisor([absent], Heard())
+    with pytest.raises(Unavailable, match="x cannot be started"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+async def test_a_part_that_never_gets_ready(folder: pathlib.Path) -> None:
+    supervisor = Supervisor([spec(folder, "a", program="import time; time.sleep(60)")], Heard(), start_timeout_s=0.2)
+    with pytest.raises(Unavailable, match="a was ended by SIGKILL before it was ready"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_deaf_part_is_killed_after_the_grace(folder: pathlib.Path) -> None:
+    supervisor = Supervisor([spec(folder, "a", program=DEAF)], Heard(), stop_grace_s=0.2)
+    await supervisor.start()
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_cancelled_start_leaves_nothing(folder: pathlib.Path) -> None:
+    never = spec(folder, "b", 1, "import time; time.sleep(60)")
+    supervisor = Supervisor([spec(folder, "a"), never], Heard())
+    starting = asyncio.create_task(supervisor.start())
+    await until(lambda: supervisor.pid_of("b") is not None)
+    starting.cancel()
+    await asyncio.wait({starting})
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_quiet_part_is_heard_only_when_it_dies(folder: pathlib.Path) -> None:
+    heard = Heard()
+    quiet = dataclasses.replace(spec(folder, "a"), quiet=True)
+    supervisor = Supervisor([quiet], heard, RestartPolicy(first_delay_ms=10_000))
+    await supervisor.start()
+    assert heard.lines == []
+    os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+    await until(lambda: any("starting it again" in line for line in heard.lines))
+    assert "a: hello from a" in heard.lines
+    await supervisor.stop()
+
+
+async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
+    program = PART.replace("time.sleep(60)", "import subprocess; subprocess.run(['sleep', '60'])")
+    supervisor = Supervisor([spec(folder, "a", program=program)], Heard(), stop_grace_s=0.5)
+    await supervisor.start()
+    parent = psutil.Process(supervisor.pid_of("a"))
+    await until(lambda: parent.children())
+    grandchildren = parent.children()
+    await supervisor.stop()
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, grandchildren, 5)
+    assert gone == grandchildren
+
+
+async def test_output_is_forwarded_in_bounded_lines() -> None:
+    heard: list[str] = []
+    program = f"import sys; sys.stdout.write('x' * {3 * MAX_LINE_BYTES} + '\\nlast\\rline \\xff\\nno end')"
+    child = await Child.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), heard.append)
+    assert await child.wait() == 0
+    assert "".join(heard[:-2]) == "x" * 3 * MAX_LINE_BYTES
+    assert max(map(len, heard)) < 2 * MAX_LINE_BYTES
+    assert heard[-2:] == ["line ÿ", "no end"]
+
+
+def test_a_part_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
+    part = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
+        "from pillion.cli.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);"
+        "import time; time.sleep(60)"
+    )
+    script = (
+        "import subprocess, sys, time;"
+        f"child = subprocess.Popen([sys.executable, '-c', {part!r}], stdout=subprocess.PIPE);"
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    gone, _ = psutil.wait_procs([child], 10)
+    assert gone == [child]
+
+
+def test_an_orphan_does_not_even_begin() -> None:
+    environ = {**os.environ, PARENT_PID_VARIABLE: str(2**22 - 1)}
+    done = subprocess.run([sys.executable, "-m", "pillion", "version"], env=environ, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> None:
+    watcher = (
+        "import os, sys; from pillion.cli.lifeline import watch;"
+        "sys.exit(watch(os.getppid(), [sys.executable, '-c', 'import time; time.sleep(60)']))"
+    )
+    script = (
+        "import subprocess, sys, time;"
+        f"child = subprocess.Popen([sys.executable, '-c', {watcher!r}]); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    watching = psutil.Process(int(parent.stdout.readline()))
+    while not (children := watching.children()):
+        pass
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    gone, _ = psutil.wait_procs([watching, *children], 10)
+    assert len(gone) == 2
+
+
+def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(folder: pathlib.Path) -> None:
+    script = (
+        "import pathlib, time; from pillion.cli.runtime_dir import RuntimeDir;"
+        f"d = RuntimeDir.create(pathlib.Path({str(folder)!r})); (d.path / 'x').touch(); print(d.path, flush=True);"
+        "time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    theirs = pathlib.Path(other.stdout.readline().strip())
+    assert theirs.stat().st_mode & 0o777 == 0o700
+    assert sweep(folder) == []
+    other.kill()
+    other.wait(10)
+    other.stdout.close()
+    ours = RuntimeDir.create(folder)
+    assert list(folder.iterdir()) == [ours.path]
+    (folder / "pillion-notes").mkdir()
+    assert sweep(folder) == []
+    ours.remove()
+    ours.remove()
+    assert [path.name for path in folder.iterdir()] == ["pillion-notes"]

@@ -1,0 +1,85 @@
+"""Incremental text: whole characters only, and at the end the full decode's text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.detokenizer import Detokenizer
+from tests.support.toy_tokenizer import byte_tokenizer, fallback_tokenizer
+
+BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()
+TEXTS = [
+    "Hello, world!",
+    "Grüße aus Köln — naïve façade",
+    "北京欢迎你。東京タワー",
+    "Привет, мир! Γειά σου",
+    "مرحبا بالعالم",
+    "नमस्ते दुनिया",
+    "👩‍👩‍👧‍👦 family, 🇩🇪 flag, e\u0301 combining",
+    " leading and trailing  spaces \n\t\n",
+    "a\x00b\ufffdc\ufffd",
+]
+
+
+def stream(codec, ids) -> list[str]:
+    decoder = Detokenizer(codec)
+    return [*(decoder.push(one) for one in ids), decoder.flush()]
+
+
+def full(codec, ids) -> str:
+    return codec.decode(list(ids), skip_special_tokens=True)
+
+
+@given(st.lists(st.integers(0, 270), max_size=40))
+@settings(max_examples=500)
+def test_random_ids_equal_the_full_decode(ids: list[int]) -> None:
+    assert "".join(stream(BYTES, ids)) == full(BYTES, ids)
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=300)
+def test_text_comes_back_whole_character_by_character(text: str) -> None:
+    for codec in (BYTES, FALLBACK):
+        ids = codec.encode(text, add_special_tokens=False).ids
+        pieces = stream(codec, ids)
+        assert "".join(pieces) == full(codec, ids)
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("codec", [BYTES, FALLBACK], ids=["bytes", "fallback"])
+def test_languages(codec, text: str) -> None:
+    ids = codec.encode(text, add_special_tokens=False).ids
+    assert "".join(stream(codec, ids)) == full(codec, ids)
+
+
+def test_a_character_is_held_until_its_last_byte() -> None:
+    ids = BYTES.encode("é€😀").ids
+    assert stream(BYTES, ids) == ["", "é", "", "", "€", "", "", "", "😀", ""]
+
+
+def test_half_a_character_at_the_end_is_flushed_as_one_replacement() -> None:
+    assert stream(BYTES, BYTES.encode("😀").ids[:3]) == ["", "", "", "\ufffd"]
+    assert stream(FALLBACK, FALLBACK.encode("x😀").ids[:-1])[-1].startswith("\ufffd")
+
+
+@pytest.mark.parametrize("codec", [BYTES, FALLBACK], ids=["bytes", "fallback"])
+def test_special_and_unknown_tokens_are_no_text(codec) -> None:
+    special = codec.token_to_id("<bos>") or codec.token_to_id("<s>")
+    ids = codec.encode("Hello", add_special_tokens=False).ids
+    mixed = [special, ids[0], special, 99_999, *ids[1:], special]
+    assert "".join(stream(codec, mixed)) == full(codec, mixed) == "Hello"
+
+
+def test_a_space_behind_a_special_token_is_kept() -> None:
+    ids = [FALLBACK.token_to_id(t) for t in ("▁Hello", "<s>", "▁world")]
+    assert "".join(stream(FALLBACK, ids)) == full(FALLBACK, ids) == "Hello world"
+
+
+def test_broken_bytes_do_not_hold_text_back_forever() -> None:
+    decoder = Detokenizer(FALLBACK)
+    bad = FALLBACK.token_to_id("<0xFF>")
+    assert "".join(decoder.push(bad) for _ in range(50)).count("\ufffd") >= 44

@@ -1,0 +1,186 @@
+"""The planner as a pure function: tables and properties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.planner import Picture, Plan, parse_policy, plan, replan
+from pillion.errors import ConfigError, Unavailable
+from pillion.wire.registry import PartRecord
+
+
+def node(n: int) -> PartRecord:
+    return PartRecord(part_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
+
+
+def prefill(n: int, at: int = 0, tokens: int = 0) -> PartRecord:
+    return PartRecord(part_id=f"prefill-{n}", role="prefill", address="x", node_id=f"kv-{at}", waiting_tokens=tokens)
+
+
+def decode(n: int, at: int = 0, running: int = 0) -> PartRecord:
+    return PartRecord(part_id=f"decode-{n}", role="decode", address="x", node_id=f"kv-{at}", running_requests=running)
+
+
+LINE = (node(0), prefill(0), decode(0))
+
+
+def picture(prompt: int = 100, policy: str = "disaggregated", parts=LINE, **more) -> Picture:
+    fields = {"hits": {}, "block_size": 16, "chunk_tokens": 32, "model": "toy"} | more
+    return Picture(prompt_tokens=prompt, policy=parse_policy(policy), parts=parts, **fields)
+
+
+def shape(decided: Plan) -> tuple[int, int, tuple[int, ...]]:
+    return decided.cached_tokens, decided.split_tokens, decided.chunks
+
+
+@pytest.mark.parametrize(
+    ("prompt", "policy", "hit", "expected"),
+    [
+        (100, "disaggregated", 0, (0, 96, (32, 32, 32))),
+        (96, "disaggregated", 0, (0, 80, (32, 32, 16))),
+        (97, "disaggregated", 0, (0, 96, (32, 32, 32))),
+        (100, "disaggregated", 3, (48, 96, (32, 16))),
+        (100, "disaggregated", 99, (96, 96, ())),
+        (96, "disaggregated", 6, (80, 80, ())),
+        (16, "disaggregated", 1, (0, 0, ())),
+        (1, "disaggregated", 0, (0, 0, ())),
+        (100, "colocated", 2, (32, 32, ())),
+        (100, "fraction:0.5", 0, (0, 48, (32, 16))),
+        (100, "fraction:1/3", 3, (48, 64, (16,))),
+        (100, "fraction:0", 0, (0, 0, ())),
+        (100, "fraction:1.0", 0, (0, 96, (32, 32, 32))),
+    ],
+)
+def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tuple[int, int, tuple[int, ...]]) -> None:
+    assert shape(plan(picture(prompt, policy, hits={"kv-0": hit}))) == expected
+
+
+@pytest.mark.parametrize("text", ["", "auto", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"])
+def test_other_policies_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="split policy"):
+        parse_policy(text)
+
+
+def test_the_tickets_truth_moves_the_split() -> None:
+    half = plan(picture(policy="fraction:0.5"))
+    assert shape(half) == (0, 48, (32, 16))
+    assert shape(replan(half, 5)) == (80, 80, ())
+    hinted = plan(picture(hits={"kv-0": 5}))
+    assert shape(replan(hinted, 0)) == (0, 96, (32, 32, 32))
+    alone = plan(picture(policy="colocated", hits={"kv-0": 5}))
+    assert shape(replan(alone, 2)) == (32, 32, ())
+
+
+def test_no_prefill_worker_means_co_located() -> None:
+    for parts in ((node(0), decode(0)), (node(0), node(1), decode(0), prefill(0, at=1))):
+        decided = plan(picture(parts=parts))
+        assert decided.prefill is None
+        assert shape(decided) == (0, 0, ())
+        assert decided.reason == "co-located: no prefill worker on kv-0"
+
+
+@pytest.mark.parametrize(
+    ("parts", "missing"),
+    [
+        ((), "no decode worker of model 'toy' lives"),
+        ((node(0), prefill(0)), "no decode worker of model 'toy' lives"),
+        ((prefill(0), decode(0)), "no KV node lives for the decode workers of model 'toy': kv-0 is missing"),
+        ((node(1), decode(0)), "kv-0 is missing"),
+    ],
+)
+def test_what_is_missing_is_named(parts: tuple[PartRecord, ...], missing: str) -> None:
+    with pytest.raises(Unavailable, match=missing):
+        plan(picture(parts=parts))
+
+
+def test_the_longest_hit_chooses_the_node_and_load_the_workers() -> None:
+    parts = (node(0), node(1), decode(0), decode(1, 1, running=9), decode(2, 1, running=3), prefill(0),
+             prefill(1, 1, tokens=500), prefill(2, 1, tokens=100))  # fmt: skip
+    decided = plan(picture(parts=parts, hits={"kv-0": 2, "kv-1": 3}))
+    assert (decided.node_id, decided.decode.part_id) == ("kv-1", "decode-2")
+    assert decided.prefill is not None
+    assert decided.prefill.part_id == "prefill-2"
+
+
+def test_what_this_gateway_sent_since_the_heartbeat_counts() -> None:
+    parts = (node(0), decode(0), decode(1, running=2), prefill(0), prefill(1, tokens=50))
+    decided = plan(picture(parts=parts, own_load={"decode-0": 3, "prefill-0": 51}))
+    assert decided.prefill is not None
+    assert (decided.decode.part_id, decided.prefill.part_id) == ("decode-1", "prefill-1")
+
+
+def test_parts_that_failed_are_avoided() -> None:
+    parts = (node(0), node(1), decode(0), decode(1, 1), prefill(0), prefill(1))
+    assert plan(picture(parts=parts, avoid=frozenset({"decode-0"}), hits={"kv-0": 5})).decode.part_id == "decode-1"
+    assert plan(picture(parts=parts, avoid=frozenset({"kv-0"}), hits={"kv-0": 5})).node_id == "kv-1"
+    # The only decode worker is taken again; the only prefill worker is not, for decode workers prefill too.
+    decided = plan(picture(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
+    assert (decided.decode.part_id, decided.prefill) == ("decode-0", None)
+
+
+def test_ties_spread() -> None:
+    parts = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
+    chosen = Counter(plan(picture(parts=parts, spread=n)).decode.part_id for n in range(30))
+    assert set(chosen.values()) == {10}
+
+
+parts_strategy = st.lists(
+    st.one_of(
+        st.integers(0, 2).map(node),
+        st.builds(prefill, st.integers(0, 3), st.integers(0, 2), st.integers(0, 500)),
+        st.builds(decode, st.integers(0, 3), st.integers(0, 2), st.integers(0, 9)),
+    ),
+    max_size=8,
+    unique_by=lambda part: part.part_id,
+)
+
+
+@given(
+    prompt=st.integers(1, 5000),
+    block_size=st.sampled_from([1, 8, 16, 64]),
+    chunk=st.integers(1, 700),
+    share=st.fractions(0, 1),
+    hits=st.dictionaries(st.sampled_from(["kv-0", "kv-1", "kv-2"]), st.integers(0, 400)),
+    pinned=st.integers(0, 400),
+    parts=parts_strategy,
+    avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
+    spread=st.integers(0, 99),
+)
+@settings(max_examples=500)
+def test_properties(prompt, block_size, chunk, share, hits, pinned, parts, avoid, spread) -> None:
+    asked = picture(prompt, f"fraction:{share}", tuple(parts), hits=hits, block_size=block_size, chunk_tokens=chunk,
+                    avoid=frozenset(avoid), spread=spread)  # fmt: skip
+    nodes = {part.node_id for part in parts if part.role == "kvnode"}
+    try:
+        decided = plan(asked)
+    except Unavailable:
+        assert not any(part.role == "decode" and part.node_id in nodes for part in parts)
+        return
+    for one, cached in ((decided, hits.get(decided.node_id, 0)), (replan(decided, pinned), pinned)):
+        assert one.cached_tokens == min(cached, (prompt - 1) // block_size) * block_size
+        assert one.cached_tokens <= one.split_tokens <= (prompt - 1) // block_size * block_size < prompt
+        assert one.split_tokens % block_size == 0
+        assert sum(one.chunks) == one.split_tokens - one.cached_tokens
+        assert all(size > 0 and size % block_size == 0 for size in one.chunks)
+        assert all(size <= max(chunk, block_size) for size in one.chunks)
+        assert one.total_blocks * block_size >= prompt + 1 > (one.total_blocks - 1) * block_size
+        assert one.decode in parts
+        assert one.node_id == one.decode.node_id
+        assert one.node_id in nodes
+        assert (one.prefill is None) <= (not one.chunks)
+        if one.prefill is not None:
+            assert one.prefill in parts
+            assert one.prefill.node_id == one.node_id
+            assert one.prefill.part_id not in avoid
+        assert one.reason
+    # More load on the chosen one never makes another one's choice less likely: it is left, or there is no other.
+    busier = [replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p for p in parts]
+    again = plan(replace(asked, parts=tuple(busier)))
+    rivals = [p for p in parts if p.role == "decode" and p.node_id == decided.node_id and p.part_id not in avoid]
+    if again.decode.part_id == decided.decode.part_id and decided.decode.part_id not in avoid:
+        assert len(rivals) == 1

@@ -1,0 +1,313 @@
+"""The request state machine against a random world: no ticket leaks, no token lost or repeated, one end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway import events as ev
+from gateway import request as module
+from gateway.planner import Picture, parse_policy, plan
+from gateway.request import RequestMachine, State
+from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
+from pillion.types import FinishReason
+from pillion.wire.decode import DecodeTimings
+from pillion.wire.prefill import ChunkAck
+from pillion.wire.registry import PartRecord
+
+PARTS = tuple(
+    PartRecord(part_id=f"{role}-0", role=role, address="x", node_id="kv-0") for role in ("kvnode", "prefill", "decode")
+)
+EOS = 7
+GONE = Unavailable("gone")
+
+
+def planned(attempt: int, tokens: int, hits: int = 0, policy: str = "disaggregated", avoid=frozenset()) -> ev.Planned:
+    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits}, parts=PARTS, policy=parse_policy(policy),
+                      block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
+    return ev.Planned(attempt, plan(picture))
+
+
+def machine(prompt: int = 21, max_tokens: int = 5, attempts: int = 4, arrived: float = 0.0) -> RequestMachine:
+    return RequestMachine(tuple(range(100, 100 + prompt)), max_tokens, frozenset({EOS}), attempts, arrived)
+
+
+def ack(n: int, end: int) -> ChunkAck:
+    return ChunkAck(chunk_index=n, end_tokens=end, queue_ms=0, compute_ms=1)
+
+
+def hold(number: int = 1) -> ev.Hold:
+    return ev.Hold("kv-0", 5, number)
+
+
+def kinds(actions) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def to_decoding(m: RequestMachine, attempt: int = 1, now: float = 1.0) -> ev.SubmitDecode:
+    """Through plan and ticket, everything cached."""
+    m.handle(planned(attempt, len(m.tokens()), 99), now)
+    (submit,) = m.handle(ev.TicketGranted(attempt, hold(attempt), 99), now)
+    assert isinstance(submit, ev.SubmitDecode)
+    return submit
+
+
+# ---- the ordinary way --------------------------------------------------------------------------------------------
+
+
+def test_a_whole_life() -> None:
+    m = machine(arrived=10.0)
+    (look_up,) = m.start()
+    assert look_up == ev.LookUp(1, m.prompt, frozenset(), 0)
+    (opened,) = m.handle(planned(1, 21), 10.1)
+    assert isinstance(opened, ev.OpenTicket)
+    assert opened.plan.total_blocks == 6
+    (span,) = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
+    assert isinstance(span, ev.RunSpan)
+    assert (span.plan.cached_tokens, span.plan.split_tokens, span.plan.chunks) == (4, 20, (8, 8))
+    assert m.handle(ev.ChunkAcked(1, ack(0, 12)), 10.4) == []
+    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 10.5) == []
+    (submit,) = m.handle(ev.SpanEnded(1), 10.5)
+    assert isinstance(submit, ev.SubmitDecode)
+    assert submit.token_ids == m.prompt
+    assert m.handle(ev.Tokens(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
+    assert m.handle(ev.Tokens(1, (3,)), 10.8) == [ev.Emit((3,))]
+    done = DecodeTimings(remnant_tokens=1, remnant_steps=1, queue_ms=3.0, preemptions=2)
+    assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, done), 11.0) == [
+        ev.ReleaseTicket(hold()), ev.Finish(FinishReason.STOP),
+    ]  # fmt: skip
+    timings, usage = m.timings(99.0), m.usage()
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (21, 4, 3)
+    assert (timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens) == (4, 16, 1)
+    assert (timings.prefill_chunks, timings.remnant_steps, timings.preemptions) == (2, 1, 2)
+    times = (timings.admission_ms, timings.prefill_ms, timings.decode_queue_ms, timings.time_to_first_token_ms)
+    assert (*times, timings.total_ms) == pytest.approx((200, 300, 3, 700, 1000))
+    assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)
+
+
+def test_everything_cached_needs_no_prefill() -> None:
+    m = machine()
+    submit = to_decoding(m)
+    assert (submit.plan.split_tokens, m.timings(2.0).remnant_tokens, m.timings(2.0).prefill_worker) == (20, 1, "")
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.Tokens(1, (1, 2)), 2.0)
+    released, look_up = m.handle(ev.DecodeLost(1, GONE, True), 3.0)
+    assert released == ev.ReleaseTicket(hold(1))
+    assert look_up == ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert m.handle(ev.Tokens(1, (3,)), 3.0) == []
+    assert m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 3.0) == []
+    submit = to_decoding(m, 2, 4.0)
+    assert submit.token_ids == (*m.prompt, 1, 2)
+    assert m.handle(ev.Tokens(2, (3, 4, 5, 6)), 5.0) == [ev.Emit((3, 4, 5))]
+    # Usage and timings speak of the client's prompt, whatever the replay found.
+    m.handle(ev.DecodeFinished(2, FinishReason.LENGTH, None), 6.0)
+    timings = m.timings(6.0)
+    assert (timings.replays, m.usage().completion_tokens, m.usage().cached_tokens) == (1, 5, 20)
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.remnant_tokens == 21
+
+
+@pytest.mark.parametrize(("last", "reason"), [((1, EOS), FinishReason.STOP), ((1, 2, 3, 4, 5), FinishReason.LENGTH)])
+def test_a_worker_lost_behind_its_last_token_is_no_loss(last: tuple[int, ...], reason: FinishReason) -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.Tokens(1, last), 2.0)
+    assert m.handle(ev.DecodeLost(1, GONE, True), 3.0)[-1] == ev.Finish(reason)
+
+
+def test_a_lost_span_is_replanned_without_its_worker() -> None:
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
+    m.handle(ev.ChunkAcked(1, ack(0, 8)), 1.0)
+    actions = m.handle(ev.SpanLost(1, GONE, True), 1.0)
+    assert kinds(actions) == ["StopWork", "ReleaseTicket", "LookUp"]
+    assert actions[2].avoid == frozenset({"prefill-0"})
+    assert plan_is_colocated(m, actions[2])
+
+
+def plan_is_colocated(m: RequestMachine, look_up: ev.LookUp) -> bool:
+    m.handle(planned(look_up.attempt, len(look_up.token_ids), 2, avoid=look_up.avoid), 2.0)
+    return kinds(m.handle(ev.TicketGranted(look_up.attempt, hold(2), 2), 2.0)) == ["SubmitDecode"]
+
+
+def test_a_span_that_ends_too_early_is_lost() -> None:
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
+    assert kinds(m.handle(ev.SpanEnded(1), 1.0)) == ["StopWork", "ReleaseTicket", "LookUp"]
+
+
+def test_attempts_are_bounded() -> None:
+    m = machine(attempts=2)
+    to_decoding(m)
+    m.handle(ev.DecodeLost(1, GONE, True), 1.0)
+    to_decoding(m, 2)
+    *_, last = m.handle(ev.DecodeLost(2, NotFound("no such ticket"), True), 1.0)
+    assert isinstance(last, ev.Fail)
+    assert last.error.message == "given up after 2 attempts; the last one: no such ticket"
+
+
+@pytest.mark.parametrize("error", [Overloaded("line is full"), InvalidRequest("defect")])
+def test_what_cannot_help_is_not_tried_again(error: PillionError) -> None:
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    assert m.handle(ev.TicketLost(1, error, False), 1.0) == [ev.StopWork(1), ev.Fail(error)]
+
+
+def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
+    fresh = machine()
+    fresh.start()
+    assert fresh.handle(ev.PlanFailed(1, GONE), 0.0) == [ev.StopWork(1), ev.Fail(GONE)]
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.DecodeLost(1, GONE, True), 10.0)
+    (again,) = m.handle(ev.PlanFailed(2, GONE), 20.0)
+    assert (again.attempt, again.after_ms) == (2, module.PART_POLL_MS)
+    last = m.handle(ev.PlanFailed(2, GONE), 10.0 + module.MAX_PART_WAIT_S)
+    assert last == [ev.StopWork(2), ev.Fail(GONE)]
+
+
+def test_silence_counts_as_loss() -> None:
+    m = machine()
+    to_decoding(m)
+    assert kinds(m.handle(ev.WentSilent(1), 9.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+    assert m.handle(ev.WentSilent(1), 9.0) == []
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.Tokens(1, (1, 2, 3)), 2.0)
+    assert kinds(m.handle(ev.StopHit(2), 2.0)) == ["CancelDecode", "ReleaseTicket", "Finish"]
+    assert m.usage().completion_tokens == 2
+
+
+@pytest.mark.parametrize("event", [ev.Cancelled(), ev.DeadlinePassed()])
+@pytest.mark.parametrize("state", State)
+def test_ending_frees_everything_in_every_state(event: ev.Event, state: State) -> None:
+    m = machine()
+    m.start()
+    expected = {State.PLANNING: ["StopWork", "Fail"], State.PINNING: ["StopWork", "Fail"],
+                State.PREFILLING: ["StopWork", "ReleaseTicket", "Fail"],
+                State.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], State.DONE: []}  # fmt: skip
+    if state is not State.PLANNING:
+        m.handle(planned(1, 21), 1.0)
+    if state is State.PREFILLING:
+        m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
+    if state in (State.DECODING, State.DONE):
+        m.handle(ev.TicketGranted(1, hold(), 99), 1.0)
+    if state is State.DONE:
+        m.handle(ev.StopHit(0), 1.0)
+    assert m.state is state
+    assert kinds(m.handle(event, 2.0)) == expected[state]
+    # A ticket on its way when the request ended is let go of when it arrives.
+    assert m.handle(ev.TicketGranted(1, hold(9), 3), 3.0) == [ev.ReleaseTicket(hold(9))]
+
+
+# ---- any order ---------------------------------------------------------------------------------------------------
+
+
+def token_at(position: int) -> int:
+    """The same logits, seed and position give the same token on every worker (I6)."""
+    return 1000 + position
+
+
+@dataclass
+class World:
+    """Parts that answer late, twice, for old attempts, or not at all; and an account of what they were told."""
+
+    machine: RequestMachine
+    opened: set[ev.Hold] = field(default_factory=set)
+    released: list[ev.Hold] = field(default_factory=list)
+    asked: list[ev.Action] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    ends: list[ev.Action] = field(default_factory=list)
+    sent: dict[int, int] = field(default_factory=dict)
+
+    def perform(self, actions) -> None:
+        for action in actions:
+            assert not self.ends or isinstance(action, ev.ReleaseTicket), "something was begun after the end"
+            if isinstance(action, ev.ReleaseTicket):
+                self.released.append(action.hold)
+            elif isinstance(action, ev.Emit):
+                self.emitted.extend(action.token_ids)
+            elif isinstance(action, ev.Finish | ev.Fail):
+                self.ends.append(action)
+            elif isinstance(action, ev.SubmitDecode):
+                self.sent[action.attempt] = len(action.token_ids)
+                assert action.hold in self.opened and action.hold not in self.released
+            self.asked.append(action)
+
+    def events(self, draw) -> ev.Event:
+        attempt = draw(st.sampled_from([self.machine.attempt] * 4 + list(range(1, self.machine.attempt + 1))))
+        error = draw(st.sampled_from([GONE, NotFound("ticket"), Overloaded("full")]))
+        choice = draw(st.sampled_from(EVENTS))
+        match choice:
+            case "planned":
+                return planned(attempt, len(self.machine.tokens()), draw(st.integers(0, 9)))
+            case "granted":
+                made = hold(len(self.opened) + 1)
+                self.opened.add(made)
+                return ev.TicketGranted(attempt, made, draw(st.integers(0, 9)))
+            case "acked":
+                return ev.ChunkAcked(attempt, ack(0, draw(st.integers(0, 40))))
+            case "tokens":
+                # A worker counts on from what it was given; one that was never asked says anything.
+                at = self.sent.get(attempt, 0)
+                count = draw(st.integers(1, 3))
+                self.sent[attempt] = at + count
+                return ev.Tokens(attempt, tuple(token_at(p) for p in range(at, at + count)))
+            case "planfailed":
+                return ev.PlanFailed(attempt, error)
+            case "finished":
+                return ev.DecodeFinished(attempt, FinishReason.LENGTH, None)
+            case "stop":
+                return ev.StopHit(len(self.emitted))
+            case "cancelled":
+                return ev.Cancelled()
+            case "deadline":
+                return ev.DeadlinePassed()
+            case "silent":
+                return ev.WentSilent(attempt)
+            case "spanended":
+                return ev.SpanEnded(attempt)
+        lost = {"ticketlost": ev.TicketLost, "spanlost": ev.SpanLost, "decodelost": ev.DecodeLost}[choice]
+        return lost(attempt, error, draw(st.booleans()))
+
+
+COMMON = ["planned", "granted", "acked", "acked", "spanended", "tokens", "tokens", "tokens", "decodelost", "spanlost"]
+EVENTS = COMMON * 3 + ["ticketlost", "finished", "stop", "cancelled", "deadline", "silent", "planfailed"]
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_order_of_events(data) -> None:
+    m = machine(prompt=data.draw(st.integers(1, 30)), max_tokens=data.draw(st.integers(1, 12)), attempts=5)
+    world, now = World(m), 0.0
+    world.perform(m.start())
+    for _ in range(data.draw(st.integers(0, 60))):
+        now += 0.1
+        world.perform(m.handle(world.events(data.draw), now))
+        assert world.emitted == [token_at(len(m.prompt) + n) for n in range(len(world.emitted))]
+        assert len(world.ends) <= 1
+        assert (m.state is State.DONE) == bool(world.ends)
+    world.perform(m.handle(ev.Cancelled(), now))
+    assert len(world.ends) == 1
+    assert len(world.released) == len(set(world.released))
+    assert set(world.released) == world.opened, "a ticket that was opened is released exactly once"
+    timings = m.timings(now)
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.remnant_tokens == len(m.prompt)
+    assert min(timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens - 1) >= 0

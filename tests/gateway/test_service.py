@@ -1,0 +1,235 @@
+"""The gateway over real gRPC and a real Redis, with scripted peers: the ordinary ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvstore.hashing import chain_hashes, request_root
+from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
+from tests.support.fake_parts import BLOCK, EOS, NAMESPACE, running_line
+from tests.support.toy_tokenizer import byte_tokenizer
+
+CODEC = byte_tokenizer()
+PROMPT = "What is the capital of France?"
+
+
+async def read(stream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+async def test_an_answer_streams_through_all_parts() -> None:
+    async with running_line("Größe: 北京") as line:
+        line.node.pinned = 2
+        deltas = await read(line.client.generate(PROMPT, temperature=0, seed=5, request_id="r-1"))
+        assert text_of(deltas) == "Größe: 北京"
+        assert all("\ufffd" not in delta.text for delta in deltas)
+        last, ids = deltas[-1], [one for delta in deltas for one in delta.token_ids]
+        assert ids == list(line.decode.script)
+        assert {delta.request_id for delta in deltas} == {"r-1"}
+        assert last.finish_reason is FinishReason.STOP
+        assert [d.finish_reason or d.usage or d.timings for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+        prompt = tuple(CODEC.encode(PROMPT).ids)
+        assert (last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens) == (30, 8, len(ids))
+        timings = last.timings
+        assert (timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens) == (8, 20, 2)
+        assert (timings.prefill_chunks, timings.remnant_steps, timings.replays) == (3, 1, 0)
+        assert (timings.prefill_worker, timings.decode_worker) == ("prefill-0", "decode-0")
+        assert timings.plan_reason == "disaggregated"
+        assert 0 < timings.time_to_first_token_ms <= timings.total_ms
+
+        root = request_root(bytes.fromhex(NAMESPACE))
+        hashes = chain_hashes(root, prompt[:28], BLOCK)
+        (opened,), (span,), (submit,) = line.node.opened, line.prefill.spans, line.decode.submits
+        assert (opened.block_hashes, opened.total_blocks, opened.resume) == (hashes, 8, False)
+        assert (span.start_tokens, span.parent_hash) == (8, hashes[32:64])
+        assert (span.token_ids, span.chunk_tokens) == (prompt[8:28], (8, 8, 4))
+        assert (submit.token_ids, submit.prompt_tokens, submit.root_hash) == (prompt, 30, root)
+        assert (submit.stop_token_ids, submit.max_tokens, submit.timeout_ms) == ((EOS,), 226, 0)
+        assert (submit.sampling.temperature, submit.sampling.seed, submit.sampling.top_k) == (0.0, 5, 0)
+        assert span.ticket_id == submit.ticket_id
+        await line.settled()
+        status = await line.client.status()
+        assert (status.active_requests, status.prompt_tokens, status.cached_tokens) == (0, 30, 8)
+        assert status.index_available
+
+
+async def test_the_salt_changes_every_hash_and_the_seed_is_drawn() -> None:
+    async with running_line() as line:
+        for salt in ("", "tenant"):
+            await read(line.client.generate(PROMPT, cache_salt=salt))
+        first, second = line.decode.submits
+        assert first.root_hash != second.root_hash
+        assert second.root_hash == request_root(bytes.fromhex(NAMESPACE), cache_salt="tenant")
+        assert first.sampling.seed != second.sampling.seed
+
+
+@pytest.mark.parametrize(("policy", "split"), [("colocated", 0), ("fraction:0.5", 12), ("disaggregated", 28)])
+async def test_split_policies(policy: str, split: int) -> None:
+    async with running_line(split_policy=policy) as line:
+        assert text_of(await read(line.client.generate(PROMPT))) == "The answer."
+        assert [span.split_tokens for span in line.prefill.spans] == ([split] if split else [])
+
+
+async def test_chat_is_rendered_by_the_models_own_template() -> None:
+    async with running_line() as line:
+        await read(line.client.chat([{"role": "user", "content": "Hé"}]))
+        rendered = "<bos>[user] Hé\n[assistant] "
+        assert line.decode.submits[0].token_ids == tuple(CODEC.encode(rendered).ids)
+
+
+@pytest.mark.parametrize("per_delta", [1, 3, 50])
+async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
+    async with running_line("one two three four") as line:
+        line.decode.per_delta = per_delta
+        deltas = await read(line.client.generate(PROMPT, stop=[" th", "zz"]))
+        assert text_of(deltas) == "one two"
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        assert deltas[-1].usage.completion_tokens == len("one two th") == sum(len(d.token_ids) for d in deltas)
+        await line.settled()
+        assert len(line.decode.cancelled) == (per_delta != 50)
+
+
+async def test_limits_and_stop_ids() -> None:
+    async with running_line("one. two.") as line:
+        deltas = await read(line.client.generate(PROMPT, max_tokens=3))
+        assert (text_of(deltas), deltas[-1].finish_reason) == ("one", FinishReason.LENGTH)
+        dot = CODEC.encode(".").ids[0]
+        deltas = await read(line.client.generate(PROMPT, stop_token_ids=[dot]))
+        assert (text_of(deltas), deltas[-1].finish_reason) == ("one", FinishReason.STOP)
+        assert deltas[-1].token_ids[-1] == dot
+        deltas = await read(line.client.generate((1, 2, 3), sampling=SamplingParams(ignore_eos=True, max_tokens=10)))
+        assert line.decode.submits[-1].stop_token_ids == ()
+        assert deltas[-1].usage.prompt_tokens == 3
+        await line.settled()
+
+
+async def test_bad_requests_reach_no_part() -> None:
+    async with running_line() as line:
+        with pytest.raises(InvalidRequest) as failure:
+            await read(line.client.generate("", temperature=-1, max_tokens=0, model="toy"))
+        assert [v.field for v in failure.value.violations] == ["text", "sampling.temperature", "sampling.max_tokens"]
+        with pytest.raises(InvalidRequest, match="'other' is not served here; known: toy"):
+            await read(line.client.generate("x", model="other"))
+        with pytest.raises(InvalidRequest, match="300 tokens; the model takes at most 255"):
+            await read(line.client.generate("x" * 300))
+        with pytest.raises(InvalidRequest):
+            line.client.generate([-1])
+        assert not line.node.opened
+        await line.settled()
+
+
+async def test_admission_is_bounded() -> None:
+    async with running_line(max_inflight_requests=2, max_inflight_tokens=70) as line:
+        line.decode.gate.clear()
+        first = asyncio.create_task(read(line.client.generate(PROMPT)))
+        while not line.decode.submits:
+            await asyncio.sleep(0.005)
+        with pytest.raises(Overloaded, match="max_inflight_tokens") as failure:
+            await read(line.client.generate("x" * 41))
+        assert failure.value.retry_after_ms == 1000
+        second = asyncio.create_task(read(line.client.generate("y" * 40)))
+        while len(line.decode.submits) < 2:
+            await asyncio.sleep(0.005)
+        with pytest.raises(Overloaded, match=r"max_inflight_requests \(2\)"):
+            await read(line.client.generate("z"))
+        line.decode.gate.set()
+        assert text_of(await first) == text_of(await second) == "The answer."
+        await line.settled()
+
+
+@pytest.mark.parametrize(
+    ("roles", "missing"), [("kvnode prefill", "no decode worker of model 'toy'"), ("prefill decode", "no KV node lives")]
+)
+async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
+    async with running_line(roles=roles) as line:
+        with pytest.raises(Unavailable, match=missing):
+            await read(line.client.generate(PROMPT))
+        assert await line.client.models() == []
+        await line.settled()
+
+
+async def test_no_prefill_worker_falls_back_to_the_decode_worker() -> None:
+    async with running_line(roles="kvnode decode") as line:
+        deltas = await read(line.client.generate(PROMPT))
+        assert deltas[-1].timings.plan_reason == "co-located: no prefill worker on kv-0"
+
+
+async def test_the_blocking_client() -> None:
+    async with running_line() as line:
+
+        def use() -> tuple[str, list[str], str]:
+            with Client(line.gateway.grpc_address) as client:
+                text = "".join(delta.text for delta in client.generate(PROMPT))
+                stream = client.chat([{"role": "user", "content": "x"}])
+                next(stream)
+                stream.close()
+                with pytest.raises(InvalidRequest):
+                    next(client.generate(PROMPT, top_p=7))
+                with pytest.raises(TypeError, match="not both"):
+                    client.generate(PROMPT, sampling=SamplingParams(), top_k=3)
+                return text, [model.name for model in client.models()], client.status().version
+
+        assert await asyncio.to_thread(use) == ("The answer.", ["toy"], "0.1.0")
+        await line.settled()
+
+
+def get(address: str, path: str) -> tuple[int, dict]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+async def test_http_pages() -> None:
+    async with running_line() as line:
+        address = line.gateway.http_address
+        assert await asyncio.to_thread(get, address, "/health") == (200, {"status": "ok"})
+        assert await asyncio.to_thread(get, address, "/version") == (200, {"version": "0.1.0"})
+        _, models = await asyncio.to_thread(get, address, "/v1/models")
+        assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("toy", "model", 256)]
+        await line.servers["decode"].stop(0)
+        while (answer := await asyncio.to_thread(get, address, "/health"))[0] == 200:
+            await asyncio.sleep(0.02)
+        assert answer == (503, {"status": "unavailable", "missing": "no decode worker of model 'toy' lives"})
+
+
+async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("pillion.telemetry.tracer", lambda: provider.get_tracer("test"))
+    async with running_line() as line:
+        with provider.get_tracer("client").start_as_current_span("client") as client_span:
+            await read(line.client.generate(PROMPT, request_id="r-9", max_tokens=4))
+        await line.settled()
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        root = spans["generate toy"]
+        assert root.parent.span_id == client_span.get_span_context().span_id
+        for name in ("plan", "kv.pin"):
+            assert spans[name].parent.span_id == root.context.span_id
+        said = root.attributes
+        assert (said["gen_ai.operation.name"], said["gen_ai.request.model"]) == ("text_completion", "toy")
+        assert (said["gen_ai.response.id"], said["gen_ai.request.max_tokens"]) == ("r-9", 4)
+        assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (30, 4)
+        assert said["gen_ai.response.finish_reasons"] == ("length",)
+        assert "first token" in [event.name for event in root.events]
+        # What the other parts were sent names the right parent.
+        sent = [dict(line.node.metadata[0])["traceparent"], dict(line.prefill.metadata[0])["traceparent"]]
+        parents = [*sent, line.decode.submits[0].traceparent]
+        expected = [spans["kv.pin"], root, root]
+        assert [int(p.split("-")[2], 16) for p in parents] == [s.context.span_id for s in expected]
+        assert {int(p.split("-")[1], 16) for p in parents} == {root.context.trace_id}
+        assert trace.get_current_span() is trace.INVALID_SPAN

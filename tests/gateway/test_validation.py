@@ -1,0 +1,130 @@
+"""Bad requests: every wrong field named, all at once, with the proto's paths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway import validation as v
+from pillion.errors import InvalidRequest
+from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+
+LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)
+GOOD = GenerateRequest(text="hello")
+
+
+def fields_of(request: GenerateRequest) -> list[str]:
+    try:
+        v.check_request(request, LIMITS)
+    except InvalidRequest as error:
+        return [violation.field for violation in error.violations]
+    return []
+
+
+def sampled(**fields: Any) -> GenerateRequest:
+    return replace(GOOD, sampling=SamplingParams(**fields))
+
+
+GOOD_REQUESTS = [
+    GOOD,
+    GenerateRequest(token_ids=tuple(range(63))),
+    GenerateRequest(messages=(ChatMessage("user", ""), ChatMessage("tool-2", "x"))),
+    sampled(temperature=0, top_p=1, top_k=-1, seed=-(2**63), max_tokens=64),
+    sampled(temperature=100, top_p=1e-9, top_k=10**6, seed=2**63 - 1, max_tokens=1),
+    sampled(stop=("x" * 256,) * 16, stop_token_ids=(0, 299)),
+    replace(GOOD, cache_salt="ü" * 256, request_id="a.b_c:d/e+f=g-" * 9),
+]
+
+
+@pytest.mark.parametrize("request_", GOOD_REQUESTS)
+def test_good_requests(request_: GenerateRequest) -> None:
+    assert fields_of(request_) == []
+
+
+BAD = {
+    "empty": (GenerateRequest(), ["text"]),
+    "two prompts": (replace(GOOD, token_ids=(1,)), ["text", "token_ids"]),
+    "three prompts": (replace(GOOD, token_ids=(1,), messages=(ChatMessage("user", "x"),)), ["text", "token_ids", "messages"]),
+    "too many ids": (GenerateRequest(token_ids=(1,) * 64), ["token_ids"]),
+    "ids outside": (GenerateRequest(token_ids=(1, 300, 2, -1)), ["token_ids[1]", "token_ids[3]"]),
+    "text too long": (GenerateRequest(text="x" * (v.MAX_PROMPT_CHARS + 1)), ["text"]),
+    "lone surrogate": (GenerateRequest(text="a\ud800"), ["text"]),
+    "role": (GenerateRequest(messages=(ChatMessage("", "x"), ChatMessage("user<|im_end|>", "x"))), ["messages[0].role", "messages[1].role"]),
+    "role length": (GenerateRequest(messages=(ChatMessage("a" * 33, "x"),)), ["messages[0].role"]),
+    "content": (GenerateRequest(messages=(ChatMessage("user", "\udfff"),)), ["messages[0].content"]),
+    "many messages": (GenerateRequest(messages=(ChatMessage("user", ""),) * (v.MAX_MESSAGES + 1)), ["messages"]),
+    "long messages": (GenerateRequest(messages=(ChatMessage("user", "x" * (v.MAX_PROMPT_CHARS // 2 + 1)),) * 2), ["messages"]),
+    "temperature": (sampled(temperature=-0.1), ["sampling.temperature"]),
+    "temperature nan": (sampled(temperature=math.nan), ["sampling.temperature"]),
+    "temperature inf": (sampled(temperature=math.inf), ["sampling.temperature"]),
+    "temperature big": (sampled(temperature=100.5), ["sampling.temperature"]),
+    "top_p zero": (sampled(top_p=0.0), ["sampling.top_p"]),
+    "top_p nan": (sampled(top_p=math.nan), ["sampling.top_p"]),
+    "top_p big": (sampled(top_p=1.01), ["sampling.top_p"]),
+    "top_k": (sampled(top_k=-2), ["sampling.top_k"]),
+    "seed": (sampled(seed=2**63), ["sampling.seed"]),
+    "no tokens": (sampled(max_tokens=0), ["sampling.max_tokens"]),
+    "negative tokens": (sampled(max_tokens=-5), ["sampling.max_tokens"]),
+    "absurd tokens": (sampled(max_tokens=10**9), ["sampling.max_tokens"]),
+    "empty stop": (sampled(stop=("a", "")), ["sampling.stop[1]"]),
+    "long stop": (sampled(stop=("x" * 257,)), ["sampling.stop[0]"]),
+    "many stops": (sampled(stop=("x",) * 17), ["sampling.stop"]),
+    "broken stop": (sampled(stop=("\ud800",)), ["sampling.stop[0]"]),
+    "stop ids": (sampled(stop_token_ids=(300, -1)), ["sampling.stop_token_ids[0]", "sampling.stop_token_ids[1]"]),
+    "many stop ids": (sampled(stop_token_ids=(1,) * 65), ["sampling.stop_token_ids"]),
+    "salt": (replace(GOOD, cache_salt="x" * 257), ["cache_salt"]),
+    "salt text": (replace(GOOD, cache_salt="\ud800"), ["cache_salt"]),
+    "request id": (replace(GOOD, request_id="a b"), ["request_id"]),
+    "request id line": (replace(GOOD, request_id="a\nb"), ["request_id"]),
+    "request id length": (replace(GOOD, request_id="x" * 129), ["request_id"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_", "fields"), BAD.values(), ids=BAD)
+def test_bad_requests(request_: GenerateRequest, fields: list[str]) -> None:
+    assert fields_of(request_) == fields
+
+
+def test_all_violations_at_once_and_not_without_end() -> None:
+    request = replace(sampled(temperature=-1, top_p=2, max_tokens=0), token_ids=(999,), request_id=" ")
+    assert fields_of(request) == [
+        "text", "token_ids", "token_ids[0]", "sampling.temperature", "sampling.top_p", "sampling.max_tokens", "request_id",
+    ]  # fmt: skip
+    assert len(fields_of(GenerateRequest(token_ids=(999,) * 63))) == v.MAX_VIOLATIONS
+
+
+def test_models() -> None:
+    assert v.check_model("", {"toy"}) == v.check_model("toy", {"toy", "other"}) == "toy"
+    with pytest.raises(InvalidRequest, match=r"'gpt' is not served here; known: other, toy"):
+        v.check_model("gpt", {"toy", "other"})
+    with pytest.raises(InvalidRequest, match="several models"):
+        v.check_model("", {"toy", "other"})
+
+
+def test_length() -> None:
+    v.check_length(63, "text", LIMITS)
+    for tokens, said in ((64, "64 tokens; the model takes at most 63"), (0, "no tokens")):
+        with pytest.raises(InvalidRequest, match=said) as failure:
+            v.check_length(tokens, "messages", LIMITS)
+        assert failure.value.violations[0].field == "messages"
+
+
+def test_every_default_is_decided() -> None:
+    resolved = v.resolve(SamplingParams(), 60, (2, 7), LIMITS, drawn_seed=5)
+    assert resolved.max_tokens == 4
+    assert resolved.stop_token_ids == (2, 7)
+    said = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=5, max_tokens=4)
+    assert resolved.sampling == said
+
+
+def test_what_the_client_said_stands() -> None:
+    asked = SamplingParams(temperature=0.0, top_p=0.5, top_k=-1, seed=0, max_tokens=3, stop_token_ids=(9, 2), ignore_eos=True)
+    resolved = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
+    assert resolved.stop_token_ids == (9, 2)
+    assert resolved.sampling == replace(asked, top_k=0, stop_token_ids=())
+    # The context ends before max_tokens does; a stop id said twice is one.
+    assert v.resolve(replace(asked, max_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0).max_tokens == 4
+    assert v.resolve(replace(asked, ignore_eos=False), 60, (2,), LIMITS, 0).stop_token_ids == (9, 2)

@@ -1,0 +1,311 @@
+"""The ledger's rules one by one. Integrity is proven after each test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.hashing import chain_hashes, split_hashes
+from kvstore.integrity import IntegrityError
+from kvstore.ledger import Ledger
+from kvstore.records import SESSION, TicketState
+from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.wire.kvnode import CommitRun
+
+ROOT = bytes(32)
+
+
+def prompt(*tokens: int) -> list[bytes]:
+    """Hashes of a prompt with one token per block."""
+    return split_hashes(chain_hashes(ROOT, tokens, 1))
+
+
+def make(num_slots: int, reserve_percent: int = 0) -> Ledger:
+    ledger = Ledger(itertools.count(1).__next__, reserve_percent)
+    ledger.shape(num_slots)
+    return ledger
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    made = make(16)
+    yield made
+    made.check_integrity()
+
+
+nonces = itertools.count(1)
+
+
+def open_ticket(ledger: Ledger, epoch: int, hashes: list[bytes], total_blocks: int | None = None) -> TicketState:
+    total = total_blocks or len(hashes) + 1
+    assert ledger.shortage(hashes, total) == 0
+    return ledger.open_ticket(epoch, next(nonces), hashes, total)
+
+
+def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) -> tuple[int, ...]:
+    """Leases and commits the blocks of ``hashes`` behind the ticket's tail; returns the slots that stay."""
+    slots = ledger.adopt(worker, ticket.ticket_id, len(hashes)).leased_slots
+    [result] = ledger.commit(worker, [CommitRun(ticket.ticket_id, slots, b"".join(hashes))])
+    assert not result.refusal
+    return result.slots
+
+
+def cache(ledger: Ledger, *tokens: int) -> None:
+    """Leaves a chain behind that nobody holds."""
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    hashes = prompt(*tokens)
+    ticket = open_ticket(ledger, gateway, hashes)
+    fill(ledger, worker, ticket, hashes[ticket.blocks :])
+    ledger.gone(worker)
+    ledger.gone(gateway)
+
+
+def test_what_is_here_is_pinned_and_the_rest_reserved(ledger: Ledger) -> None:
+    cache(ledger, 1, 2, 3)
+    gateway = ledger.attach("g", SESSION)
+    ticket = open_ticket(ledger, gateway, prompt(1, 2, 9, 9), 6)
+    assert (ticket.blocks, ticket.reserved) == (2, 4)
+    books = ledger.books()
+    assert (books.pinned_blocks, books.reserved_blocks, books.committed_blocks) == (2, 4, 3)
+    assert ledger.available == 14
+
+
+def test_a_chain_goes_from_its_tail_and_oldest_first(ledger: Ledger) -> None:
+    cache(ledger, 1, 2, 3)
+    cache(ledger, 4, 5)
+    cache(ledger, 1, 2, 6)  # 1 and 2 are young again
+    ledger.drain_events()
+    worker = ledger.attach("w", "decode")
+    assert len(ledger.lease(worker, 99)) == 16
+    order = [event.block_hash for event in ledger.drain_events()]
+    assert order == [prompt(1, 2, 3)[2], *reversed(prompt(4, 5)), *reversed(prompt(1, 2, 6))]
+
+
+def test_pinned_chains_are_not_evicted(ledger: Ledger) -> None:
+    cache(ledger, 1, 2, 3)
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    ticket = open_ticket(ledger, gateway, prompt(1, 2, 3))
+    assert len(ledger.lease(worker, 99)) == 16 - 3 - 1, "all but the pinned and the reserved"
+    assert ledger.tree.longest_prefix(prompt(1, 2, 3)).blocks == 3
+    assert ledger.adopt(worker, ticket.ticket_id, 1).tail_hash == prompt(1, 2, 3)[-1]
+
+
+def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
+    hashes = prompt(1, 2, 3)
+    gateway = ledger.attach("g", SESSION)
+    workers = [ledger.attach(name, "prefill") for name in ("a", "b")]
+    tickets = [open_ticket(ledger, gateway, hashes) for _ in workers]
+    own = [ledger.adopt(w, t.ticket_id, 3).leased_slots for w, t in zip(workers, tickets, strict=True)]
+    runs = [CommitRun(t.ticket_id, s, b"".join(hashes)) for t, s in zip(tickets, own, strict=True)]
+    [first], [second] = (ledger.commit(w, [run]) for w, run in zip(workers, runs, strict=True))
+    assert first.slots == second.slots == own[0]
+    ledger.check_integrity()
+    assert ledger.books().leased_blocks == 3, "the loser's slots stay its own until it returns them"
+    ledger.release(gateway, [tickets[0].ticket_id])
+    ledger.gone(workers[0])
+    assert ledger.tree.protected == 3, "the loser's ticket pins the winner's blocks"
+    ledger.give_back(workers[1], own[1])
+    assert ledger.reserved == 1, "a lost slot does not go back to a reservation"
+
+
+def test_a_late_second_worker_of_one_ticket(ledger: Ledger) -> None:
+    """A stolen span: both workers commit it, the slow one last and a bit further."""
+    hashes = prompt(1, 2, 3, 4)
+    gateway = ledger.attach("g", SESSION)
+    fast, slow = (ledger.attach(name, "prefill") for name in ("fast", "slow"))
+    ticket = open_ticket(ledger, gateway, hashes)
+    late = ledger.adopt(slow, ticket.ticket_id, 3).leased_slots
+    stay = fill(ledger, fast, ticket, hashes[:3])
+    [result] = ledger.commit(slow, [CommitRun(ticket.ticket_id, late, b"".join(hashes[1:4]))])
+    assert result.slots == (*stay[1:], late[2])
+    assert ticket.blocks == 4
+
+
+FORKS = {
+    "new behind the middle": [prompt(1, 2)[1], prompt(1, 2, 9)[2]],
+    "known behind a new one": [prompt(9)[0], prompt(1, 2, 3)[2]],
+    "off the chain": prompt(1, 2, 3, 5)[1:],
+    "a gap in front": [prompt(1, 2, 3, 5)[3]],
+    "a gap inside": [prompt(1)[0], prompt(1, 2, 4)[2]],
+}
+
+
+@pytest.mark.parametrize("run", FORKS.values(), ids=FORKS)
+def test_forks_are_refused_whole(ledger: Ledger, run: list[bytes]) -> None:
+    """What would hang a block under a parent that it does not have: the ticket holds 1 2 4, and 1 2 3 5 is cached."""
+    cache(ledger, 1, 2, 3, 5)
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    ticket = open_ticket(ledger, gateway, prompt(1, 2, 4))
+    fill(ledger, worker, ticket, prompt(1, 2, 4)[2:])
+    slots = ledger.lease(worker, len(run))
+    before = ledger.books()
+    [result] = ledger.commit(worker, [CommitRun(ticket.ticket_id, slots, b"".join(run))])
+    assert result.refusal
+    assert ledger.books() == before
+
+
+def test_a_block_under_a_wrong_parent_is_never_found(ledger: Ledger) -> None:
+    """The node cannot check a new hash against tokens; a liar's block must not pass for part of another's chain."""
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    ticket = open_ticket(ledger, gateway, prompt(1, 2), 9)
+    fill(ledger, worker, ticket, [*prompt(1, 2), prompt(1, 9)[1]])
+    assert open_ticket(ledger, gateway, prompt(1, 9), 3).blocks == 1
+
+
+def test_wrong_runs_are_refused(ledger: Ledger) -> None:
+    gateway, worker, other = (ledger.attach(n, r) for n, r in (("g", SESSION), ("w", "decode"), ("o", "decode")))
+    hashes = prompt(1, 2)
+    ticket = open_ticket(ledger, gateway, hashes)
+    slots = ledger.adopt(worker, ticket.ticket_id, 2).leased_slots
+    packed = b"".join(hashes)
+    bad = [
+        (other, CommitRun(ticket.ticket_id, slots, packed)),
+        (worker, CommitRun(99, slots, packed)),
+        (worker, CommitRun(ticket.ticket_id, slots, packed[:-1])),
+        (worker, CommitRun(ticket.ticket_id, slots[:1], packed)),
+        (worker, CommitRun(ticket.ticket_id, (), b"")),
+        (worker, CommitRun(ticket.ticket_id, (slots[0], slots[0]), packed)),
+        (worker, CommitRun(ticket.ticket_id, slots, hashes[0] * 2)),
+        (worker, CommitRun(ticket.ticket_id, (slots[0], 15), packed)),
+    ]
+    for epoch, run in bad:
+        [result] = ledger.commit(epoch, [run])
+        assert result.refusal
+        assert not result.slots
+    assert ledger.books().leased_blocks == 2
+
+
+def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None:
+    """An admitted prompt can finish whoever dies on the way (I5), even in a full pool."""
+    gateway, first, greedy = (ledger.attach(n, r) for n, r in (("g", SESSION), ("w", "prefill"), ("d", "decode")))
+    hashes = prompt(1, 2, 3, 4)
+    ticket = open_ticket(ledger, gateway, hashes)
+    ledger.adopt(first, ticket.ticket_id, 4)
+    ledger.lease(greedy, 99)
+    ledger.gone(first)
+    assert ledger.lease(greedy, 99) == ()
+    second = ledger.attach("w2", "prefill")
+    fill(ledger, second, ticket, hashes)
+
+
+def test_adopting_beyond_the_reservation(ledger: Ledger) -> None:
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    ticket = open_ticket(ledger, gateway, prompt(1))
+    with pytest.raises(Overloaded):
+        ledger.adopt(worker, ticket.ticket_id, 17)
+    assert worker not in ticket.holders
+    assert len(ledger.adopt(worker, ticket.ticket_id, 16).leased_slots) == 16
+    with pytest.raises(NotFound):
+        ledger.adopt(worker, 12345, 0)
+
+
+def test_prefill_leaves_the_decode_reserve() -> None:
+    ledger = make(20, reserve_percent=25)
+    prefill, decode = ledger.attach("p", "prefill"), ledger.attach("d", "decode")
+    assert len(ledger.lease(prefill, 99)) == 15
+    assert len(ledger.lease(decode, 99)) == 5
+    ledger.check_integrity()
+
+
+def test_a_fenced_worker_changes_nothing_until_it_is_gone(ledger: Ledger) -> None:
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    hashes = prompt(1, 2, 3)
+    ticket = open_ticket(ledger, gateway, hashes)
+    fill(ledger, worker, ticket, hashes[:1])
+    slots = ledger.lease(worker, 2)
+    ledger.fence(worker)
+    run = CommitRun(ticket.ticket_id, slots, b"".join(hashes[1:]))
+    for call in (
+        lambda: ledger.commit(worker, [run]),
+        lambda: ledger.lease(worker, 1),
+        lambda: ledger.give_back(worker, slots),
+        lambda: ledger.adopt(worker, ticket.ticket_id, 1),
+        lambda: ledger.release(worker, [ticket.ticket_id]),
+    ):
+        with pytest.raises(Conflict, match="fenced"):
+            call()
+    ledger.release(gateway, [ticket.ticket_id])
+    books = ledger.books()
+    assert (books.quarantined_blocks, books.pinned_blocks, books.reserved_blocks) == (2, 1, 0)
+    greedy = ledger.attach("d", "decode")
+    assert len(ledger.lease(greedy, 99)) == 13, "neither quarantined nor pinned slots are reused"
+    ledger.check_integrity()
+    ledger.drained(worker)
+    books = ledger.books()
+    assert (books.quarantined_blocks, books.pinned_blocks, books.free_blocks) == (0, 0, 2)
+    with pytest.raises(NotFound):
+        ledger.lease(worker, 1)
+
+
+def test_only_a_fenced_epoch_drains(ledger: Ledger) -> None:
+    worker = ledger.attach("w", "decode")
+    with pytest.raises(Conflict):
+        ledger.drained(worker)
+    ledger.gone(worker)
+    ledger.drained(worker)
+
+
+def test_silence(ledger: Ledger) -> None:
+    gateway, loading, worker = (ledger.attach(n, r) for n, r in (("g", SESSION), ("l", "decode"), ("w", "decode")))
+    ledger.seen(gateway, 0.0)
+    ledger.seen(worker, 0.0)
+    assert ledger.overdue(5.0, 5.0) == []
+    assert ledger.overdue(5.1, 5.0) == [worker], "neither a gateway nor a worker that never did anything"
+    ledger.forgive(5.1)
+    assert ledger.overdue(10.0, 5.0) == []
+    assert loading in ledger.holders
+
+
+def test_giving_back_what_is_not_yours(ledger: Ledger) -> None:
+    a, b = ledger.attach("a", "decode"), ledger.attach("b", "decode")
+    slots = ledger.lease(a, 2)
+    for epoch, bad in ((b, slots), (a, (*slots, 15)), (a, (slots[0], slots[0]))):
+        with pytest.raises(InvalidRequest):
+            ledger.give_back(epoch, bad)
+    ledger.give_back(a, slots)
+    assert ledger.books().free_blocks == 16
+
+
+def test_release_by_nonce_and_twice(ledger: Ledger) -> None:
+    gateway, other = ledger.attach("g", SESSION), ledger.attach("h", SESSION)
+    ticket = ledger.open_ticket(gateway, 77, prompt(1), 2)
+    ledger.release(other, [ticket.ticket_id], [77])
+    assert ledger.tickets, "not the other's to release"
+    ledger.release(gateway, nonces=[77, 78])
+    ledger.release(gateway, [ticket.ticket_id], [77])
+    assert not ledger.tickets
+
+
+def test_damage_is_found() -> None:
+    """The proof is worth something only if it fails on broken books."""
+
+    def broken(damage: str) -> Ledger:
+        ledger = make(8)
+        cache(ledger, 1, 2)
+        gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+        ticket = open_ticket(ledger, gateway, prompt(1), 3)
+        ledger.adopt(worker, ticket.ticket_id, 1)
+        ledger.check_integrity()
+        names = {"ledger": ledger, "ticket": ticket, "worker": ledger.holders[worker]}
+        exec(damage, names)
+        return ledger
+
+    damages = {
+        "ledger.free.pop()": "has no state",
+        "ledger.free.append(ledger.free[0])": "in 2 states",
+        "worker.leased[99] = 0": "not of this pool",
+        "ledger.tree.protected += 1": "counted as protected",
+        "ledger.reserved += 1": "counted as reserved",
+        "ticket.tail.holds += 1": "holds",
+        "ticket.tail.children += 1": "children",
+        "ticket.holders.clear()": "held by nobody",
+        "ledger.by_opener.clear()": "opener",
+        "ledger.tree.policy.pop()": "eviction policy",
+        "worker.fenced = True; ticket.holders = {worker.epoch}": "nobody may lease",
+        "ticket.reserved += 9; ledger.reserved += 9": "promised",
+    }
+    for damage, words in damages.items():
+        with pytest.raises(IntegrityError, match=words):
+            broken(damage).check_integrity()

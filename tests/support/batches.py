@@ -1,0 +1,53 @@
+"""Builds step batches over a pool whose blocks are dealt out in a scrambled order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.batch import StepBatch
+
+
+class Sequences:
+    """Texts that grow in a paged pool. Slot 0 is never dealt: it is what pads a table, and nobody may read it."""
+
+    def __init__(self, num_slots: int, block_size: int, seed: int = 0) -> None:
+        self._block_size = block_size
+        self._free = list(np.random.default_rng(seed).permutation(np.arange(1, num_slots)))
+        self._tables: list[list[int]] = []
+        self._lengths: list[int] = []
+
+    def add(self, count: int = 1) -> list[int]:
+        """New, empty sequences; gives their numbers."""
+        self._tables += [[] for _ in range(count)]
+        self._lengths += [0] * count
+        return list(range(len(self._tables) - count, len(self._tables)))
+
+    def step(
+        self, parts: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None, extra_blocks: int = 0
+    ) -> StepBatch:
+        """Appends tokens to sequences. ``sample``: rows whose logits are wanted; default: the last of each part."""
+        positions: list[int] = []
+        starts = [0]
+        for number, tokens in parts:
+            begin = self._lengths[number]
+            self._lengths[number] += len(tokens)
+            while len(self._tables[number]) * self._block_size < self._lengths[number]:
+                self._tables[number].append(int(self._free.pop()))
+            positions += range(begin, self._lengths[number])
+            starts.append(len(positions))
+        tables = [self._tables[number] for number, _ in parts]
+        width = max(len(table) for table in tables) + extra_blocks
+        padded = np.zeros((len(tables), width), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        rows = [end - 1 for end in starts[1:]] if sample is None else sample
+        return StepBatch(
+            token_ids=np.array([token for _, tokens in parts for token in tokens], np.int32),
+            positions=np.array(positions, np.int32),
+            query_starts=np.array(starts, np.int32),
+            context_lens=np.array([self._lengths[number] for number, _ in parts], np.int32),
+            block_tables=padded,
+            sample_rows=np.array(rows, np.int32),
+        )

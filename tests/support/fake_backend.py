@@ -1,0 +1,110 @@
+"""A model without arithmetic whose every answer depends on what it reads back from the pool.
+
+The KV of a token is one int64 that mixes its id and position. The digest of a sequence is folded over the values found
+through its block table, so a wrong slot, a lost block or a stale position gives another token.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.backend import KVLayout
+from engine.batch import StepBatch
+from engine.loading import LoadedModel
+from engine.prepare import PreparedModel
+from pillion.config import WorkerFlags
+
+VOCAB_SIZE = 97
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+Int64 = npt.NDArray[np.int64]
+
+
+def kv_of(token_ids: npt.ArrayLike, positions: npt.ArrayLike) -> Int64:
+    """int64 [T]: never zero, so that an unwritten row shows."""
+    ids = np.asarray(token_ids, dtype=np.uint64)
+    mixed = (ids + np.uint64(1)) * _MIX + np.asarray(positions, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed | np.uint64(1)).view(np.int64)
+
+
+def logits_of(values: Int64) -> npt.NDArray[np.float32]:
+    """float32 [VOCAB_SIZE] from the KV of a whole context, in order."""
+    weights = np.arange(1, len(values) + 1, dtype=np.uint64) * _MIX | np.uint64(1)
+    digest = np.bitwise_xor.reduce(values.view(np.uint64) * weights)
+    row: npt.NDArray[np.uint64] = (digest ^ (np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * _MIX)) * np.uint64(0x94D049BB133111EB)
+    return (row >> np.uint64(40)).astype(np.float32) / np.float32(2**20)
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    """The oracle: what follows ``prompt``, without any pool."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(np.argmax(logits_of(kv_of(tokens, np.arange(len(tokens)))))))
+    return tokens[len(prompt) :]
+
+
+def run(pool: Int64, batch: StepBatch) -> npt.NDArray[np.float32]:
+    """float32 [R, VOCAB_SIZE]; ``pool`` is int64 [slots, block_size], written like a backend's."""
+    block_size = pool.shape[1]
+    owners = np.repeat(np.arange(batch.num_seqs), np.diff(batch.query_starts))
+    slots = batch.block_tables[owners, batch.positions // block_size]
+    pool[slots, batch.positions % block_size] = kv_of(batch.token_ids, batch.positions)
+    rows = []
+    for row in batch.sample_rows:
+        context = np.arange(batch.positions[row] + 1)
+        assert context[-1] + 1 == batch.context_lens[owners[row]]
+        rows.append(logits_of(pool[batch.block_tables[owners[row], context // block_size], context % block_size]))
+    return np.stack(rows) if rows else np.zeros((0, VOCAB_SIZE), dtype=np.float32)
+
+
+class FakeBackend:
+    """An engine.backend.Backend.
+
+    ``before_step`` may be replaced to fail or to look at a batch; ``gate`` blocks steps while it is cleared.
+    """
+
+    def __init__(self, block_size: int, version: str = "fake") -> None:
+        self.layout = KVLayout(version, 1, 1, 1, block_size, "float32")
+        self.vocab_size = VOCAB_SIZE
+        self.before_step: Callable[[StepBatch], None] = lambda batch: None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.steps: list[int] = []
+        self._pool: Int64 = np.zeros((0, block_size), dtype=np.int64)
+
+    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+        size = self.layout.block_size
+        self._pool = np.frombuffer(memory, dtype=np.int64, count=num_slots * size).reshape(num_slots, size)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        assert self.gate.wait(30)
+        self.before_step(batch)
+        self.steps.append(batch.num_tokens)
+        return torch.from_numpy(run(self._pool, batch))
+
+    def warm_up(self, max_tokens: int) -> None:
+        pass
+
+
+def prepared_model(max_model_len: int = 4096) -> PreparedModel:
+    """A model that has no files."""
+    return PreparedModel(
+        folder=pathlib.Path("nowhere"),
+        name="fake",
+        fingerprint="00" * 32,
+        dtype="float32",
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+def factory(backend: FakeBackend) -> Callable[[WorkerFlags, int], LoadedModel]:
+    """A backend_factory that always gives ``backend``."""
+    return lambda flags, threads: LoadedModel(prepared_model(), backend)

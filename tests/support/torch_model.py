@@ -1,0 +1,59 @@
+"""Drives a TorchBackend by hand, over a pool in plain memory."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.prepare import PreparedModel
+from engine.torch_backend import TorchBackend
+from tests.support.batches import Sequences
+
+
+def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
+    """Random norms and biases: as initialised they are ones and zeros, and leaving one out would not show."""
+    path = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor += torch.randn(tensor.shape, generator=generator) * 0.3
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+class Driver:
+    """One backend, one pool of NaN, any number of texts."""
+
+    def __init__(self, prepared: PreparedModel, block_size: int = 16, num_slots: int = 64, seed: int = 0) -> None:
+        self.backend = TorchBackend(prepared, block_size, 1)
+        # Every byte 0xff reads as NaN in bf16 and fp32: whoever reads a row that was not written gives himself away.
+        self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
+        self.backend.bind_pool(memoryview(self._memory), num_slots)
+        self.sequences = Sequences(num_slots, block_size, seed)
+
+    def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
+        """Runs one batch; gives the logits of each part's last token, or of ``sample``."""
+        return self.backend.forward(self.sequences.step(parts, sample))
+
+    def run_all(self, number: int, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
+        """Runs a text in chunks of these sizes and the rest in one; gives the logits of all its tokens."""
+        ends = [*torch.tensor(chunks, dtype=torch.int64).cumsum(0).tolist(), len(tokens)]
+        found, begin = [], 0
+        for end in ends:
+            found.append(self.step((number, tokens[begin:end]), sample=range(end - begin)))
+            begin = end
+        return torch.cat(found)
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+        """The prompt in two chunks, then token by token, ending behind a stop token."""
+        (number,) = self.sequences.add()
+        head = len(prompt) // 2
+        if head:
+            assert self.step((number, prompt[:head]), sample=()).shape == (0, self.backend.vocab_size)
+        tokens = [int(self.step((number, prompt[head:])).argmax())]
+        while len(tokens) < max_tokens and tokens[-1] not in stop:
+            tokens.append(int(self.step((number, tokens[-1:])).argmax()))
+        return tokens

@@ -1,0 +1,212 @@
+"""A real KV node and real workers over gRPC, with the fake model: what the services' tests run on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_service.part import DecodePart, start_decode
+from kvstore.client import NodeClient, Session
+from kvstore.hashing import chain_hashes
+from kvstore.node import KVNode, start_kvnode
+from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
+from pillion.rpc import open_channel
+from pillion.types import SamplingParams
+from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from pillion.wire.common import hello_to_pb
+from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
+from pillion.wire.kvnode import Ticket
+from pillion.wire.prefill import Span
+from prefill_service.part import PrefillPart, start_prefill
+from tests.support.fake_backend import FakeBackend, factory
+
+BLOCK = 4
+ROOT = b"\5" * 32
+
+
+@dataclass
+class Workers:
+    """Handles of a running line without gateway; the test is the gateway."""
+
+    kvnode: KVNode
+    prefill: PrefillPart
+    decode: DecodePart
+    prefill_backend: FakeBackend
+    decode_backend: FakeBackend
+    node: NodeClient
+    session: Session
+    decode_stub: Any
+    prefill_stub: Any
+    folder: pathlib.Path
+
+    async def ticket(self, tokens: Sequence[int]) -> Ticket:
+        """A ticket for a prompt, as a gateway opens it."""
+        hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
+        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=10)
+
+    async def release(self, *tickets: Ticket) -> None:
+        """The gateway's hold."""
+        await self.node.release(self.session.epoch, [ticket.ticket_id for ticket in tickets])
+
+    async def quiet(self) -> None:
+        """Returns once nothing is leased, pinned, promised or held; integrity is proven on the way."""
+        for _ in range(500):
+            await self.node.check_integrity()
+            books = await self.node.status()
+            if not (books.leased_blocks or books.pinned_blocks or books.tickets or books.reserved_blocks):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"something leaked: {books}")
+
+    def span(self, ticket: Ticket, tokens: Sequence[int], chunks: Sequence[int], **other: Any) -> Span:
+        """The whole blocks of ``tokens`` that the ticket lacks, cut into ``chunks`` tokens."""
+        start = ticket.pinned_blocks * BLOCK
+        hashes = chain_hashes(ROOT, tokens, BLOCK)
+        said: dict[str, Any] = {
+            "request_id": "r",
+            "attempt": 1,
+            "ticket_id": ticket.ticket_id,
+            "parent_hash": hashes[: ticket.pinned_blocks * 32][-32:] or ROOT,
+            "start_tokens": start,
+            "token_ids": tuple(tokens[start : start + sum(chunks)]),
+            "chunk_tokens": tuple(chunks),
+        }
+        return Span(**{**said, **other})
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    """Returns once ``condition`` holds. Raises AssertionError with ``what`` when it does not in ten seconds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"waited for {what}")
+
+
+def submit_of(key: int, ticket: Ticket, tokens: Sequence[int], max_tokens: int = 8, **other: Any) -> Submit:
+    """A greedy submit."""
+    said: dict[str, Any] = {
+        "key": key,
+        "request_id": f"r{key}",
+        "attempt": 1,
+        "ticket_id": ticket.ticket_id,
+        "root_hash": ROOT,
+        "token_ids": tuple(tokens),
+        "prompt_tokens": len(tokens),
+        "sampling": SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1),
+        "stop_token_ids": (),
+        "max_tokens": max_tokens,
+    }
+    return Submit(**{**said, **other})
+
+
+@dataclass
+class Answer:
+    """What one stream said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    last: DecodeDelta | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Connection:
+    """A gateway's side of Decode.Connect."""
+
+    def __init__(self, stub: Any) -> None:
+        self.call = stub.Connect()
+        self.answers: dict[int, Answer] = {}
+        self.batches = 0
+        self._reader: asyncio.Task[None] | None = None
+
+    async def hello(self) -> None:
+        """Greet, and read from now on."""
+        await self.call.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
+        self._reader = asyncio.create_task(self._read())
+
+    async def submit(self, submit: Submit) -> Answer:
+        """Start a stream."""
+        answer = self.answers[submit.key] = Answer()
+        await self.call.write(decode_pb2.DecodeCommand(submit=submit_to_pb(submit)))
+        return answer
+
+    async def cancel(self, key: int) -> None:
+        """End a stream."""
+        await self.call.write(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        self.call.cancel()
+        if self._reader is not None:
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await self._reader
+
+    async def _read(self) -> None:
+        async for message in self.call:
+            self.batches += 1
+            for delta in batch_from_pb(message):
+                answer = self.answers[delta.key]
+                assert answer.last is None, "news after the end"
+                answer.token_ids.extend(delta.token_ids)
+                if delta.finish_reason is not None or delta.error is not None:
+                    answer.last = delta
+                    answer.over.set()
+
+
+@contextlib.asynccontextmanager
+async def running_workers(
+    *, slots: int = 256, decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None
+) -> AsyncIterator[Workers]:
+    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; proves that nothing leaked at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
+        common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}
+        backends = FakeBackend(BLOCK), FakeBackend(BLOCK)
+        pool_bytes = slots * backends[0].layout.block_bytes
+        kvnode = await start_kvnode(
+            KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", kv_pool_bytes=pool_bytes)
+        )
+        stack.push_async_callback(kvnode.stop)
+        worker: dict[str, Any] = {**common, "block_size": BLOCK, "cpu_threads": 1, "max_model_len": 1024}
+        first = await start_prefill(
+            PrefillFlags(**{**worker, "part_id": "prefill-0", "listen": f"unix:{folder}/p.sock", **(prefill or {})}),
+            backend_factory=factory(backends[0]),
+        )
+        stack.push_async_callback(first.stop, 0.0)
+        second = await start_decode(
+            DecodeFlags(**{**worker, "part_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
+            backend_factory=factory(backends[1]),
+        )
+        stack.push_async_callback(second.stop, 0.0)
+        node = NodeClient(kvnode.address, "test-gateway")
+        stack.push_async_callback(node.aclose)
+        session = await node.open_session()
+        stack.push_async_callback(session.aclose)
+        to_decode = await stack.enter_async_context(open_channel(second.address))
+        to_prefill = await stack.enter_async_context(open_channel(first.address))
+        yield Workers(
+            kvnode,
+            first,
+            second,
+            *backends,
+            node,
+            session,
+            decode_pb2_grpc.DecodeStub(to_decode),
+            prefill_pb2_grpc.PrefillStub(to_prefill),
+            folder,
+        )
+
+
+@contextlib.asynccontextmanager
+async def connected(workers: Workers) -> AsyncIterator[Connection]:
+    """A connection that has said hello."""
+    connection = Connection(workers.decode_stub)
+    await connection.hello()
+    try:
+        yield connection
+    finally:
+        await connection.close()
