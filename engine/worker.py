@@ -166,7 +166,14 @@ class Worker:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("a task of %s died", self.part_id, exc_info=error)
+            self.fail(f"a task died: {error!r}")
 
     # What servicers call.
 
@@ -174,10 +181,6 @@ class Worker:
     def max_model_len(self) -> int:
         """Most tokens of a sequence."""
         return self.flags.max_model_len or self.model.prepared.max_model_len
-
-    def fits(self, total_blocks: int) -> bool:
-        """Whether the pool has that many slots at all."""
-        return total_blocks <= self._attachment.num_slots
 
     def check_open(self) -> None:
         """Raises Unavailable when no new work is taken."""
@@ -285,7 +288,11 @@ class Worker:
         count: asyncio.Future[int] = loop.create_future()
 
         def ask(scheduler: Scheduler, now: float) -> None:
-            loop.call_soon_threadsafe(count.set_result, scheduler.num_sequences)
+            loop.call_soon_threadsafe(answer, scheduler.num_sequences)
+
+        def answer(number: int) -> None:
+            if not count.done():
+                count.set_result(number)
 
         self._steps.tell(ask)
         return await count
@@ -312,6 +319,8 @@ class Worker:
         if self._failure.done():
             return
         self.load = outcome.load
+        # First of all, so that no slot depends on what an owner does.
+        self._line.put(outcome)
         for chunk in outcome.chunks:
             owner = self.owners.get(chunk.seq_id)
             if owner is not None:
@@ -322,7 +331,6 @@ class Worker:
                 if update.ending is not None:
                     self._forget(update.seq_id)
                 owner.on_update(update)
-        self._line.put(outcome)
 
     # The node's side.
 

@@ -64,6 +64,11 @@ class ChatTemplate:
             raise _violation(f"the model's chat template refuses this conversation: {answer['refused']}")
         raise _violation(f"the model's chat template failed: {answer['broken']}")
 
+    async def warm_up(self) -> None:
+        """Starts the process, so that the first conversation does not wait for it."""
+        with contextlib.suppress(InvalidRequest):
+            await self.render((ChatMessage("user", "x"),))
+
     async def aclose(self) -> None:
         """Ends the process."""
         await self._kill()

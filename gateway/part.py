@@ -107,7 +107,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         max_inflight_tokens=flags.max_inflight_tokens,
     )
     gateway = Gateway({model.name: entry}, cluster, options)
-    await cluster.start()
+    await asyncio.gather(cluster.start(), entry.template.warm_up())
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
     server: rpc.RunningServer | None = None
     try:

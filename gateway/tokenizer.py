@@ -107,7 +107,7 @@ class TokenizerPool:
         loop = asyncio.get_running_loop()
         self._jobs += 1
         work = self._threads.submit(job, *arguments)
-        # A cancelled caller stops waiting, but a job that runs holds its thread until it is through, and counts so long.
+        # A cancelled caller stops waiting; a job that runs holds its thread until it is through, and counts until then.
         work.add_done_callback(lambda _: self._ended(loop))
         return await asyncio.wrap_future(work)
 

@@ -56,8 +56,10 @@ class AnnounceQueue:
         self._bound()
 
     def say_all(self, hashes: Iterable[bytes]) -> None:
-        """Starts over with everything that is here. A big pool stretches the bound: the queue must hold it."""
-        self._pending = dict.fromkeys(hashes, True)
+        """Starts over with everything that is here, and with what Redis may still believe in. A big pool stretches the
+        bound: the queue must hold it."""
+        gone = {block_hash: False for block_hash, here in self._pending.items() if not here}
+        self._pending = gone | dict.fromkeys(hashes, True)
         self._bound_blocks = max(self._max_blocks, 2 * len(self._pending))
         self.overflowed = False
 

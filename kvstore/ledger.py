@@ -251,7 +251,7 @@ class Ledger:
         return holder
 
     def _leasable(self, holder: Holder) -> int:
-        return max(0, self.available - (self.decode_reserve if holder.role == PREFILL else 0))
+        return max(0, self.unpromised - (self.decode_reserve if holder.role == PREFILL else 0))
 
     def _take(self, holder: Holder, count: int, charge: int) -> tuple[int, ...]:
         slots = tuple(self.free.pop() if self.free else self._evict() for _ in range(count))

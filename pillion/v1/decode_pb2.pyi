@@ -161,6 +161,10 @@ Global___DecodeBatch: _TypeAlias = DecodeBatch  # noqa: Y015
 
 @_typing.final
 class DecodeDelta(_message.Message):
+    """The first delta of a key says that the worker holds the ticket itself now: from then on the gateway's hold would only
+    keep blocks pinned that a preempted stream has to let go. It may be empty but for the key.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int

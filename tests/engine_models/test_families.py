@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 500_000.0,
+    "rope_theta": 10_000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

@@ -82,6 +82,17 @@ async def test_a_hostile_template_is_stopped_and_the_next_one_works(
     assert await template(TEMPLATE).render(MESSAGES[:1]) == "<bos>[system] Be brief.\n[assistant] "
 
 
+async def test_output_and_memory_have_bounds_of_their_own(template, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the time: a quick template meets them too."""
+    monkeypatch.setattr(module, "RENDER_CPU_S", 30.0)
+    with pytest.raises(InvalidRequest, match="MemoryError"):
+        await template("{{ ('x' * (2 ** 30)) | length }}").render(MESSAGES)
+    monkeypatch.setattr(module, "MAX_RENDERED_CHARS", 50)
+    with pytest.raises(InvalidRequest, match="wrote more than 50 characters"):
+        await template("{% for a in range(6) %}{{ 'x' * 10 }}{% endfor %}").render(MESSAGES)
+    assert await template("{{ 'x' * 50 }}").render(MESSAGES) == "x" * 50
+
+
 async def test_a_template_may_refuse_in_its_own_words(template) -> None:
     box = template("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok")
     with pytest.raises(InvalidRequest, match="refuses this conversation: one at a time"):

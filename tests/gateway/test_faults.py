@@ -1,4 +1,4 @@
-"""Parts lost, clients gone, time over: the answer goes on whole, or ends clearly, and nothing stays held (I1, I6, I8)."""
+"""Parts lost, clients gone, time over: an answer goes on whole or ends clearly, and nothing stays held (I1, I6, I8)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway import calls, runner
 from gateway import request as machine
 from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
 from pillion.errors import Conflict, Internal, NotFound
-from tests.support.fake_parts import FakeDecode, Line, record, running_line
+from tests.support.fake_parts import FakeDecode, Line, record, running_line, until
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
@@ -23,12 +23,6 @@ async def read(stream) -> list[Delta]:
 
 def text_of(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
-
-
-async def until(condition) -> None:
-    """Bounded by the test's own time limit."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def whole(line: Line, deltas: list[Delta], replays: int) -> None:
@@ -228,8 +222,7 @@ async def test_a_node_that_restarts_gets_a_new_session() -> None:
 
         again = await rpc.start_server(f"unix:{line.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
         line.servers["kvnode"].server = again.server
-        while not await line.client.models():
-            await asyncio.sleep(0.01)
+        await until(line.client.models)
         whole(line, await read(line.client.generate(PROMPT)), replays=0)
         assert len({opened.epoch for opened in line.node.opened}) == 2
         await line.settled()
@@ -317,6 +310,20 @@ async def test_deadlines_travel_and_free_everything(stage: str) -> None:
         await line.settled()
         if stage == "decode":
             assert 0 < line.decode.submits[0].timeout_ms <= 500
+
+
+async def test_the_gateway_keeps_the_deadline_itself() -> None:
+    from pillion.types import GenerateRequest
+
+    async with running_line(SCRIPT) as line:
+        await stuck(line, "decode")
+        generation = await line.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match="the request's deadline passed"):
+            await read(generation)
+        await line.settled()
+        with pytest.raises(DeadlineExceeded, match="while it was tokenized"):
+            await line.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=0.0)
+        await line.settled()
 
 
 async def test_a_stopping_gateway_frees_everything() -> None:

@@ -60,7 +60,9 @@ def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tup
     assert shape(plan(picture(prompt, policy, hits={"kv-0": hit}))) == expected
 
 
-@pytest.mark.parametrize("text", ["", "auto", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"])
+@pytest.mark.parametrize(
+    "text", ["", "auto", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"]
+)
 def test_other_policies_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="split policy"):
         parse_policy(text)

@@ -248,7 +248,8 @@ class World:
                 self.ends.append(action)
             elif isinstance(action, ev.SubmitDecode):
                 self.sent[action.attempt] = len(action.token_ids)
-                assert action.hold in self.opened and action.hold not in self.released
+                assert action.hold in self.opened
+                assert action.hold not in self.released
             self.asked.append(action)
 
     def events(self, draw) -> ev.Event:

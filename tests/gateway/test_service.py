@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvstore.hashing import chain_hashes, request_root
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
-from tests.support.fake_parts import BLOCK, EOS, NAMESPACE, running_line
+from tests.support.fake_parts import BLOCK, EOS, NAMESPACE, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
@@ -135,14 +135,12 @@ async def test_admission_is_bounded() -> None:
     async with running_line(max_inflight_requests=2, max_inflight_tokens=70) as line:
         line.decode.gate.clear()
         first = asyncio.create_task(read(line.client.generate(PROMPT)))
-        while not line.decode.submits:
-            await asyncio.sleep(0.005)
+        await until(lambda: line.decode.submits)
         with pytest.raises(Overloaded, match="max_inflight_tokens") as failure:
             await read(line.client.generate("x" * 41))
         assert failure.value.retry_after_ms == 1000
         second = asyncio.create_task(read(line.client.generate("y" * 40)))
-        while len(line.decode.submits) < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(line.decode.submits) == 2)
         with pytest.raises(Overloaded, match=r"max_inflight_requests \(2\)"):
             await read(line.client.generate("z"))
         line.decode.gate.set()
@@ -151,7 +149,8 @@ async def test_admission_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "missing"), [("kvnode prefill", "no decode worker of model 'toy'"), ("prefill decode", "no KV node lives")]
+    ("roles", "missing"),
+    [("kvnode prefill", "no decode worker of model 'toy'"), ("prefill decode", "no KV node lives")],
 )
 async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
     async with running_line(roles=roles) as line:
@@ -202,9 +201,11 @@ async def test_http_pages() -> None:
         _, models = await asyncio.to_thread(get, address, "/v1/models")
         assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("toy", "model", 256)]
         await line.servers["decode"].stop(0)
-        while (answer := await asyncio.to_thread(get, address, "/health"))[0] == 200:
-            await asyncio.sleep(0.02)
-        assert answer == (503, {"status": "unavailable", "missing": "no decode worker of model 'toy' lives"})
+        await until(lambda: line.gateway.gateway.not_ready())
+        assert await asyncio.to_thread(get, address, "/health") == (
+            503,
+            {"status": "unavailable", "missing": "no decode worker of model 'toy' lives"},
+        )
 
 
 async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,8 @@ async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypa
             await pool.run(str)
         gate.set()
         assert await second is True
-        while pool._jobs:
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert pool._jobs == 0
         assert await pool.run(str, 5) == "5"
     finally:
         gate.set()

@@ -44,19 +44,23 @@ def test_good_requests(request_: GenerateRequest) -> None:
     assert fields_of(request_) == []
 
 
+USER = (ChatMessage("user", "x"),)
+BAD_ROLES = (ChatMessage("", "x"), ChatMessage("user<|im_end|>", "x"))
+TOO_LONG = (ChatMessage("user", "x" * (v.MAX_PROMPT_CHARS // 2 + 1)),) * 2
+
 BAD = {
     "empty": (GenerateRequest(), ["text"]),
     "two prompts": (replace(GOOD, token_ids=(1,)), ["text", "token_ids"]),
-    "three prompts": (replace(GOOD, token_ids=(1,), messages=(ChatMessage("user", "x"),)), ["text", "token_ids", "messages"]),
+    "three prompts": (replace(GOOD, token_ids=(1,), messages=USER), ["text", "token_ids", "messages"]),
     "too many ids": (GenerateRequest(token_ids=(1,) * 64), ["token_ids"]),
     "ids outside": (GenerateRequest(token_ids=(1, 300, 2, -1)), ["token_ids[1]", "token_ids[3]"]),
     "text too long": (GenerateRequest(text="x" * (v.MAX_PROMPT_CHARS + 1)), ["text"]),
     "lone surrogate": (GenerateRequest(text="a\ud800"), ["text"]),
-    "role": (GenerateRequest(messages=(ChatMessage("", "x"), ChatMessage("user<|im_end|>", "x"))), ["messages[0].role", "messages[1].role"]),
+    "role": (GenerateRequest(messages=BAD_ROLES), ["messages[0].role", "messages[1].role"]),
     "role length": (GenerateRequest(messages=(ChatMessage("a" * 33, "x"),)), ["messages[0].role"]),
     "content": (GenerateRequest(messages=(ChatMessage("user", "\udfff"),)), ["messages[0].content"]),
     "many messages": (GenerateRequest(messages=(ChatMessage("user", ""),) * (v.MAX_MESSAGES + 1)), ["messages"]),
-    "long messages": (GenerateRequest(messages=(ChatMessage("user", "x" * (v.MAX_PROMPT_CHARS // 2 + 1)),) * 2), ["messages"]),
+    "long messages": (GenerateRequest(messages=TOO_LONG), ["messages"]),
     "temperature": (sampled(temperature=-0.1), ["sampling.temperature"]),
     "temperature nan": (sampled(temperature=math.nan), ["sampling.temperature"]),
     "temperature inf": (sampled(temperature=math.inf), ["sampling.temperature"]),
@@ -91,7 +95,8 @@ def test_bad_requests(request_: GenerateRequest, fields: list[str]) -> None:
 def test_all_violations_at_once_and_not_without_end() -> None:
     request = replace(sampled(temperature=-1, top_p=2, max_tokens=0), token_ids=(999,), request_id=" ")
     assert fields_of(request) == [
-        "text", "token_ids", "token_ids[0]", "sampling.temperature", "sampling.top_p", "sampling.max_tokens", "request_id",
+        "text", "token_ids", "token_ids[0]",
+        "sampling.temperature", "sampling.top_p", "sampling.max_tokens", "request_id",
     ]  # fmt: skip
     assert len(fields_of(GenerateRequest(token_ids=(999,) * 63))) == v.MAX_VIOLATIONS
 
@@ -121,7 +126,9 @@ def test_every_default_is_decided() -> None:
 
 
 def test_what_the_client_said_stands() -> None:
-    asked = SamplingParams(temperature=0.0, top_p=0.5, top_k=-1, seed=0, max_tokens=3, stop_token_ids=(9, 2), ignore_eos=True)
+    asked = SamplingParams(
+        temperature=0.0, top_p=0.5, top_k=-1, seed=0, max_tokens=3, stop_token_ids=(9, 2), ignore_eos=True
+    )
     resolved = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
     assert resolved.stop_token_ids == (9, 2)
     assert resolved.sampling == replace(asked, top_k=0, stop_token_ids=())

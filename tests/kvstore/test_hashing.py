@@ -49,9 +49,7 @@ def test_hashes_agree_exactly_as_far_as_the_tokens(a: list[int], b: list[int], b
 
 
 @given(st.tuples(texts, texts, texts, st.integers(1, 64), st.integers(1, 8)), st.data())
-def test_every_field_of_the_namespace_counts(
-    fields: tuple[str, str, str, int, int], data: st.DataObject
-) -> None:
+def test_every_field_of_the_namespace_counts(fields: tuple[str, str, str, int, int], data: st.DataObject) -> None:
     names = ("fingerprint", "dtype", "layout", "block_size", "tp")
     said = dict(zip(names, fields, strict=True))
     name = data.draw(st.sampled_from(names))

@@ -121,6 +121,21 @@ def test_a_late_second_worker_of_one_ticket(ledger: Ledger) -> None:
     [result] = ledger.commit(slow, [CommitRun(ticket.ticket_id, late, b"".join(hashes[1:4]))])
     assert result.slots == (*stay[1:], late[2])
     assert ticket.blocks == 4
+    early = ledger.adopt(slow, ticket.ticket_id, 2).leased_slots
+    [result] = ledger.commit(slow, [CommitRun(ticket.ticket_id, early, b"".join(hashes[:2]))])
+    assert result.slots == stay[:2]
+    assert ticket.blocks == 4, "a run that ends inside the chain does not shorten it"
+
+
+def test_pinning_a_cached_prefix_takes_it_from_what_can_be_evicted() -> None:
+    ledger = make(4)
+    cache(ledger, 1, 2, 3)
+    assert ledger.shortage(prompt(1, 2, 3), 4) == 0
+    ledger.lease(ledger.attach("w", "decode"), 1)
+    assert ledger.available == 3
+    assert ledger.shortage(prompt(1, 2, 3), 4) == 1
+    assert ledger.shortage(prompt(9, 9), 3) == 0
+    ledger.check_integrity()
 
 
 FORKS = {

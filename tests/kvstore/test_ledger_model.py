@@ -86,14 +86,14 @@ class NodeLife(RuleBasedStateMachine):
             self.holders[self.ledger.attach(role, role)] = ModelHolder(role)
 
     @precondition(lambda self: self.live(SESSION))
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=12), extra=st.integers(1, 2), resume=st.booleans())
+    @rule(
+        data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=12), extra=st.integers(1, 2), resume=st.booleans()
+    )
     def ask(self, data: st.DataObject, tokens: list[int], extra: int, resume: bool) -> None:
         epoch = data.draw(st.sampled_from(self.live(SESSION)))
         hashes = split_hashes(chain_hashes(bytes(32), tokens, 1))
         total = len(hashes) + extra
-        waiter = Waiter(
-            epoch=epoch, nonce=next(self.nonces), hashes=tuple(hashes), total_blocks=total, resume=resume
-        )
+        waiter = Waiter(epoch=epoch, nonce=next(self.nonces), hashes=tuple(hashes), total_blocks=total, resume=resume)
         more = split_hashes(chain_hashes(hashes[-1] if hashes else bytes(32), [0] * 3, 1))
         self.prompts[waiter.key] = [*hashes, *more]
         try:

@@ -96,6 +96,43 @@ def test_the_newest_gives_way_and_says_the_same() -> None:
     assert states(line)[0] is State.RUNNING
     line.finish()
     assert line.preemptions > 0
+    oldest = line.said[1].end
+    assert oldest is not None
+    assert oldest.marks is not None
+    assert oldest.marks.preemptions == 0
+    line.check_answers()
+
+
+def test_one_preemption_is_waited_for_before_the_next() -> None:
+    line = SchedulerLine(slots=16, budget=48, max_num_seqs=4)
+    for seed in range(4):
+        assert line.submit(prompt(seed, 11), 40) is not None
+    run_steps(line, 4)
+    # All sixteen slots are leased, each stream has filled its four blocks and needs a fifth, and the last commits are
+    # not answered: the memory of the one that gives way is on its way, and that has to do.
+    for _ in range(8):
+        line.step()
+        while line.unheard and not line.unheard[0].commits:
+            line.answer()
+    assert states(line) == [State.RUNNING] * 3 + [State.CLOSING]
+    line.finish()
+    line.check_answers()
+
+
+def test_who_only_waits_gives_way_before_who_runs() -> None:
+    line = SchedulerLine(slots=8, budget=16, max_num_seqs=1)
+    running, waiting = line.submit(prompt(1, 11), 12), line.submit(prompt(2, 15), 2)
+    while State.RESUMING not in states(line):
+        line.step()
+        line.answer()
+    assert states(line) == [State.RUNNING, State.RESUMING]
+    line.finish()
+    assert running is not None
+    assert waiting is not None
+    end = line.said[waiting].end
+    assert end is not None
+    assert end.marks is not None
+    assert end.marks.preemptions == 1
     line.check_answers()
 
 

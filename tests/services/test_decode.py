@@ -134,10 +134,11 @@ async def test_cancel_before_the_ticket_is_adopted() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         for key in range(20):
             ticket = await workers.ticket(prompt(key, 40))
-            await connection.submit(submit_of(key, ticket, prompt(key, 40), 500))
+            await connection.submit(submit_of(key, ticket, prompt(key, 40), 900))
             await connection.cancel(key)
             await workers.release(ticket)
         await over(await start(workers, connection, 99, prompt(3, 5)))
+        assert not workers.decode.worker.owners
         await workers.quiet()
 
 

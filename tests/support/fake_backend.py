@@ -36,7 +36,9 @@ def logits_of(values: Int64) -> npt.NDArray[np.float32]:
     """float32 [VOCAB_SIZE] from the KV of a whole context, in order."""
     weights = np.arange(1, len(values) + 1, dtype=np.uint64) * _MIX | np.uint64(1)
     digest = np.bitwise_xor.reduce(values.view(np.uint64) * weights)
-    row: npt.NDArray[np.uint64] = (digest ^ (np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * _MIX)) * np.uint64(0x94D049BB133111EB)
+    row: npt.NDArray[np.uint64] = (digest ^ (np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * _MIX)) * np.uint64(
+        0x94D049BB133111EB
+    )
     return (row >> np.uint64(40)).astype(np.float32) / np.float32(2**20)
 
 

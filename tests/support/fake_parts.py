@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import pathlib
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,15 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings))
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for a true answer, awaited where it is awaitable; bounded by the test's own time limit."""
+    while True:
+        answer = condition()
+        if await answer if isinstance(answer, Awaitable) else answer:
+            return
+        await asyncio.sleep(0.005)
+
+
 @dataclass
 class Line:
     """Fake peers, a real registry, and a real gateway before them."""
@@ -214,8 +223,9 @@ class Line:
     async def settled(self) -> None:
         """Nothing is under way any more, anywhere. Fails by the test's own time limit."""
         core = self.gateway.gateway
-        while self.node.held or self.node.waiting or self.prefill.running or self.decode.streams or core.active_requests:
-            await asyncio.sleep(0.005)
+        node, workers = self.node, (self.prefill, self.decode)
+        await until(lambda: not (node.held or node.waiting or core.active_requests))
+        await until(lambda: not (workers[0].running or workers[1].streams))
         assert core.active_tokens == 0
         assert not self.gateway._cluster.load.by_part
 
@@ -242,7 +252,9 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 
 @contextlib.asynccontextmanager
-async def running_line(script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any) -> AsyncIterator[Line]:
+async def running_line(
+    script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any
+) -> AsyncIterator[Line]:
     """Redis, the fake parts of ``roles``, and a gateway with ``flags``."""
     node, prefill, decode = FakeNode(), FakePrefill(), FakeDecode(script)
     services = {
@@ -259,15 +271,15 @@ async def running_line(script: str = "The answer.", roles: str = "kvnode prefill
         for role in roles.split():
             part_id, name, servicer, add = services[role]
             address = f"unix:{folder}/{role}.sock"
-            servers[role] = await rpc.start_server(address, [(f"pillion.v1.{name}", lambda s, a=add, v=servicer: a(v, s))])
+            servers[role] = await rpc.start_server(
+                address, [(f"pillion.v1.{name}", lambda s, a=add, v=servicer: a(v, s))]
+            )
             stack.push_async_callback(servers[role].stop, 0)
             await registry.beat(record(part_id, role, address))
         said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
         gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
-        while "decode" in roles and "kvnode" in roles and not await client.models():
-            await asyncio.sleep(0.01)
+        if "decode" in roles and "kvnode" in roles:
+            await until(client.models)
         yield Line(node, prefill, decode, gateway, client, registry, url, folder, servers)
-
-

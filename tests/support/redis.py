@@ -46,7 +46,8 @@ class RedisServer:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
-            assert self.process.poll() is None and time.monotonic() < give_up_s, "redis-server does not start"
+            assert self.process.poll() is None, "redis-server ended at once"
+            assert time.monotonic() < give_up_s, "redis-server does not answer"
             time.sleep(0.02)
 
     def kill(self) -> None:

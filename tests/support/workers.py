@@ -122,21 +122,28 @@ class Connection:
         self.answers: dict[int, Answer] = {}
         self.batches = 0
         self._reader: asyncio.Task[None] | None = None
+        # gRPC takes one write at a time.
+        self._writing = asyncio.Lock()
 
     async def hello(self) -> None:
         """Greet, and read from now on."""
-        await self.call.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
+        await self.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
         self._reader = asyncio.create_task(self._read())
 
     async def submit(self, submit: Submit) -> Answer:
         """Start a stream."""
         answer = self.answers[submit.key] = Answer()
-        await self.call.write(decode_pb2.DecodeCommand(submit=submit_to_pb(submit)))
+        await self.write(decode_pb2.DecodeCommand(submit=submit_to_pb(submit)))
         return answer
 
     async def cancel(self, key: int) -> None:
         """End a stream."""
-        await self.call.write(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
+        await self.write(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
+
+    async def write(self, command: decode_pb2.DecodeCommand) -> None:
+        """Any command, however wrong."""
+        async with self._writing:
+            await self.call.write(command)
 
     async def close(self) -> None:
         """Drop the connection."""

@@ -1,0 +1,65 @@
+"""The picture of the cluster: the registry's word, and what broken connections know better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway.admission import Admission
+from gateway.cluster import OwnLoad
+from gateway.view import SUSPECT_S, PartView
+from pillion._version import PROTOCOL
+from pillion.wire.registry import PartRecord
+
+A, B = (PartRecord(part_id=name, role="prefill", address="x") for name in "ab")
+
+
+def ids(records: tuple[PartRecord, ...]) -> str:
+    return "".join(record.part_id for record in records)
+
+
+def test_a_part_that_vanishes_stays_for_a_while() -> None:
+    view = PartView(grace_s=5)
+    view.update([A, B], 100)
+    view.update([B], 105)
+    assert ids(view.records()) == "ab"
+    view.update([B], 105.1)
+    assert ids(view.records()) == "b"
+    view.update([], 106)
+    assert ids(view.records()) == "b"
+
+
+def test_without_an_answer_the_last_view_stands() -> None:
+    view = PartView(grace_s=5)
+    view.update([A], 100)
+    assert ids(view.trusted(9999)) == "a"
+    assert view.aged(103)[0].heartbeat_age_ms == 3000
+
+
+def test_suspects_are_left_out_for_a_moment() -> None:
+    view = PartView(grace_s=5)
+    view.update([A, B], 100)
+    view.suspect("a", 100)
+    assert ids(view.trusted(100)) == ids(view.trusted(100 + SUSPECT_S - 0.01)) == "b"
+    assert ids(view.trusted(100 + SUSPECT_S)) == ids(view.records()) == "ab"
+
+
+def test_neighbours_in_protocol_are_peers_and_others_are_not() -> None:
+    view = PartView(grace_s=5)
+    view.update([replace(A, part_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], 100)
+    assert ids(view.records()) == "-101"
+
+
+def test_own_load_adds_up_to_nothing() -> None:
+    load = OwnLoad()
+    load.add("a", 5)
+    load.add("a", 2)
+    load.add("a", -7)
+    assert not load.by_part
+
+
+def test_one_prompt_is_always_let_in() -> None:
+    admission = Admission(max_requests=2, max_tokens=10)
+    admission.admit_request()
+    admission.admit_tokens(50)
+    admission.leave(50)
+    assert (admission.requests, admission.tokens) == (0, 0)

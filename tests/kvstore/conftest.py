@@ -1,0 +1,23 @@
+"""Fixtures of the KV store's tests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.redis import RedisServer, running_redis
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """For Unix sockets, whose paths may have about a hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
+        yield folder
