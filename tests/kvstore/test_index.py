@@ -188,6 +188,14 @@ async def test_a_hanging_redis_is_not_waited_for(short_folder: str) -> None:
     server.close()
 
 
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "rediss://:secret@127.0.0.1:1", "unix:///nowhere.sock"])
+async def test_redis_may_be_nowhere(url: str) -> None:
+    index = Index(url)
+    assert await index.longest_prefix(bytes(32)) == []
+    assert not index.available
+    await index.aclose()
+
+
 @pytest.mark.parametrize("url", ["nonsense", "http://x", "redis://user:secret@host:notaport"])
 def test_urls_are_judged_at_start(url: str) -> None:
     with pytest.raises(ConfigError) as caught:

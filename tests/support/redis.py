@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import pathlib
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,7 +46,9 @@ class RedisServer:
     def start(self) -> None:
         quiet = ["--port", "0", "--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"]
         command = [redis_executable(), *quiet, "--unixsocket", str(self.socket), "--unixsocketperm", "700"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        )
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             assert self.process.poll() is None, "redis-server ended at once"
@@ -71,6 +76,13 @@ class RedisServer:
             return bool(self.command("PING"))
         except redis.RedisError:
             return False
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no server behind (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @contextlib.contextmanager
