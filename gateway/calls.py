@@ -86,6 +86,7 @@ class Calls:
         self._hashes = b""
         self._assigned: dict[str, int] = {}
         self._stream: tuple[str, int] | None = None
+        self._adopted = False
 
     # ---- started by actions ---------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class Calls:
         self._spawn(self._run_span(action))
 
     def submit(self, action: ev.SubmitDecode) -> None:
-        """Answers Tokens, then DecodeFinished; or DecodeLost."""
+        """Answers Adopted, Tokens, then DecodeFinished; or DecodeLost."""
         job, attempt, worker = self._job, action.attempt, action.plan.decode.part_id
         left_s = self._left_s()
         submit = Submit(
@@ -123,6 +124,7 @@ class Calls:
             traceparent=telemetry.traceparent(self._context),
         )
         self.assign({worker: 1})
+        self._adopted = False
         try:
             key = self._cluster.decode(worker).submit(submit, lambda delta: self._heard(attempt, delta))
         except PillionError as error:
@@ -255,6 +257,9 @@ class Calls:
             self._post(ev.SpanEnded(action.attempt))
 
     def _heard(self, attempt: int, delta: DecodeDelta) -> None:
+        if not self._adopted and delta.error is None:
+            self._adopted = True
+            self._post(ev.Adopted(attempt))
         if delta.token_ids:
             self._post(ev.Tokens(attempt, delta.token_ids))
         if delta.finish_reason is not None:

@@ -82,6 +82,13 @@ class SpanLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """The decode worker holds the ticket itself now."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """The decode worker sampled these, in order."""
 
@@ -139,6 +146,7 @@ Event = (
     | ChunkAcked
     | SpanEnded
     | SpanLost
+    | Adopted
     | Tokens
     | DecodeFinished
     | DecodeLost
@@ -182,7 +190,7 @@ class RunSpan:
 
 @dataclass(frozen=True, slots=True)
 class SubmitDecode:
-    """Send the remnant to the decode worker. Answer: Tokens, then DecodeFinished; or DecodeLost."""
+    """Send the remnant to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost."""
 
     attempt: int
     plan: Plan

@@ -13,8 +13,8 @@
 
 A plan without chunks goes from PINNING to DECODING at once. An attempt is named by its number, and what an older
 attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
-Leaving an attempt stops its work, cancels its stream and releases its ticket (I8); every request has exactly one
-terminal action.
+The ticket is released when the decode worker says that it holds it itself, or when the attempt ends before that;
+leaving an attempt stops its work and cancels its stream (I8). Every request has exactly one terminal action.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class RequestMachine:
                 return self._retry_or_fail(event.error, event.retryable, now)
             case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self.state is State.PREFILLING:
                 return self._prefilling(event, now)
+            case ev.Adopted() if self.state is State.DECODING:
+                return self._let_go()
             case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
                 return self._decoding(event, now)
             case ev.WentSilent():
@@ -232,10 +234,13 @@ class RequestMachine:
             actions.append(ev.CancelDecode(self.attempt))
         elif self.state in (State.PLANNING, State.PINNING, State.PREFILLING):
             actions.append(ev.StopWork(self.attempt))
-        if self.hold is not None:
-            actions.append(ev.ReleaseTicket(self.hold))
-            self.hold = None
-        return actions
+        return [*actions, *self._let_go()]
+
+    def _let_go(self) -> list[Action]:
+        """Of the ticket, once: at the hand-over to the decode worker, or when the attempt ends before it. A hold that
+        stayed would keep blocks pinned that a preempted stream must give up for others."""
+        hold, self.hold = self.hold, None
+        return [] if hold is None else [ev.ReleaseTicket(hold)]
 
     def _plan(self) -> Plan:
         if self.plan is None:

@@ -39,6 +39,8 @@ SANS_IO = (
     "kvstore/commits.py",
     "kvstore/eviction.py",
     "kvstore/ledger.py",
+    "kvstore/integrity.py",
+    "kvstore/records.py",
     "kvstore/tree.py",
     "pillion/cli/restarts.py",
 )

@@ -95,6 +95,27 @@ def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
     assert {role: cluster.part(role) for role in parts} == parts
 
 
+def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
+    # 160 slots of 16 tokens; eight streams that end at 700 tokens each want 352.
+    flags = (*FLAGS, "--kv-pool-bytes", str(160 * 8192))
+    prompts = [prompt(100 + seed, 200) for seed in range(8)]
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as small:
+        with Client(small.target) as client:
+
+            def crowded(ids: list[int]) -> tuple[tuple[int, ...], int]:
+                deltas = list(client.generate(ids, temperature=0.0, max_tokens=500, ignore_eos=True))
+                assert deltas[-1].timings is not None
+                return sum((delta.token_ids for delta in deltas), ()), deltas[-1].timings.preemptions
+
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                together, preemptions = zip(*pool.map(crowded, prompts), strict=True)
+            assert small.node_status().total_blocks == 160
+            assert sum(preemptions) > 0
+            alone = [answer(client, ids, 500, "alone") for ids in prompts]
+        assert list(together) == alone
+        wait_for("all slots back", lambda: idle(small))
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill", "kvnode"])
 def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
     ids = prompt(5, 400)

@@ -88,6 +88,14 @@ def test_a_whole_life() -> None:
     assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)
 
 
+def test_the_ticket_is_handed_over_once() -> None:
+    m = machine()
+    to_decoding(m)
+    assert m.handle(ev.Adopted(1), 2.0) == [ev.ReleaseTicket(hold())]
+    assert m.handle(ev.Adopted(1), 2.0) == []
+    assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0) == [ev.Finish(FinishReason.STOP)]
+
+
 def test_everything_cached_needs_no_prefill() -> None:
     m = machine()
     submit = to_decoding(m)
@@ -271,6 +279,8 @@ class World:
                 count = draw(st.integers(1, 3))
                 self.sent[attempt] = at + count
                 return ev.Tokens(attempt, tuple(token_at(p) for p in range(at, at + count)))
+            case "adopted":
+                return ev.Adopted(attempt)
             case "planfailed":
                 return ev.PlanFailed(attempt, error)
             case "finished":
@@ -290,7 +300,17 @@ class World:
 
 
 COMMON = ["planned", "granted", "acked", "acked", "spanended", "tokens", "tokens", "tokens", "decodelost", "spanlost"]
-EVENTS = COMMON * 3 + ["ticketlost", "finished", "stop", "cancelled", "deadline", "silent", "planfailed"]
+EVENTS = COMMON * 3 + [
+    "adopted",
+    "adopted",
+    "ticketlost",
+    "finished",
+    "stop",
+    "cancelled",
+    "deadline",
+    "silent",
+    "planfailed",
+]
 
 
 @given(st.data())
