@@ -22,6 +22,8 @@ log = logging.getLogger("pillion.gateway")
 VIEW_POLL_S = 0.25
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
+# How long it waits for a part that was there a moment ago and does not answer.
+RETURN_WAIT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +105,27 @@ class Cluster:
         return Served(model, bytes.fromhex(namespace), block_size, tuple(parts))
 
     async def served_soon(self, model: str, fingerprint: str) -> Served:
-        """The same; where nothing is found, looks again for FIRST_LOOK_S. Raises Unavailable."""
-        until = time.monotonic() + FIRST_LOOK_S
+        """The same for a new request, which waits a little: FIRST_LOOK_S for parts that are just starting, and up to
+        RETURN_WAIT_S for parts that are known but do not answer, because a supervisor is bringing them back. Raises
+        Unavailable."""
+        begun = time.monotonic()
         while True:
+            waited_s = time.monotonic() - begun
+            over = waited_s >= RETURN_WAIT_S or (waited_s >= FIRST_LOOK_S and not self._expected(model))
             try:
                 served = self.served(model, fingerprint)
-                if any(part.role == "kvnode" for part in served.parts) or time.monotonic() >= until:
+                if over or any(part.role == "kvnode" for part in served.parts):
                     return served
             except Unavailable:
-                if time.monotonic() >= until:
+                if over:
                     raise
             await self.refresh()
             await asyncio.sleep(FIRST_LOOK_S / 5)
+
+    def _expected(self, model: str) -> bool:
+        """Whether the registry, or our memory of it, still knows all that the model needs."""
+        records = self.view.records()
+        return {"decode", "kvnode"} <= {r.role for r in records if r.role == "kvnode" or r.model == model}
 
     def node(self, node_id: str) -> NodeLink:
         """Raises Unavailable."""

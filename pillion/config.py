@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from pillion.errors import ConfigError
@@ -24,7 +25,8 @@ def parse_size(text: str) -> int:
     suffix = cleaned[len(digits) :]
     if suffix not in _SUFFIXES or not digits.replace(".", "", 1).isdigit():
         raise ConfigError(f"{text!r} is not a size; write 4096, 32K or 1GiB")
-    return int(float(digits) * _SUFFIXES[suffix])
+    # Fractions, not floats: a size above 2**53 must not lose its last bits.
+    return int(Fraction(digits) * _SUFFIXES[suffix])
 
 
 def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002

@@ -5,6 +5,7 @@ The stubs are committed, so that a clone runs without a compiler; a test regener
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 
@@ -15,6 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def generate(out: pathlib.Path) -> None:
     """Generate message and service stubs, with their type stubs, under ``out``/pillion/v1."""
+    # protoc finds the plug-ins that write type stubs on the PATH; they stand beside this Python.
+    os.environ["PATH"] = os.pathsep.join((str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")))
     sources = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
     kinds = ("python_out", "grpc_python_out", "mypy_out", "mypy_grpc_out")
     args = ["protoc", f"-I{ROOT / 'protos'}", *(f"--{kind}={out}" for kind in kinds), *sources]

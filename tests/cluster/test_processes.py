@@ -138,6 +138,14 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
     wait_for("all slots back", lambda: idle(cluster))
 
 
+@pytest.mark.parametrize("role", ["decode", "kvnode"])
+def test_a_new_request_waits_for_a_part_that_restarts(cluster: ServedCluster, role: str) -> None:
+    with Client(cluster.target) as client:
+        expected = answer(client, prompt(6, 90), 10)
+        cluster.kill(role)
+        assert answer(client, prompt(6, 90), 10) == expected
+
+
 def answered_by_prefill(client: Client) -> bool:
     """Whether a fresh prompt is prefilled by a prefill worker again."""
     answered_by_prefill.calls += 1  # type: ignore[attr-defined]

@@ -16,9 +16,10 @@ from typing import Any
 
 import psutil
 
-from kvstore.client import NodeClient, NodeStatus
+from kvstore.client import NodeClient
 from pillion import Client
 from pillion.errors import PillionError
+from pillion.wire.kvnode import NodeStatus
 
 READY_TIMEOUT_S = 60.0
 
