@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pillion.client import AsyncClient
 
 QUESTION = "What is the capital of France?"
-FOLLOW_UP = "And which river flows through it?"
+FOLLOW_UP = "Write one sentence about that city."
 LONG_PROMPT_CHARACTERS = 5000
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 48
