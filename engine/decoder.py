@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from engine.model_config import ModelConfig
 from engine.rope import Rope, rotate
@@ -43,9 +43,9 @@ def run_decoder(
         attended = attention.attend(index, queries, config.sliding_windows[index])
         if index == last:
             attended, hidden = attended[sample_rows], hidden[sample_rows]
-        hidden = hidden + linear(attended, layer.o, layer.o_bias)
+        hidden = hidden + layer.o(attended)
         hidden = hidden + _mlp(config, layer, hidden)
-    return linear(rms_norm(hidden, weights.final_norm, config.rms_norm_eps), weights.lm_head).float()
+    return weights.lm_head(rms_norm(hidden, weights.final_norm, config.rms_norm_eps)).float()
 
 
 def _project(
@@ -53,7 +53,7 @@ def _project(
 ) -> tuple[torch.Tensor, ...]:
     """hidden [T, H] -> queries [T, heads, D], keys and values [T, kv_heads, D], rotated to their positions."""
     normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-    heads = linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
+    heads = layer.qkv(normed).view(len(hidden), -1, config.head_dim)
     turned = heads[:, : -config.num_kv_heads]
     if layer.qk_norm is not None:
         turned = rms_norm(turned, layer.qk_norm, config.rms_norm_eps)
@@ -63,5 +63,5 @@ def _project(
 
 def _mlp(config: ModelConfig, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
     normed = rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
-    gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-    return linear(silu(gate) * up, layer.down, layer.down_bias)
+    gate, up = layer.gate_up(normed).chunk(2, -1)
+    return layer.down(silu(gate) * up)

@@ -1,7 +1,7 @@
 """Weights of a prepared folder, as the decoder wants them. Reads safetensors only: no pickle, no code from a model.
 
-Tensors that need no change are views of the mapped file, whose pages all workers of a machine share; fused and
-converted ones are this process's own.
+Tensors that need no change are views of the mapped file, whose pages all workers of a machine share; fused, converted
+and packed ones are this process's own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.model_config import ModelConfig
 from engine.model_files import weight_files
+from kernels.torch_linear import Linear
 from pillion.errors import ConfigError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -28,32 +29,28 @@ _LISTED_NAMES = 4  # Most tensors that an error names.
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Linear weights are [out, in]; ``qkv`` stacks queries, keys, values, ``gate_up`` stacks gate, up.
+    """One layer. ``qkv`` stacks queries, keys, values in its output, ``gate_up`` stacks gate, up.
 
     ``qk_norm`` is [heads + kv_heads, head_dim]: the query norm's weight for query heads, the key norm's for key heads.
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     qk_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
+    o: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """``embedding`` and ``lm_head`` are [vocab, hidden], one tensor where the model ties them."""
+    """``embedding`` is [vocab, hidden]; where the model ties them, ``lm_head`` is made of the same tensor."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: Linear
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -131,8 +128,12 @@ def _names(names: list[str]) -> str:
 
 
 def _assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> ModelWeights:
-    def stacked(prefix: str, names: tuple[str, ...], suffix: str) -> torch.Tensor:
-        return torch.cat([take(f"{prefix}{name}.{suffix}") for name in names])
+    def fused(prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
+        def stacked(suffix: str) -> torch.Tensor:
+            pieces = [take(f"{prefix}{name}.{suffix}") for name in names]
+            return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+        return Linear(stacked("weight"), stacked("bias") if bias else None)
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
@@ -145,16 +146,12 @@ def _assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> Model
             qk_norm = torch.cat((of_queries, of_keys))
         return LayerWeights(
             input_norm=take(prefix + "input_layernorm.weight"),
-            qkv=stacked(prefix, qkv, "weight"),
-            qkv_bias=stacked(prefix, qkv, "bias") if config.qkv_bias else None,
+            qkv=fused(prefix, qkv, config.qkv_bias),
             qk_norm=qk_norm,
-            o=take(prefix + "self_attn.o_proj.weight"),
-            o_bias=take(prefix + "self_attn.o_proj.bias") if config.o_bias else None,
+            o=fused(prefix, ("self_attn.o_proj",), config.o_bias),
             mlp_norm=take(prefix + "post_attention_layernorm.weight"),
-            gate_up=stacked(prefix, gate_up, "weight"),
-            gate_up_bias=stacked(prefix, gate_up, "bias") if config.mlp_bias else None,
-            down=take(prefix + "mlp.down_proj.weight"),
-            down_bias=take(prefix + "mlp.down_proj.bias") if config.mlp_bias else None,
+            gate_up=fused(prefix, gate_up, config.mlp_bias),
+            down=fused(prefix, ("mlp.down_proj",), config.mlp_bias),
         )
 
     embedding = take("model.embed_tokens.weight")
@@ -162,5 +159,5 @@ def _assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> Model
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=take("model.norm.weight"),
-        lm_head=embedding if config.tie_word_embeddings else take("lm_head.weight"),
+        lm_head=Linear(embedding if config.tie_word_embeddings else take("lm_head.weight")),
     )

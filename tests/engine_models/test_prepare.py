@@ -200,7 +200,7 @@ def test_sharded_weights(folder):
 def test_unfused_weights_are_views_of_the_mapped_file(folder):
     config = load_config(folder)
     weights = load_weights(folder, config, torch.float32)
-    for tensor in (weights.embedding, weights.layers[0].o, weights.layers[1].down):
+    for tensor in (weights.embedding, weights.layers[0].o._weight, weights.layers[1].down._weight):
         with open("/proc/self/maps") as maps:
             spans = [line.split()[0] for line in maps if "a-model/model.safetensors" in line]
         bounds = [tuple(int(end, 16) for end in span.split("-")) for span in spans]
@@ -290,9 +290,9 @@ def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
     narrow = save_model(folder.with_name("narrow"))
     model.save_pretrained(narrow)
     rounded = Driver(prepare(flags(narrow)))
-    wide = rounded.backend._weights.layers[0].qkv
+    wide = rounded.backend._weights.layers[0].qkv._weight
     assert wide.dtype is torch.float32
-    assert torch.equal(wide, exact.backend._weights.layers[0].qkv.bfloat16().float())
+    assert torch.equal(wide, exact.backend._weights.layers[0].qkv._weight.bfloat16().float())
     assert dataclasses.replace(exact.backend.layout, dtype="bfloat16") == kv_layout(
         prepare(flags(narrow, dtype="bfloat16")), 16
     )

@@ -1,0 +1,48 @@
+"""A linear layer on the CPU by torch, its weight packed once where that pays.
+
+oneDNN multiplies bfloat16 from a blocked layout; from a plain one it repacks, call after call. Packing at load time
+makes the small products of a decode step about 1.7 times as fast (SmolLM2-135M's layers on one AVX-512 core: one row
+26 to 15 ms, 16 rows 39 to 23 ms) and leaves long chunks as they are. float32 stays plain: it is the type of parity
+tests, and gains little. :func:`torch.nn.functional.linear` is the oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+# The layout hardly depends on the expected number of rows; measured with 1, 16 and 256.
+PACKED_FOR_ROWS = 16
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs weights of ``dtype``."""
+    ops = torch.ops.mkldnn
+    here: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return (
+        here
+        and dtype == torch.bfloat16
+        and hasattr(ops, "_linear_pointwise")
+        and hasattr(ops, "_reorder_linear_weight")
+    )
+
+
+class Linear:
+    """Rows times a matrix [out, in], plus a bias [out] where there is one. Immutable."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool | None = None) -> None:
+        """``pack``: None packs where :func:`can_pack` says so; a packed weight is this process's own copy."""
+        self._bias = bias
+        self._packed = can_pack(weight.dtype) if pack is None else pack
+        self._weight: Any = weight
+        if self._packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [T, in] -> [T, out]."""
+        if not self._packed:
+            return linear(rows, self._weight, self._bias)
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return found
