@@ -36,6 +36,8 @@ log = logging.getLogger("pillion.gateway")
 
 # Longest wait for KV memory of a request without a deadline.
 MAX_ADMISSION_WAIT_S = 120.0
+# What fits the field: 49 days. A deadline behind that is the gateway's alone to keep.
+MAX_TIMEOUT_MS = 2**32 - 1
 # What may go better with another part or a new ticket.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
 
@@ -120,7 +122,7 @@ class Calls:
             sampling=job.resolved.sampling,
             stop_token_ids=job.resolved.stop_token_ids,
             max_tokens=job.resolved.max_tokens,
-            timeout_ms=0 if left_s is None else max(1, int(left_s * 1000)),
+            timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(self._context),
         )
         self.assign({worker: 1})

@@ -97,6 +97,9 @@ class DecodeLink:
                 reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or str(error.code())
+            except asyncio.InvalidStateError:
+                # It closed the connection in good order before our hello was written: a worker that is stopping.
+                reason = "it closed the connection at once"
             finally:
                 self._lose(reason)
             await asyncio.sleep(RECONNECT_DELAY_S)

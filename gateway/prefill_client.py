@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -38,6 +39,8 @@ class PrefillLink:
                 yield ack_from_pb(message)
         except grpc.aio.AioRpcError as error:
             raise rpc.from_rpc_error(error) from None
+        except asyncio.CancelledError as error:
+            raise rpc.closed_under(error) from None
         finally:
             self._spans -= 1
             call.cancel()

@@ -24,7 +24,7 @@ from enum import Enum
 from gateway import events as ev
 from gateway.events import Action, Event, Hold
 from gateway.planner import Plan, replan
-from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError, Unavailable
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
 from pillion.types import FinishReason, Timings, Usage
 from pillion.wire.decode import DecodeTimings
 
@@ -213,7 +213,8 @@ class RequestMachine:
             return self._end(ev.Fail(error), now, stream_over)
         if self.attempt >= self._max_attempts:
             said = f"given up after {self.attempt} attempts; the last one: {error.message}"
-            return self._end(ev.Fail(Unavailable(said)), now, stream_over)
+            last = Overloaded(said, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(said)
+            return self._end(ev.Fail(last), now, stream_over)
         leaving = self._leave(stream_over)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
         self.attempt += 1

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from gateway.core import Gateway
+from gateway.validation import check_counts, check_size
 from pillion import telemetry
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import delta_to_pb, model_to_pb, request_from_pb, status_to_pb
@@ -24,6 +25,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """The stream; the call's end, however it comes, cancels what is left of the request."""
+        sampling = request.sampling
+        check_size(request.ByteSize())
+        check_counts(
+            {
+                "token_ids": len(request.token_ids),
+                "messages": len(request.messages),
+                "sampling.stop": len(sampling.stop),
+                "sampling.stop_token_ids": len(sampling.stop_token_ids),
+            }
+        )
         generation = await self._gateway.generate(
             request_from_pb(request),
             timeout_s=_timeout_s(context),

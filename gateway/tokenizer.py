@@ -31,7 +31,7 @@ class ModelTokenizer:
     """One model's tokenizer and chat template.
 
     Attributes:
-        codec: the loaded tokenizer; its ``encode`` releases the GIL.
+        codec: the loaded tokenizer.
         specials: texts of the named special tokens ("bos_token"...), as the chat template sees them.
         chat_template: Jinja source, empty where the model has none.
         bos_id: id of the beginning-of-text token, None where there is none.
@@ -69,12 +69,12 @@ class ModelTokenizer:
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS."""
-        ids = self.codec.encode(text, add_special_tokens=True).ids
+        ids = self._encode(text, specials=True)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
 
     def encode_chat(self, rendered: str) -> tuple[int, ...]:
         """Ids of a rendered conversation: the template wrote the special tokens, all but perhaps the BOS."""
-        return self._one_bos(self.codec.encode(rendered, add_special_tokens=False).ids)
+        return self._one_bos(self._encode(rendered, specials=False))
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         """All of an answer's text, special tokens skipped."""
@@ -83,6 +83,11 @@ class ModelTokenizer:
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""
         return Detokenizer(self.codec)
+
+    def _encode(self, text: str, specials: bool) -> list[int]:
+        # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.
+        ids: list[int] = self.codec.encode_batch_fast([text], add_special_tokens=specials)[0].ids
+        return ids
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
         if not self.adds_bos or self.bos_id is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from pillion.errors import FieldViolation, InvalidRequest
@@ -12,6 +12,12 @@ from pillion.types import GenerateRequest, SamplingParams
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096
+# A million tokens as ids, or the longest text in most scripts. The transport itself refuses 16 MiB and more, with
+# RESOURCE_EXHAUSTED: such a message is never read at all.
+MAX_REQUEST_BYTES = 8 * 2**20
+# Above these a list is refused unread; the model's and the fields' own bounds are judged later.
+MAX_PROMPT_IDS = 2**20
+MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
 MAX_TEMPERATURE = 100.0
 MAX_STOPS = 16
@@ -56,6 +62,26 @@ def check_model(name: str, known: Collection[str]) -> str:
     if not name:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
     raise InvalidRequest.of(FieldViolation("model", f"{name[:100]!r} is not served here; known: {listed}"))
+
+
+def check_size(size_bytes: int) -> None:
+    """Raises InvalidRequest for a message that no prompt needs."""
+    if size_bytes > MAX_REQUEST_BYTES:
+        said = f"the message has {size_bytes} bytes; at most {MAX_REQUEST_BYTES}"
+        raise InvalidRequest.of(FieldViolation("(message)", said))
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Before anything is made of a message: no field holds absurdly many items. They are counted at no cost, but
+    millions of Python objects would stop every stream for seconds. ``counts`` by field. Raises InvalidRequest."""
+    bounds = {"token_ids": MAX_PROMPT_IDS}
+    found = [
+        FieldViolation(field, f"{count} items; at most {most}")
+        for field, count in counts.items()
+        if count > (most := bounds.get(field, MAX_ITEMS))
+    ]
+    if found:
+        raise InvalidRequest.of(*found)
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:

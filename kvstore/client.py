@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
-from pillion.rpc import from_rpc_error, open_channel
+from pillion.rpc import closed_under, from_rpc_error, open_channel
 from pillion.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire import kvnode as wire
@@ -152,7 +152,11 @@ class NodeClient:
         await self._channel.close()
 
     async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
-        return await _typed(method(request, timeout=timeout_s, metadata=inject()))
+        try:
+            call = method(request, timeout=timeout_s, metadata=inject())
+        except grpc.aio.UsageError:
+            raise Unavailable("the connection was closed") from None
+        return await _typed(call)
 
     def _abandon(self, epoch: int, nonce: int) -> None:
         task = asyncio.create_task(self._release_nonce(epoch, nonce), name="kv-abandon")
@@ -174,3 +178,5 @@ async def _typed(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
+    except asyncio.CancelledError as error:
+        raise closed_under(error) from None

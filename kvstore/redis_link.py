@@ -85,19 +85,31 @@ class RedisLink:
         """One EVALSHA (the first one ever loads the script). Raises Unavailable when Redis does not answer in time."""
         if not self._breaker.may_try(time.monotonic()):
             raise Unavailable("Redis does not answer; waiting before the next try")
+        cancels = _cancels()
         try:
             async with asyncio.timeout(deadline_ms / 1000):
                 answer = await cast(Awaitable[Any], self._scripts[script](keys=[KEY_PREFIX], args=list(args)))
         except (RedisError, OSError, TimeoutError) as error:
             self._breaker.failed(time.monotonic())
+            if _cancels() > cancels:
+                raise asyncio.CancelledError from None
             raise Unavailable(f"Redis: {error or 'no answer in time'}") from None
         self._breaker.succeeded()
+        if _cancels() > cancels:
+            raise asyncio.CancelledError
         return answer
 
     async def aclose(self) -> None:
         """Closes the connections."""
         with contextlib.suppress(RedisError, OSError):
             await self._client.aclose(close_connection_pool=True)
+
+
+def _cancels() -> int:
+    """How often the caller's task was cancelled. redis-py loses a cancel that comes while it reads an answer; asyncio
+    still counts it, and a task that nobody can cancel would never end."""
+    task = asyncio.current_task()
+    return task.cancelling() if task is not None else 0
 
 
 def _without_password(url: str) -> str:

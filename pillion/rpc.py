@@ -13,7 +13,15 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from pillion.errors import BY_CODE, FieldViolation, Internal, InvalidRequest, Overloaded, PillionError
+from pillion.errors import (
+    BY_CODE,
+    FieldViolation,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
 
 log = logging.getLogger("pillion.rpc")
 
@@ -85,6 +93,13 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
     if cls is Overloaded:
         return Overloaded(message, _retry_after_ms(status))
     return cls(message)
+
+
+def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
+    """What a call that ended in ``cancelled`` is to raise. Closing a channel cancels its calls, and grpc.aio reports
+    that as it reports a cancelled caller; without this the caller's task would end in silence, and nobody be told."""
+    task = asyncio.current_task()
+    return cancelled if task is None or task.cancelling() else Unavailable("the connection was closed")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import pathlib
 import threading
+import time
 
 import pytest
 
@@ -80,6 +81,22 @@ def test_broken_folders_are_one_line(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="not JSON"):
         ModelTokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps([1]))
+
+
+async def test_a_long_prompt_leaves_the_event_loop_alone(tmp_path: pathlib.Path) -> None:
+    tokenizer, pool = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer())), TokenizerPool()
+    try:
+        for encode in (tokenizer.encode_text, tokenizer.encode_chat):
+            began = heard = time.monotonic()
+            longest_s = 0.0
+            work = asyncio.create_task(pool.run(encode, "hello world " * 50_000))
+            while not work.done():
+                await asyncio.sleep(0.001)
+                longest_s, heard = max(longest_s, time.monotonic() - heard), time.monotonic()
+            assert len(await work) == 600_000
+            assert longest_s < (heard - began) / 2
+    finally:
+        pool.close()
 
 
 async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,13 @@ def test_all_violations_at_once_and_not_without_end() -> None:
     assert len(fields_of(GenerateRequest(token_ids=(999,) * 63))) == v.MAX_VIOLATIONS
 
 
+def test_lists_without_end_are_refused_unread() -> None:
+    v.check_counts({"token_ids": v.MAX_PROMPT_IDS, "messages": v.MAX_ITEMS, "sampling.stop": v.MAX_ITEMS})
+    with pytest.raises(InvalidRequest) as failure:
+        v.check_counts({"token_ids": v.MAX_PROMPT_IDS + 1, "messages": 0, "sampling.stop": v.MAX_ITEMS + 1})
+    assert [violation.field for violation in failure.value.violations] == ["token_ids", "sampling.stop"]
+
+
 def test_models() -> None:
     assert v.check_model("", {"toy"}) == v.check_model("toy", {"toy", "other"}) == "toy"
     with pytest.raises(InvalidRequest, match=r"'gpt' is not served here; known: other, toy"):

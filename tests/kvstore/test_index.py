@@ -16,7 +16,7 @@ from kvstore.announcer import AnnounceQueue, Announcer
 from kvstore.hashing import chain_hashes, split_hashes
 from kvstore.index import Index, IndexWriter, PrefixHit, Registry
 from kvstore.records import IndexEvent
-from kvstore.redis_link import Breaker
+from kvstore.redis_link import Breaker, RedisLink
 from pillion.errors import ConfigError, Unavailable
 from pillion.wire.registry import PartRecord
 from tests.support.redis import RedisServer
@@ -194,6 +194,29 @@ async def test_redis_may_be_nowhere(url: str) -> None:
     assert await index.longest_prefix(bytes(32)) == []
     assert not index.available
     await index.aclose()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancel_is_heard_even_where_the_library_loses_it(redis: RedisServer, fails: bool) -> None:
+    link = RedisLink(redis.url, "parts")
+
+    async def deaf(**_: object) -> list[bytes]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        if fails:
+            raise ConnectionResetError
+        return []
+
+    link._scripts["parts"] = deaf  # type: ignore[assignment]
+    call = asyncio.create_task(link.call("parts", deadline_ms=30_000))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    # A deadline is no cancel of the caller's.
+    with contextlib.suppress(Unavailable):
+        await link.call("parts", deadline_ms=20)
+    await link.aclose()
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://x", "redis://user:secret@host:notaport"])

@@ -1,0 +1,94 @@
+"""Connections that end in unusual ways, and clients that ask for unusual amounts: each ends in a clear answer, soon."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pillion import InvalidRequest, Overloaded
+from pillion.v1 import gateway_pb2
+from tests.gateway.test_faults import start_decode_again
+from tests.support.fake_parts import Line, running_line, until
+
+PROMPT = "What is the capital of France?"
+
+
+async def replays(line: Line, timeout_s: float | None = None) -> int:
+    """Of one whole answer."""
+    deltas = [delta async for delta in line.client.generate(PROMPT, timeout_s=timeout_s)]
+    assert "".join(delta.text for delta in deltas) == "The answer."
+    return deltas[-1].timings.replays
+
+
+async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that happens before our hello is written, grpc.aio answers the write with an InvalidStateError."""
+    async with running_line() as line:
+        link, calls = line.gateway._cluster.decode("decode-0"), 0
+        serve = link._serve
+
+        async def hasty() -> None:
+            nonlocal calls
+            calls += 1
+            if calls < 3:
+                raise asyncio.InvalidStateError("RPC already finished.")
+            await serve()
+
+        monkeypatch.setattr(link, "_serve", hasty)
+        await line.servers["decode"].stop(0)
+        await start_decode_again(line)
+        await until(lambda: (link.alive and calls >= 3) or link._keeper.done())
+        assert not link._keeper.done()
+        assert await replays(line) == 0
+        await line.settled()
+
+
+@pytest.mark.parametrize("stage", ["ticket", "prefill"])
+async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> None:
+    """As when a part comes back at another address before the old connection was found dead."""
+    async with running_line() as line:
+        peer, cluster = (line.node, line.prefill)[stage == "prefill"], line.gateway._cluster
+        peer.gate.clear()
+        reading = asyncio.create_task(replays(line))
+        await until(lambda: line.node.waiting or line.prefill.running)
+        links: dict[str, Any] = cluster._nodes if stage == "ticket" else cluster._prefill
+        await links.popitem()[1].aclose()
+        await until(lambda: not (line.node.waiting or line.prefill.running))
+        peer.gate.set()
+        assert await asyncio.wait_for(reading, 10) == 1
+        await line.settled()
+
+
+async def test_full_workers_are_told_as_too_much() -> None:
+    async with running_line(max_attempts=2) as line:
+        line.decode.refusals = [(Overloaded.code, True)] * 2
+        with pytest.raises(Overloaded, match="given up after 2 attempts"):
+            await replays(line)
+        await line.settled()
+
+
+async def test_a_deadline_months_away_is_a_deadline() -> None:
+    async with running_line() as line:
+        assert await replays(line, timeout_s=90 * 86_400.0) == 0
+        assert line.decode.submits[0].timeout_ms == 2**32 - 1
+        await line.settled()
+
+
+async def test_lists_without_end_are_refused_before_they_are_read() -> None:
+    async with running_line() as line:
+        request = gateway_pb2.GenerateRequest(text="x")
+        request.sampling.stop.extend(["x"] * 5000)
+        with pytest.raises(InvalidRequest) as failure:
+            await anext(line.client._stream(request, None))
+        assert [(v.field, v.description) for v in failure.value.violations] == [
+            ("sampling.stop", "5000 items; at most 4096")
+        ]
+
+
+async def test_a_message_that_no_prompt_needs_is_refused() -> None:
+    async with running_line() as line:
+        with pytest.raises(InvalidRequest) as caught:
+            async for _ in line.client.generate("x" * (9 * 2**20)):
+                pass
+    assert [violation.field for violation in caught.value.violations] == ["(message)"]
