@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from opentelemetry.context import Context
@@ -64,6 +65,8 @@ class _Stream:
         self.trace: Context = telemetry.from_traceparent(submit.traceparent)
         self.timer: asyncio.TimerHandle | None = None
         self.generated = 0
+        # The step thread writes them; here they are only read.
+        self.marks: Marks | None = None
 
     def on_update(self, update: Update) -> None:
         self.generated += len(update.token_ids)
@@ -123,8 +126,12 @@ class DecodeSession:
         """End a stream in silence. Unknown keys are ignored: it may have ended by itself a moment ago."""
         stream = self._drop(key)
         self._news.pop(key, None)
-        if stream is not None:
-            self._worker.cancel(stream.seq_id)
+        if stream is None:
+            return
+        self._worker.cancel(stream.seq_id)
+        if stream.marks is not None:
+            # A stop string is found by the gateway, which then cancels: the usual end of a stream, for its trace.
+            record_stream(stream.trace, replace(stream.marks, ended_s=time.monotonic()), stream.generated)
 
     def close(self) -> None:
         """The connection is over: so is everything submitted on it (I8). Idempotent."""
@@ -165,8 +172,11 @@ class DecodeSession:
         """News of a stream from the step thread."""
         news = self._news_of(key)
         news.token_ids.extend(update.token_ids)
-        ending = update.ending
+        stream, ending = self._streams.get(key), update.ending
         if ending is None:
+            if stream is not None and stream.marks is not None and stream.generated == len(update.token_ids):
+                # With the first token, because a stream that the gateway ends has no last delta.
+                news.timings = _timings_of(stream.marks)
             return
         self._drop(key)
         news.finish_reason = ending.reason
@@ -192,6 +202,7 @@ class DecodeSession:
             if self._streams.get(submit.key) is not stream:
                 worker.tickets.let_go(holding)
                 return
+            stream.marks = sequence.marks
             worker.add(sequence, stream)
         except PillionError as error:
             if self._drop(submit.key) is not None:

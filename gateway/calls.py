@@ -263,7 +263,7 @@ class Calls:
             self._adopted = True
             self._post(ev.Adopted(attempt))
         if delta.token_ids:
-            self._post(ev.Tokens(attempt, delta.token_ids))
+            self._post(ev.Tokens(attempt, delta.token_ids, delta.timings))
         if delta.finish_reason is not None:
             self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
         elif delta.error is not None:

@@ -63,7 +63,6 @@ class Cluster:
         self._decode: dict[str, DecodeLink] = {}
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
-        self._stopping = False
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -73,7 +72,6 @@ class Cluster:
 
     async def aclose(self) -> None:
         """Ends polling and all links."""
-        self._stopping = True
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
@@ -160,8 +158,7 @@ class Cluster:
         return part.part_id in self._prefill
 
     async def _poll(self) -> None:
-        # The flag as well as the cancel: redis-py loses a cancel that comes while it reads an answer.
-        while not self._stopping:
+        while True:
             await asyncio.sleep(VIEW_POLL_S)
             await self.refresh()
 

@@ -90,10 +90,11 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The decode worker sampled these, in order."""
+    """The decode worker sampled these, in order. ``timings`` come with the first ones."""
 
     attempt: int
     token_ids: tuple[int, ...]
+    timings: DecodeTimings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,10 @@ class GatewayPart:
         self._registry = registry
         self._server = server
         self._http = http
-        self._stopping = False
         self._heart = asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Streams may finish for ``grace_s`` seconds; then everything they held is freed."""
-        self._stopping = True
         self._heart.cancel()
         await asyncio.gather(self._heart, return_exceptions=True)
         try:
@@ -76,8 +74,7 @@ class GatewayPart:
         return "the HTTP server ended"
 
     async def _beat(self, heartbeat_s: float) -> None:
-        # The flag as well as the cancel: redis-py loses a cancel that comes while it reads an answer.
-        while not self._stopping:
+        while True:
             now = replace(self._record, running_requests=self.gateway.active_requests)
             try:
                 await self._registry.beat(now)

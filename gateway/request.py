@@ -163,6 +163,7 @@ class RequestMachine:
 
     def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if isinstance(event, ev.Tokens):
+            self._log.decode = event.timings or self._log.decode
             ids = event.token_ids[: self._max_tokens - len(self.emitted)]
             if not ids:
                 return []

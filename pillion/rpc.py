@@ -43,7 +43,8 @@ _CLIENT_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     # Parts restart: find them again within a second rather than after gRPC's two minutes of backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also the time that one attempt to connect may take; a loaded machine needs more than the backoff.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _SERVER_OPTIONS = [

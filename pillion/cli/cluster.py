@@ -146,6 +146,8 @@ def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        # Parts start programs, but never use gRPC in a forked child; its fork handlers only log that they were skipped.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
 
 

@@ -185,7 +185,7 @@ class DecodeDelta(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___DecodeTimings:
-        """With the last delta."""
+        """With the first token, as far as it is known then, and with the last delta."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pillion import telemetry
+from pillion import FinishReason, telemetry
 from tests.support.parts import running_parts
 from tests.support.tiny_model import save_model
 
@@ -41,7 +41,18 @@ async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pat
                 deltas = [delta async for delta in stream]
             assert deltas[-1].timings is not None
             assert deltas[-1].timings.prefill_chunks == 3
+            text = "".join(delta.text for delta in deltas)
+            with telemetry.tracer().start_as_current_span("stopped") as stopped:
+                stream = parts.client.generate(
+                    list(range(2, 102)), temperature=0.0, max_tokens=400, ignore_eos=True, stop=[text[-1]]
+                )
+                ends = [delta async for delta in stream]
+            assert ends[-1].finish_reason is FinishReason.STOP
+            assert ends[-1].timings is not None
+            assert ends[-1].timings.remnant_steps == 1
     spans = [span for span in exporter.get_finished_spans() if span.context is not None]
+    decoded = [s.name for s in spans if s.context.trace_id == stopped.get_span_context().trace_id]
+    assert {"decode.queue", "decode.remnant", "decode"} <= set(decoded), "a stop string ends a stream like any other"
     mine = [s for s in spans if s.context.trace_id == own.get_span_context().trace_id]
     ids = {span.context.span_id for span in mine}
     orphans = [s.name for s in mine if s.parent is not None and s.parent.span_id not in ids]
