@@ -41,7 +41,8 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkDone:
-    """A chunk of a span is committed. Times are the scheduler's clock's."""
+    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are the
+    scheduler's clock's."""
 
     seq_id: int
     index: int
@@ -52,13 +53,18 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitOrder:
-    """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`."""
+    """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`.
+
+    ``chunks`` are those that are committed when the node takes the run. They go out with its answer, on asyncio's
+    thread: the scheduler itself hears that answer only between two steps, and a step may be long.
+    """
 
     seq_id: int
     ticket_id: int
     slots: tuple[int, ...]
     block_hashes: bytes
     ordered_s: float
+    chunks: tuple[ChunkDone, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,7 @@ class Outcome:
     give_back, lease_blocks; then resumes begin.
 
     Attributes:
+        chunks: those that were committed before the span came.
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
         lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.

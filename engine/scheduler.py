@@ -64,7 +64,7 @@ class Scheduler:
         """A new sequence with its adopted ticket. Of a span, chunks that the ticket already holds are done."""
         self._sequences[sequence.seq_id] = sequence
         self._leased += len(sequence.owned_slots())
-        self._ack_chunks(sequence)
+        self._out.chunks += self._take_chunks(sequence, sequence.num_committed)
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
@@ -96,7 +96,6 @@ class Scheduler:
                 self._tell_end(sequence, Ending(error=error), now)
         else:
             self._accept(sequence, slots)
-            self._ack_chunks(sequence)
         if sequence.state is State.CLOSING:
             self._settle(sequence, now)
         elif sequence.told:
@@ -328,6 +327,7 @@ class Scheduler:
                 slots=sequence.slots(start, end),
                 block_hashes=sequence.block_hashes(start, end),
                 ordered_s=now,
+                chunks=self._take_chunks(sequence, end),
             )
         )
 
@@ -343,18 +343,19 @@ class Scheduler:
                 self.stock.send_back((own,))
         sequence.num_committed = sequence.num_sent
 
-    def _ack_chunks(self, sequence: Sequence) -> None:
-        held = sequence.num_committed * self.block_size
-        for index, mark in enumerate(sequence.chunks[sequence.chunks_acked :], start=sequence.chunks_acked):
-            if mark.end_tokens > held:
-                break
-            sequence.chunks_acked = index + 1
-            self._out.chunks.append(
-                ChunkDone(
-                    seq_id=sequence.seq_id,
-                    index=index,
-                    end_tokens=mark.end_tokens,
-                    started_s=mark.started_s or sequence.marks.arrived_s,
-                    computed_s=mark.computed_s or sequence.marks.arrived_s,
-                )
+    def _take_chunks(self, sequence: Sequence, blocks: int) -> tuple[ChunkDone, ...]:
+        """The next chunks that end within the first ``blocks`` blocks; each is taken once."""
+        held, first = blocks * self.block_size, sequence.chunks_acked
+        done = [mark for mark in sequence.chunks[first:] if mark.end_tokens <= held]
+        sequence.chunks_acked += len(done)
+        arrived_s = sequence.marks.arrived_s
+        return tuple(
+            ChunkDone(
+                seq_id=sequence.seq_id,
+                index=index,
+                end_tokens=mark.end_tokens,
+                started_s=mark.started_s or arrived_s,
+                computed_s=mark.computed_s or arrived_s,
             )
+            for index, mark in enumerate(done, start=first)
+        )

@@ -125,6 +125,7 @@ class Sequence:
         self.state = State.WAITING
         self.marks = Marks(arrived_s=now)
         self.chunks = [ChunkMark(end, 0.0, 0.0) for end in spec.chunk_ends]
+        # Chunks whose acknowledgement waits for nothing but the node's answer, or is out.
         self.chunks_acked = 0
         # Whether its end was told, or nobody wants to hear of it any more.
         self.told = False

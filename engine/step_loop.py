@@ -1,7 +1,7 @@
 """The step thread: schedule -> run -> commit, over and over; everything else happens on asyncio's thread.
 
     asyncio --tell(event)--> inbox --between two steps--> scheduler
-    asyncio <--call_soon_threadsafe, once per step-- outcome
+    asyncio <--call_soon_threadsafe, before and after a step-- outcome
 
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for that.
@@ -38,7 +38,7 @@ class StepLoop:
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
         run: forward and sample; gives one token per sampling piece. What it raises fails that step's sequences.
-        on_outcome: called on the asyncio loop after every step that has news.
+        on_outcome: called on the asyncio loop before and after every step that has news.
         on_death: called there with a reason, once, if the thread dies of a defect.
         clock: seconds, monotonic.
     """
@@ -105,8 +105,9 @@ class StepLoop:
     def _step(self) -> bool:
         """One step. False when there was nothing to run."""
         plan = self._scheduler.schedule(self._clock())
+        # What the events before this step led to is told now: it must not wait for a step, which may be long.
+        self._tell(self._scheduler.flush(self._clock()))
         if not plan.pieces:
-            self._tell(self._scheduler.flush(self._clock()))
             return False
         try:
             sampled = self._run(plan)

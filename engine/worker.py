@@ -350,3 +350,6 @@ class Worker:
             said: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}
             record("kv.commit", owner.trace, order.ordered_s, time.monotonic(), said)
         self._steps.tell(Scheduler.committed, order.seq_id, result.slots, result.refusal)
+        if owner is not None and not result.refusal:
+            for chunk in order.chunks:
+                owner.on_chunk(chunk)

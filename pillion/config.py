@@ -86,7 +86,7 @@ class WorkerFlags(CommonFlags, ModelFlags):
 class PrefillFlags(WorkerFlags):
     """``pillion prefill``: turns spans of chunks into committed blocks."""
 
-    max_num_batched_prefill_tokens: int = flag(1024, "Token budget of a prefill step.", kind=parse_size)
+    max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
     max_waiting_spans: int = flag(256, "Most spans that wait or run on a worker.")
 
 
@@ -121,7 +121,7 @@ class ServeFlags(GatewayFlags):
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     prefill_workers: int = flag(1, "Prefill workers to start.")
     decode_workers: int = flag(1, "Decode workers to start.")
-    max_num_batched_prefill_tokens: int = flag(1024, "Token budget of a prefill step.", kind=parse_size)
+    max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
     cpu_threads: int = flag(0, "Threads of a worker's forward pass on a CPU. 0: its share of the cores.")

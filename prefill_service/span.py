@@ -46,6 +46,9 @@ class SpanRun:
                 if isinstance(news, PillionError):
                     raise news
                 yield news
+                if news.chunk_index == len(self._span.chunk_tokens) - 1:
+                    # All is committed. The sequence's own end comes between two steps, which may be long.
+                    return
         finally:
             self.cancel()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from engine.batch import StepBatch
 from pillion.types import FinishReason
@@ -64,6 +65,31 @@ async def test_spans_are_packed_into_the_budget() -> None:
             assert [ack.end_tokens for ack in acks] == [16, 40]
         assert workers.prefill_backend.steps.count(24) >= 9
         await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_an_acknowledgement_waits_for_no_further_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 16}) as workers:
+        backend = workers.prefill_backend
+        forward = backend.forward
+
+        def one_step(batch: StepBatch) -> torch.Tensor:
+            """The gate falls behind the first step, so the second one hangs."""
+            logits = forward(batch)
+            backend.gate.clear()
+            return logits
+
+        monkeypatch.setattr(backend, "forward", one_step)
+        tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
+        spans = [workers.span(t, prompt(seed, 17), (16,)) for seed, t in enumerate(tickets)]
+        running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
+        done, waiting = await asyncio.wait(running, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1
+        assert [ack.end_tokens for ack in done.pop().result()] == [16]
+        backend.gate.set()
+        assert [ack.end_tokens for ack in await asyncio.wait_for(waiting.pop(), 10)] == [16]
+        await workers.release(*tickets)
+        backend.gate.set()
         await workers.quiet()
 
 

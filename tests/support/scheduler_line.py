@@ -156,6 +156,9 @@ class SchedulerLine:
         for order in outcome.commits:
             result = self.ledger.commit(self.worker, [CommitRun(order.ticket_id, order.slots, order.block_hashes)])[0]
             scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
+            said = self.said[order.seq_id]
+            if not result.refusal and not said.cancelled and said.end is None:
+                said.chunks += order.chunks
         self.ledger.release(self.worker, outcome.releases)
         self.ledger.give_back(self.worker, outcome.give_back)
         if outcome.lease_blocks:
