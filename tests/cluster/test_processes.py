@@ -9,7 +9,11 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
+import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from pillion import Client
 from pillion.errors import InvalidRequest
@@ -55,6 +59,17 @@ def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> 
             together = list(pool.map(lambda ids: answer(client, ids, 20, "together"), prompts))
     assert together == alone
     wait_for("all slots back", lambda: idle(cluster))
+
+
+def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
+    with grpc.insecure_channel(cluster.target) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert {"pillion.v1.Gateway", "grpc.health.v1.Health"} <= set(database.get_services())
+        service = DescriptorPool(database).FindServiceByName("pillion.v1.Gateway")
+        assert [method.name for method in service.methods] == ["Generate", "ListModels", "GetStatus"]
+        for name in ("", "pillion.v1.Gateway"):
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_second_turn_hits_generated_text_too(cluster: ServedCluster) -> None:

@@ -1,0 +1,185 @@
+"""Converters: what goes in comes out, "not said" stays apart from zero, and neighbours in protocol understand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion._version import PROTOCOL
+from pillion.config import parse_size
+from pillion.errors import (
+    BY_CODE,
+    ConfigError,
+    Conflict,
+    FieldViolation,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    PillionError,
+)
+from pillion.types import ChatMessage, Delta, FinishReason, GenerateRequest, SamplingParams, Timings, Usage
+from pillion.v1 import common_pb2, gateway_pb2
+from pillion.wire.common import check_hello, hello_to_pb
+from pillion.wire.decode import (
+    DecodeDelta,
+    DecodeError,
+    DecodeTimings,
+    Submit,
+    batch_from_pb,
+    batch_to_pb,
+    submit_from_pb,
+    submit_to_pb,
+)
+from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, ack_to_pb, span_from_pb, span_to_pb
+from pillion.wire.public import delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
+from pillion.wire.registry import PartRecord
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+TEXT = st.text(max_size=8)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+IDS = st.lists(U32, max_size=5).map(tuple)
+HASH = st.binary(min_size=32, max_size=32)
+
+
+def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
+    """Instances of a dataclass whose fields are all ``known`` or of a plain kind."""
+    kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
+    fields = {f.name: known[f.name] if f.name in known else kinds[str(f.type)] for f in dataclasses.fields(cls)}
+    return st.builds(cls, **fields)
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.none() | FLOAT32,
+    top_p=st.none() | FLOAT32,
+    top_k=st.none() | st.integers(-(2**31), 2**31 - 1),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    max_tokens=st.none() | st.integers(-(2**31), 2**31 - 1),
+    stop=st.lists(TEXT, max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
+REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING)
+REASON = st.none() | st.sampled_from(list(FinishReason))
+DELTAS = built(
+    Delta,
+    token_ids=IDS,
+    finish_reason=REASON,
+    usage=st.none() | built(Usage),
+    timings=st.none() | built(Timings),
+)
+SUBMITS = built(Submit, key=U64, ticket_id=U64, root_hash=HASH, token_ids=IDS, sampling=SAMPLING, stop_token_ids=IDS)
+ERRORS = st.builds(DecodeError, st.integers(0, 16), TEXT, st.booleans())
+DECODE_DELTAS = built(
+    DecodeDelta,
+    key=U64,
+    token_ids=IDS,
+    finish_reason=REASON,
+    error=st.none() | ERRORS,
+    timings=st.none() | built(DecodeTimings),
+)
+
+
+@given(REQUESTS)
+def test_requests(request: GenerateRequest) -> None:
+    sent = gateway_pb2.GenerateRequest.FromString(request_to_pb(request).SerializeToString())
+    assert request_from_pb(sent) == request
+
+
+@given(DELTAS)
+def test_deltas(delta: Delta) -> None:
+    assert delta_from_pb(delta_to_pb(delta)) == delta
+
+
+@given(SUBMITS)
+def test_submits(submit: Submit) -> None:
+    assert submit_from_pb(submit_to_pb(submit)) == submit
+
+
+@given(st.lists(DECODE_DELTAS, max_size=4))
+def test_batches(deltas: list[DecodeDelta]) -> None:
+    assert batch_from_pb(batch_to_pb(deltas)) == deltas
+
+
+@given(built(Span, ticket_id=U64, parent_hash=HASH, token_ids=IDS, chunk_tokens=IDS))
+def test_spans(span: Span) -> None:
+    message = span_to_pb(span, "gateway-7")
+    assert span_from_pb(message) == span
+    assert check_hello(message.hello) == "gateway-7"
+
+
+@given(built(ChunkAck))
+def test_acks(ack: ChunkAck) -> None:
+    assert ack_from_pb(ack_to_pb(ack)) == ack
+
+
+@given(built(PartRecord))
+def test_part_records(record: PartRecord) -> None:
+    newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
+    assert PartRecord.from_json(newer) == record
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"part_id":"x"}'])
+def test_what_is_no_part_record(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        PartRecord.from_json(text)
+
+
+def test_protocols_of_neighbours() -> None:
+    for protocol in (PROTOCOL, PROTOCOL + 1):
+        assert check_hello(common_pb2.Hello(protocol=protocol, part_id="x")) == "x"
+    for protocol in (0, PROTOCOL + 2):
+        with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this part speaks {PROTOCOL}"):
+            check_hello(common_pb2.Hello(protocol=protocol, part_id="x"))
+    assert hello_to_pb("y").protocol == PROTOCOL
+
+
+def test_fields_of_a_newer_version_are_kept() -> None:
+    newer = b"\x9a\x3e\x03new"  # field 995, which nobody knows yet
+    message = gateway_pb2.GenerateRequest.FromString(gateway_pb2.GenerateRequest(text="x").SerializeToString() + newer)
+    assert message.SerializeToString().endswith(newer)
+    assert delta_from_pb(gateway_pb2.GenerateResponse(text="x", finish_reason=99)).finish_reason is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", sorted(BY_CODE.values(), key=lambda cls: cls.code))
+def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
+    import grpc
+
+    from pillion.rpc import from_rpc_error, to_status
+
+    violations = (FieldViolation("sampling.top_p", "must be positive"),)
+    said = {InvalidRequest: InvalidRequest.of(*violations), Overloaded: Overloaded("full", 1500)}
+    status = to_status(said.get(cls, cls("words")))
+    metadata = grpc.aio.Metadata(*status.trailing_metadata)
+    back = from_rpc_error(grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, status.details))
+    assert type(back) is cls
+    assert back.message == status.details
+    assert getattr(back, "violations", violations) == violations
+    assert getattr(back, "retry_after_ms", 1500) == 1500
+
+
+def test_an_unknown_code_is_internal() -> None:
+    import grpc
+
+    from pillion.rpc import from_rpc_error
+
+    empty = grpc.aio.Metadata()
+    assert type(from_rpc_error(grpc.aio.AioRpcError(grpc.StatusCode.DATA_LOSS, empty, empty, "x"))) is Internal
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("32K", 32_000), ("1GiB", 2**30), ("1.5 MiB", 3 * 2**19), ("2_000", 2000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1e3", "1TiBs", "0x10", "1..5"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
