@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import grpc
@@ -151,6 +152,36 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
         wait_for("the part to return", lambda: (p := cluster.part(role)) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
     wait_for("all slots back", lambda: idle(cluster))
+
+
+def test_streams_move_to_another_worker(model: str) -> None:
+    flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2")
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
+        with Client(cluster.target) as client:
+            wait_for(
+                "all workers", lambda: sum(part.role in ("prefill", "decode") for part in client.status().parts) == 4
+            )
+            prompts = [prompt(40 + seed, 80) for seed in range(6)]
+            expected = [answer(client, ids, 300, "before") for ids in prompts]
+            started = threading.Barrier(len(prompts) + 1)
+
+            def moved(ids: list[int]) -> tuple[tuple[int, ...], int]:
+                stream = client.generate(ids, temperature=0.0, max_tokens=300, ignore_eos=True, cache_salt="after")
+                got = list(next(stream).token_ids)
+                started.wait(30)
+                for last in stream:
+                    got += last.token_ids
+                assert last.timings is not None
+                return tuple(got), last.timings.replays
+
+            with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+                streams = [pool.submit(moved, ids) for ids in prompts]
+                started.wait(30)
+                cluster.kill("decode")
+                got, replays = zip(*(stream.result(60) for stream in streams), strict=True)
+        assert list(got) == expected
+        assert 0 < sum(replays) < len(prompts), "some streams ran on the worker that died, some did not"
+        wait_for("all slots back", lambda: idle(cluster))
 
 
 @pytest.mark.parametrize("role", ["decode", "kvnode"])
