@@ -160,7 +160,11 @@ class Cluster:
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(VIEW_POLL_S)
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:
+                # One look that fails must not be the last one: a gateway that sees nobody return serves nobody.
+                log.exception("looking at the registry failed")
 
     def _sync(self) -> None:
         """A link for every part known. A part that moved gets a new one; one that is forgotten keeps its link while it

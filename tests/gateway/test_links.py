@@ -9,8 +9,9 @@ import pytest
 
 from pillion import InvalidRequest, Overloaded
 from pillion.v1 import gateway_pb2
+from pillion.wire.registry import PartRecord
 from tests.gateway.test_faults import start_decode_again
-from tests.support.fake_parts import Line, running_line, until
+from tests.support.fake_parts import Line, record, running_line, until
 
 PROMPT = "What is the capital of France?"
 
@@ -92,3 +93,21 @@ async def test_a_message_that_no_prompt_needs_is_refused() -> None:
             async for _ in line.client.generate("x" * (9 * 2**20)):
                 pass
     assert [violation.field for violation in caught.value.violations] == ["(message)"]
+
+
+async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_line() as line:
+        cluster = line.gateway.gateway._cluster
+        looks = 0
+
+        async def broken() -> list[PartRecord]:
+            nonlocal looks
+            looks += 1
+            raise TypeError("a record that nobody foresaw")
+
+        monkeypatch.setattr(cluster._registry, "parts", broken)
+        await until(lambda: looks >= 2)
+        monkeypatch.undo()
+        await line.registry.beat(record("prefill-9", "prefill", "unix:nowhere.sock"))
+        await until(lambda: any(part.part_id == "prefill-9" for part in cluster.view.records()))
+        assert await replays(line) == 0
