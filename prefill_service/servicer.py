@@ -32,6 +32,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """For :func:`pillion.rpc.start_server`."""
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
+    def finish(self) -> None:
+        """Nothing: spans that ran on are cancelled with their calls."""
+
     async def RunSpan(  # noqa: N802
         self, request: prefill_pb2.RunSpanRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.ChunkAck]:

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_service.part import DecodePart, start_decode
+from decode_service.part import start_decode
+from engine.part import WorkerPart
 from kvstore.client import NodeClient, Session
 from kvstore.hashing import chain_hashes
 from kvstore.node import KVNode, start_kvnode
@@ -22,7 +23,7 @@ from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
 from pillion.wire.kvnode import Ticket
 from pillion.wire.prefill import Span
-from prefill_service.part import PrefillPart, start_prefill
+from prefill_service.part import start_prefill
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
@@ -34,8 +35,8 @@ class Workers:
     """Handles of a running line without gateway; the test is the gateway."""
 
     kvnode: KVNode
-    prefill: PrefillPart
-    decode: DecodePart
+    prefill: WorkerPart
+    decode: WorkerPart
     prefill_backend: FakeBackend
     decode_backend: FakeBackend
     node: NodeClient
