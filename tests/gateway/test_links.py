@@ -108,6 +108,6 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
         monkeypatch.setattr(cluster._registry, "parts", broken)
         await until(lambda: looks >= 2)
         monkeypatch.undo()
-        await line.registry.beat(record("prefill-9", "prefill", "unix:nowhere.sock"))
-        await until(lambda: any(part.part_id == "prefill-9" for part in cluster.view.records()))
+        await line.registry.beat(record("gateway-9", "gateway", "unix:nowhere.sock"))
+        await until(lambda: any(part.part_id == "gateway-9" for part in cluster.view.records()))
         assert await replays(line) == 0
