@@ -114,11 +114,6 @@ class RequestMachine:
         """Where the prompt and the time went so far; the three parts add up to the prompt."""
         return self._log.timings(len(self.prompt), self.plan, self.attempt, now)
 
-    @property
-    def first_token_at(self) -> float | None:
-        """When the first token came."""
-        return self._log.first_token
-
     # ---- one state each -----------------------------------------------------------------------------------------
 
     def _planned(self, event: ev.Planned | ev.PlanFailed, now: float) -> list[Action]:
@@ -260,7 +255,6 @@ class _Log:
         self.acked_tokens = 0
         self.chunks = 0
         self.span_sent: float | None = None
-        self.span_acked: float | None = None
         self.prefill_ms = 0.0
         self.first_token: float | None = None
         self.ended: float | None = None

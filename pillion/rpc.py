@@ -201,12 +201,6 @@ async def start_server(listen: str, services: Sequence[tuple[str, Callable[[grpc
     return RunningServer(server, address, checker, names)
 
 
-async def wait_ready(target: str, timeout_s: float) -> None:
-    """Returns once ``target`` accepts connections. Raises TimeoutError."""
-    async with open_channel(target) as channel:
-        await asyncio.wait_for(channel.channel_ready(), timeout_s)
-
-
 def _packed(message: Any) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
