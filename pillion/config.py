@@ -15,6 +15,10 @@ from typing import Any
 
 from pillion.errors import ConfigError
 
+# Flags that several parts take and pillion serve hands on.
+CHUNKED_PREFILL = "Cut prompts into chunks. Without it a prompt runs whole, in one step."
+TARGET_ITL = "Inter-token latency to aim at; --max-num-batched-tokens is then the most a step may take. 0: off."
+
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -80,6 +84,7 @@ class WorkerFlags(CommonFlags, ModelFlags):
     advertise: str = flag("", "Address that gateways reach this worker at. Default: the listen address.")
     attach_socket: str = flag("/run/pillion/kvnode.sock", "The KV node's Unix socket.")
     cpu_threads: int = flag(0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.")
+    enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,7 @@ class DecodeFlags(WorkerFlags):
 
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most streams that run at once.")
+    target_itl_ms: float = flag(0.0, TARGET_ITL)
     max_waiting_seqs: int = flag(1024, "Most streams that wait on a worker.")
 
 
@@ -108,6 +114,8 @@ class GatewayFlags(CommonFlags, ModelFlags):
     grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.")
     split_policy: str = flag("disaggregated", "Where prefill ends: disaggregated, colocated or fraction:x.")
     chunk_size: int = flag(512, "Tokens per prefill chunk; a multiple of the block size.", kind=parse_size)
+    enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
+    enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
     max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
@@ -124,4 +132,5 @@ class ServeFlags(GatewayFlags):
     max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
+    target_itl_ms: float = flag(0.0, TARGET_ITL)
     cpu_threads: int = flag(0, "Threads of a worker's forward pass on a CPU. 0: its share of the cores.")

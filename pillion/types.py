@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -26,6 +27,15 @@ class SamplingParams:
         stop: texts that end the stream and are not part of it.
         stop_token_ids: ids that end the stream, besides the model's own.
         ignore_eos: go on past the model's end-of-text token.
+        min_p: keep tokens at least this many times as likely as the most likely one; default 0.
+        repetition_penalty: divides (multiplies, if negative) the logits of tokens in prompt or answer; default 1.
+        presence_penalty, frequency_penalty: taken from the logits of tokens in the answer, once or per occurrence;
+            default 0.
+        logit_bias: added to the logits, by token id.
+        min_tokens: no stop before so many tokens; default 0.
+        logprobs: report log probabilities of the answer's tokens and of this many alternatives; None reports none.
+        n: answers to the prompt; default 1.
+        best_of: generate so many and give the best n; default n.
     """
 
     temperature: float | None = None
@@ -36,6 +46,28 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int | None = None
+    logprobs: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found a token, before temperature, penalties and bias: natural logarithms.
+
+    ``top_ids`` are the most likely tokens in its place, falling; the token itself may be among them.
+    """
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +89,7 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     request_id: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +124,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One message of a stream: text that is certain now. The last one has the three fields below ``token_ids``."""
+    """One message of a stream: text of answer ``index`` that is certain now.
+
+    The last message of an answer has a finish reason, the last one of the stream usage and timings too. ``logprobs``
+    has one entry for each of ``token_ids``, if they were asked for.
+    """
 
     request_id: str
     text: str
@@ -99,6 +136,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

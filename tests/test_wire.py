@@ -20,13 +20,23 @@ from pillion.errors import (
     Overloaded,
     PillionError,
 )
-from pillion.types import ChatMessage, Delta, FinishReason, GenerateRequest, SamplingParams, Timings, Usage
+from pillion.types import (
+    ChatMessage,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from pillion.v1 import common_pb2, gateway_pb2
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import (
     DecodeDelta,
     DecodeError,
     DecodeTimings,
+    Fork,
     Submit,
     batch_from_pb,
     batch_to_pb,
@@ -41,6 +51,7 @@ U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=8)
 FLOAT32 = st.floats(width=32, allow_nan=False)
+I32 = st.integers(-(2**31), 2**31 - 1)
 IDS = st.lists(U32, max_size=5).map(tuple)
 HASH = st.binary(min_size=32, max_size=32)
 
@@ -62,9 +73,21 @@ SAMPLING = st.builds(
     stop=st.lists(TEXT, max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=st.none() | FLOAT32,
+    repetition_penalty=st.none() | FLOAT32,
+    presence_penalty=st.none() | FLOAT32,
+    frequency_penalty=st.none() | FLOAT32,
+    logit_bias=st.dictionaries(I32, FLOAT32, max_size=3),
+    min_tokens=st.none() | I32,
+    logprobs=st.none() | I32,
+    n=st.none() | I32,
+    best_of=st.none() | I32,
 )
+LOGPROBS = st.lists(
+    st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
+).map(tuple)
 MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
-REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING)
+REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32)
 REASON = st.none() | st.sampled_from(list(FinishReason))
 DELTAS = built(
     Delta,
@@ -72,8 +95,20 @@ DELTAS = built(
     finish_reason=REASON,
     usage=st.none() | built(Usage),
     timings=st.none() | built(Timings),
+    logprobs=LOGPROBS,
 )
-SUBMITS = built(Submit, key=U64, ticket_id=U64, root_hash=HASH, token_ids=IDS, sampling=SAMPLING, stop_token_ids=IDS)
+FORKS = st.lists(st.builds(Fork, U64, st.integers(-(2**63), 2**63 - 1)), max_size=3).map(tuple)
+SUBMITS = built(
+    Submit,
+    key=U64,
+    ticket_id=U64,
+    root_hash=HASH,
+    token_ids=IDS,
+    sampling=SAMPLING,
+    stop_token_ids=IDS,
+    priority=I32,
+    forks=FORKS,
+)
 ERRORS = st.builds(DecodeError, st.integers(0, 16), TEXT, st.booleans())
 DECODE_DELTAS = built(
     DecodeDelta,
@@ -82,6 +117,7 @@ DECODE_DELTAS = built(
     finish_reason=REASON,
     error=st.none() | ERRORS,
     timings=st.none() | built(DecodeTimings),
+    logprobs=LOGPROBS,
 )
 
 
@@ -106,7 +142,7 @@ def test_batches(deltas: list[DecodeDelta]) -> None:
     assert batch_from_pb(batch_to_pb(deltas)) == deltas
 
 
-@given(built(Span, ticket_id=U64, parent_hash=HASH, token_ids=IDS, chunk_tokens=IDS))
+@given(built(Span, ticket_id=U64, parent_hash=HASH, token_ids=IDS, chunk_tokens=IDS, priority=I32))
 def test_spans(span: Span) -> None:
     message = span_to_pb(span, "gateway-7")
     assert span_from_pb(message) == span

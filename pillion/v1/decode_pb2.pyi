@@ -69,6 +69,8 @@ class Submit(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection; chosen by the gateway, never reused on it."""
     request_id: _builtins.str
@@ -84,6 +86,8 @@ class Submit(_message.Message):
     """Time the request still has. 0: no deadline."""
     traceparent: _builtins.str
     """W3C trace context."""
+    priority: _builtins.int
+    """See GenerateRequest.priority."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, followed by tokens that earlier attempts already generated."""
@@ -95,6 +99,12 @@ class Submit(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the stream: the request's and, unless ignore_eos, the model's. The id that ended it is reported."""
+
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
+        """Further answers to the same prompt: streams that share its blocks and its one prefill, and part with the first
+        token. Only where token_ids is prompt alone.
+        """
 
     def __init__(
         self,
@@ -111,14 +121,42 @@ class Submit(_message.Message):
         max_tokens: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        forks: _abc.Iterable[Global___Fork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "key", b"key", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "forks", b"forks", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class Fork(_message.Message):
+    """Another stream of a Submit, with a key and a seed of its own; all else is the Submit's. It begins with its own first
+    token; before that, an error of the Submit is its error too and is told under the Submit's key alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    seed: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -172,6 +210,7 @@ class DecodeDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set once, in the last delta of a stream that ended by itself."""
@@ -187,6 +226,10 @@ class DecodeDelta(_message.Message):
     def timings(self) -> Global___DecodeTimings:
         """With the first token, as far as it is known then, and with the last delta."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One for each of token_ids, if they were asked for."""
+
     def __init__(
         self,
         *,
@@ -195,10 +238,11 @@ class DecodeDelta(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         error: Global___DecodeError | None = ...,
         timings: Global___DecodeTimings | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

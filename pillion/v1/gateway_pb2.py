@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pillion.v1 import common_pb2 as pillion_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/gateway.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xc2\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08messages\x18\x04 \x03(\x0b\x32\x17.pillion.v1.ChatMessage\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pillion.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"\xc0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.pillion.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pillion.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.pillion.v1.Timings\"\x13\n\x11ListModelsRequest\"H\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14max_model_len_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pillion.v1.Model\"\x12\n\x10GetStatusRequest\"\xc4\x02\n\nPartStatus\x12\x0f\n\x07part_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x18\n\x10waiting_requests\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x15\n\rleased_blocks\x18\n \x01(\r\x12\x18\n\x10\x63ommitted_blocks\x18\x0b \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x0c \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\r \x01(\r\x12\x18\n\x10heartbeat_age_ms\x18\x0e \x01(\r\"\xc6\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.pillion.v1.PartStatus\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\x12\x17\n\x0findex_available\x18\x07 \x01(\x08\x32\xe9\x01\n\x07Gateway\x12G\n\x08Generate\x12\x1b.pillion.v1.GenerateRequest\x1a\x1c.pillion.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pillion.v1.ListModelsRequest\x1a\x1e.pillion.v1.ListModelsResponse\x12H\n\tGetStatus\x12\x1c.pillion.v1.GetStatusRequest\x1a\x1d.pillion.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/gateway.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd4\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08messages\x18\x04 \x03(\x0b\x32\x17.pillion.v1.ChatMessage\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pillion.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\"\xfb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.pillion.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pillion.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.pillion.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\x12*\n\x08logprobs\x18\x08 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\"\x13\n\x11ListModelsRequest\"H\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14max_model_len_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pillion.v1.Model\"\x12\n\x10GetStatusRequest\"\xc4\x02\n\nPartStatus\x12\x0f\n\x07part_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x18\n\x10waiting_requests\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x15\n\rleased_blocks\x18\n \x01(\r\x12\x18\n\x10\x63ommitted_blocks\x18\x0b \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x0c \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\r \x01(\r\x12\x18\n\x10heartbeat_age_ms\x18\x0e \x01(\r\"\xc6\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.pillion.v1.PartStatus\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\x12\x17\n\x0findex_available\x18\x07 \x01(\x08\x32\xe9\x01\n\x07Gateway\x12G\n\x08Generate\x12\x1b.pillion.v1.GenerateRequest\x1a\x1c.pillion.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pillion.v1.ListModelsRequest\x1a\x1e.pillion.v1.ListModelsResponse\x12H\n\tGetStatus\x12\x1c.pillion.v1.GetStatusRequest\x1a\x1d.pillion.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=65
   _globals['_CHATMESSAGE']._serialized_end=109
   _globals['_GENERATEREQUEST']._serialized_start=112
-  _globals['_GENERATEREQUEST']._serialized_end=306
-  _globals['_GENERATERESPONSE']._serialized_start=309
-  _globals['_GENERATERESPONSE']._serialized_end=501
-  _globals['_LISTMODELSREQUEST']._serialized_start=503
-  _globals['_LISTMODELSREQUEST']._serialized_end=522
-  _globals['_MODEL']._serialized_start=524
-  _globals['_MODEL']._serialized_end=596
-  _globals['_LISTMODELSRESPONSE']._serialized_start=598
-  _globals['_LISTMODELSRESPONSE']._serialized_end=653
-  _globals['_GETSTATUSREQUEST']._serialized_start=655
-  _globals['_GETSTATUSREQUEST']._serialized_end=673
-  _globals['_PARTSTATUS']._serialized_start=676
-  _globals['_PARTSTATUS']._serialized_end=1000
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1003
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1201
-  _globals['_GATEWAY']._serialized_start=1204
-  _globals['_GATEWAY']._serialized_end=1437
+  _globals['_GENERATEREQUEST']._serialized_end=324
+  _globals['_GENERATERESPONSE']._serialized_start=327
+  _globals['_GENERATERESPONSE']._serialized_end=578
+  _globals['_LISTMODELSREQUEST']._serialized_start=580
+  _globals['_LISTMODELSREQUEST']._serialized_end=599
+  _globals['_MODEL']._serialized_start=601
+  _globals['_MODEL']._serialized_end=673
+  _globals['_LISTMODELSRESPONSE']._serialized_start=675
+  _globals['_LISTMODELSRESPONSE']._serialized_end=730
+  _globals['_GETSTATUSREQUEST']._serialized_start=732
+  _globals['_GETSTATUSREQUEST']._serialized_end=750
+  _globals['_PARTSTATUS']._serialized_start=753
+  _globals['_PARTSTATUS']._serialized_end=1077
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1080
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1278
+  _globals['_GATEWAY']._serialized_start=1281
+  _globals['_GATEWAY']._serialized_end=1514
 # @@protoc_insertion_point(module_scope)

@@ -80,6 +80,7 @@ class OpenTicketRequest(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order. At most the blocks that end before the last token."""
@@ -91,6 +92,8 @@ class OpenTicketRequest(_message.Message):
     """Caller's own name for this call, unique under its epoch. A caller that went away without an answer (cancel,
     deadline, lost connection) cannot know whether a ticket was made; ReleaseTicket with the nonce frees it either way.
     """
+    priority: _builtins.int
+    """See GenerateRequest.priority."""
     def __init__(
         self,
         *,
@@ -99,10 +102,11 @@ class OpenTicketRequest(_message.Message):
         total_blocks: _builtins.int = ...,
         resume: _builtins.bool = ...,
         nonce: _builtins.int = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "nonce", b"nonce", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

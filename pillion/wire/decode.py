@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pillion.types import FinishReason, SamplingParams
+from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2
-from pillion.wire.public import finish_from_pb, finish_to_pb, sampling_from_pb, sampling_to_pb
+from pillion.wire.public import (
+    finish_from_pb,
+    finish_to_pb,
+    logprob_from_pb,
+    logprob_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Another answer to a Submit's prompt: a stream with a key and a seed of its own."""
+
+    key: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +41,8 @@ class Submit:
     max_tokens: int
     timeout_ms: int = 0
     traceparent: str = ""
+    priority: int = 0
+    forks: tuple[Fork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +73,7 @@ class DecodeDelta:
     finish_reason: FinishReason | None = None
     error: DecodeError | None = None
     timings: DecodeTimings | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def submit_from_pb(message: decode_pb2.Submit) -> Submit:
@@ -73,6 +91,8 @@ def submit_from_pb(message: decode_pb2.Submit) -> Submit:
         max_tokens=message.max_tokens,
         timeout_ms=message.timeout_ms,
         traceparent=message.traceparent,
+        priority=message.priority,
+        forks=tuple(Fork(fork.key, fork.seed) for fork in message.forks),
     )
 
 
@@ -91,6 +111,8 @@ def submit_to_pb(submit: Submit) -> decode_pb2.Submit:
         max_tokens=submit.max_tokens,
         timeout_ms=submit.timeout_ms,
         traceparent=submit.traceparent,
+        priority=submit.priority,
+        forks=[decode_pb2.Fork(key=fork.key, seed=fork.seed) for fork in submit.forks],
     )
 
 
@@ -122,12 +144,16 @@ def _delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         finish_reason=finish_from_pb(message.finish_reason),
         error=error,
         timings=timings,
+        logprobs=tuple(logprob_from_pb(said) for said in message.logprobs),
     )
 
 
 def _delta_to_pb(delta: DecodeDelta) -> decode_pb2.DecodeDelta:
     message = decode_pb2.DecodeDelta(
-        key=delta.key, token_ids=delta.token_ids, finish_reason=finish_to_pb(delta.finish_reason)
+        key=delta.key,
+        token_ids=delta.token_ids,
+        finish_reason=finish_to_pb(delta.finish_reason),
+        logprobs=[logprob_to_pb(said) for said in delta.logprobs],
     )
     if delta.error is not None:
         error = delta.error

@@ -19,6 +19,7 @@ class Span:
     start_tokens: int
     token_ids: tuple[int, ...]
     chunk_tokens: tuple[int, ...]
+    priority: int = 0
 
     @property
     def split_tokens(self) -> int:
@@ -46,6 +47,7 @@ def span_from_pb(message: prefill_pb2.RunSpanRequest) -> Span:
         start_tokens=message.start_tokens,
         token_ids=tuple(message.token_ids),
         chunk_tokens=tuple(message.chunk_tokens),
+        priority=message.priority,
     )
 
 
@@ -60,6 +62,7 @@ def span_to_pb(span: Span, part_id: str) -> prefill_pb2.RunSpanRequest:
         start_tokens=span.start_tokens,
         token_ids=span.token_ids,
         chunk_tokens=span.chunk_tokens,
+        priority=span.priority,
     )
 
 

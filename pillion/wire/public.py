@@ -14,6 +14,7 @@ from pillion.types import (
     PartStatus,
     SamplingParams,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from pillion.v1 import common_pb2, gateway_pb2
@@ -22,6 +23,21 @@ _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+_OPTIONAL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "logprobs",
+    "n",
+    "best_of",
+)
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 
 
@@ -37,19 +53,31 @@ def finish_from_pb(number: int) -> FinishReason | None:
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """Keeps "not said" apart from zero."""
-    scalars = ("temperature", "top_p", "top_k", "seed", "max_tokens")
-    said = {name: getattr(message, name) for name in scalars if message.HasField(name)}  # type: ignore[arg-type]
+    said = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
         **said,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logit_bias=dict(message.logit_bias),
     )
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Raises ValueError where a number does not fit its field."""
     return common_pb2.SamplingParams(**asdict(params))
+
+
+def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Field by field."""
+    return TokenLogprob(message.token_id, message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def logprob_to_pb(said: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Field by field."""
+    return common_pb2.TokenLogprob(
+        token_id=said.token_id, logprob=said.logprob, top_ids=said.top_ids, top_logprobs=said.top_logprobs
+    )
 
 
 def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
@@ -62,6 +90,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
         sampling=sampling_from_pb(message.sampling),
         cache_salt=message.cache_salt,
         request_id=message.request_id,
+        priority=message.priority,
     )
 
 
@@ -75,6 +104,7 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
         sampling=sampling_to_pb(request.sampling),
         cache_salt=request.cache_salt,
         request_id=request.request_id,
+        priority=request.priority,
     )
 
 
@@ -85,6 +115,8 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
         text=delta.text,
         token_ids=delta.token_ids,
         finish_reason=finish_to_pb(delta.finish_reason),
+        index=delta.index,
+        logprobs=[logprob_to_pb(said) for said in delta.logprobs],
     )
     if delta.usage is not None:
         message.usage.CopyFrom(common_pb2.Usage(**asdict(delta.usage)))
@@ -108,6 +140,8 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         finish_reason=finish_from_pb(message.finish_reason),
         usage=usage,
         timings=timings,
+        index=message.index,
+        logprobs=tuple(logprob_from_pb(said) for said in message.logprobs),
     )
 
 
