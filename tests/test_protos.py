@@ -32,10 +32,14 @@ def test_rpcs_are_documented(path: pathlib.Path) -> None:
             assert above.strip().startswith("//"), f"{path.name}: {line.strip()} has no comment"
 
 
+# Numbers without a unit.
+BARE = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprob"}
+
+
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)
 def test_quantities_end_in_their_unit(path: pathlib.Path) -> None:
     for name in re.findall(r"(?:double|float)\s+(\w+)\s*=", path.read_text()):
-        assert name.endswith("_ms") or name in {"temperature", "top_p"}, name
+        assert name.endswith("_ms") or name in {*BARE, "top_logprobs"}, name
 
 
 def test_one_version() -> None:
