@@ -5,16 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.sequence import Ending, Marks, Sequence
+from pillion.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens start .. start + count of one sequence. ``samples``: the last row's logits choose its next token."""
+    """Tokens start .. start + count of one sequence.
+
+    Attributes:
+        samples: rows at the end of the piece whose logits choose tokens; the row of position p chooses that of p + 1.
+            0: none. Above 1: the tokens behind the first of these rows are drafts, which the sequence holds behind its
+            own tokens until the step's commit has judged them.
+        fork_seeds: the last row chooses one more token with each of these seeds, in this order, behind the others.
+    """
 
     sequence: Sequence
     start: int
     count: int
-    samples: bool
+    samples: int
+    fork_seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step chose: for each piece in order, ``samples`` tokens and then one for each of ``fork_seeds``.
+
+    ``logprobs`` is empty where no sequence of the step asked for any, else it has one entry for each token.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +55,7 @@ class Update:
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     ending: Ending | None = None
     marks: Marks | None = None
 

@@ -4,17 +4,19 @@
       +-----------> waiting --its turn, and it fits--> admitted
                        +--withdrawn, or its epoch is gone--> (forgotten)
 
-First come, first served, so that a big prompt is not overtaken for ever: only the oldest is ever looked at. Streams
-that were preempted (``resume``) stand before new prompts, because somebody is reading them already.
+First come, first served, so that a big prompt is not overtaken for ever: only the first is ever looked at. Who is more
+urgent counts as having come earlier (:mod:`pillion.priority`). Streams that were preempted (``resume``) stand before new
+prompts, because somebody is reading them already.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from kvstore.ledger import Ledger
 from pillion.errors import Conflict, InvalidRequest, Overloaded
+from pillion.priority import rank
 
 # What a refused caller is told to wait before it tries again.
 RETRY_AFTER_MS = 1000
@@ -22,13 +24,20 @@ RETRY_AFTER_MS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiter:
-    """One OpenTicket call. ``nonce`` is unique under ``epoch``; ``hashes`` are 32 bytes each."""
+    """One OpenTicket call. ``nonce`` is unique under ``epoch``; ``hashes`` are 32 bytes each; ``asked_s`` is monotonic."""
 
     epoch: int
     nonce: int
     hashes: tuple[bytes, ...]
     total_blocks: int
     resume: bool = False
+    priority: int = 0
+    asked_s: float = 0.0
+
+    @property
+    def place(self) -> tuple[bool, float]:
+        """Smaller stands further in front; among equals, who asked first."""
+        return not self.resume, rank(self.priority, self.asked_s)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -51,11 +60,12 @@ class WaitingLine:
     def __init__(self, ledger: Ledger, max_waiting: int) -> None:
         self._ledger = ledger
         self._max_waiting = max_waiting
-        self._resumed: OrderedDict[tuple[int, int], Waiter] = OrderedDict()
-        self._new: OrderedDict[tuple[int, int], Waiter] = OrderedDict()
+        # Sorted by place; of equals, the later one behind.
+        self._line: list[Waiter] = []
+        self._by_key: dict[tuple[int, int], Waiter] = {}
 
     def __len__(self) -> int:
-        return len(self._resumed) + len(self._new)
+        return len(self._line)
 
     def ask(self, waiter: Waiter) -> Grant | None:
         """Admits at once, or puts in line and returns None.
@@ -64,45 +74,48 @@ class WaitingLine:
         is fenced, NotFound for a void epoch, InvalidRequest for a demand that makes no sense.
         """
         self._judge(waiter)
-        first_in_line = not (self._resumed if waiter.resume else len(self))
+        first_in_line = not self._line or waiter.place < self._line[0].place
         if first_in_line and not self._ledger.shortage(waiter.hashes, waiter.total_blocks):
             return self._admit(waiter)
         if len(self) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
-        (self._resumed if waiter.resume else self._new)[waiter.key] = waiter
+        insort(self._line, waiter, key=lambda other: other.place)
+        self._by_key[waiter.key] = waiter
         return None
 
     def poll(self) -> list[Grant]:
         """Admits from the front while it fits. To be called after anything changed in the ledger."""
         grants = []
-        while (oldest := self._oldest()) is not None:
-            if self._ledger.shortage(oldest.hashes, oldest.total_blocks):
+        while self._line:
+            first = self._line[0]
+            if self._ledger.shortage(first.hashes, first.total_blocks):
                 break
-            self.withdraw(oldest.key)
-            grants.append(self._admit(oldest))
+            self.withdraw(first.key)
+            grants.append(self._admit(first))
         return grants
 
     def withdraw(self, key: tuple[int, int]) -> bool:
         """Takes a waiter out of the line; False if it is not in it."""
-        return (self._resumed.pop(key, None) or self._new.pop(key, None)) is not None
+        waiter = self._by_key.pop(key, None)
+        if waiter is None:
+            return False
+        at = bisect_left(self._line, waiter.place, key=lambda other: other.place)
+        while self._line[at] is not waiter:
+            at += 1
+        del self._line[at]
+        return True
 
     def withdraw_epoch(self, epoch: int) -> list[tuple[int, int]]:
         """Takes out all waiters of an epoch that is fenced or gone; returns their keys."""
-        keys = [key for key in (*self._resumed, *self._new) if key[0] == epoch]
+        keys = [waiter.key for waiter in self._line if waiter.epoch == epoch]
         for key in keys:
             self.withdraw(key)
         return keys
 
     def recall_blocks(self) -> int:
-        """Slots that the oldest waiter lacks: workers should return what they have in stock."""
-        oldest = self._oldest()
-        return self._ledger.shortage(oldest.hashes, oldest.total_blocks) if oldest else 0
-
-    def _oldest(self) -> Waiter | None:
-        for line in (self._resumed, self._new):
-            if line:
-                return next(iter(line.values()))
-        return None
+        """Slots that the first waiter lacks: workers should return what they have in stock."""
+        first = self._line[0] if self._line else None
+        return self._ledger.shortage(first.hashes, first.total_blocks) if first else 0
 
     def _admit(self, waiter: Waiter) -> Grant:
         ticket = self._ledger.open_ticket(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks)
@@ -115,7 +128,7 @@ class WaitingLine:
             raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
         if waiter.total_blocks <= len(waiter.hashes):
             raise InvalidRequest("total_blocks must leave room for at least one block that is not hashed yet")
-        if waiter.key in self._resumed or waiter.key in self._new or waiter.key in ledger.by_opener:
+        if waiter.key in self._by_key or waiter.key in ledger.by_opener:
             raise InvalidRequest("the nonce is in use")
         if waiter.total_blocks > ledger.num_slots:
             raise Overloaded(f"the prompt needs {waiter.total_blocks} KV blocks, the pool has {ledger.num_slots}")

@@ -82,6 +82,7 @@ class NodeClient:
         total_blocks: int,
         *,
         resume: bool = False,
+        priority: int = 0,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
     ) -> Ticket:
         """Pins what is there of the chain and reserves the rest, waiting in line for up to ``timeout_s``.
@@ -91,7 +92,12 @@ class NodeClient:
         """
         nonce = secrets.randbits(62) + 1
         request = kvnode_pb2.OpenTicketRequest(
-            epoch=epoch, block_hashes=block_hashes, total_blocks=total_blocks, resume=resume, nonce=nonce
+            epoch=epoch,
+            block_hashes=block_hashes,
+            total_blocks=total_blocks,
+            resume=resume,
+            nonce=nonce,
+            priority=priority,
         )
         try:
             reply = await self._unary(self._stub.OpenTicket, request, timeout_s)

@@ -115,13 +115,22 @@ class Pool:
     # -- tickets
 
     async def open_ticket(
-        self, epoch: int, nonce: int, block_hashes: bytes, total_blocks: int, *, resume: bool
+        self, epoch: int, nonce: int, block_hashes: bytes, total_blocks: int, *, resume: bool, priority: int = 0
     ) -> Ticket:
         """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left."""
-        self.ledger.seen(epoch, time.monotonic())
+        now = time.monotonic()
+        self.ledger.seen(epoch, now)
         hashes = tuple(split_hashes(block_hashes))
         # A caller that names no nonce still needs a place in line that is its own.
-        waiter = Waiter(epoch=epoch, nonce=nonce or _new_id(), hashes=hashes, total_blocks=total_blocks, resume=resume)
+        waiter = Waiter(
+            epoch=epoch,
+            nonce=nonce or _new_id(),
+            hashes=hashes,
+            total_blocks=total_blocks,
+            resume=resume,
+            priority=priority,
+            asked_s=now,
+        )
         grant = self.line.ask(waiter)
         if grant is None:
             grant = await self._wait(waiter)

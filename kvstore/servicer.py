@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from kvstore.pool import Pool
+from pillion.priority import MAX_PRIORITY
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire import kvnode as wire
 from pillion.wire.common import check_hello, hello_to_pb
@@ -43,7 +44,12 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         self, request: kvnode_pb2.OpenTicketRequest, context: Context
     ) -> kvnode_pb2.OpenTicketReply:
         ticket = await self._pool.open_ticket(
-            request.epoch, request.nonce, request.block_hashes, request.total_blocks, resume=request.resume
+            request.epoch,
+            request.nonce,
+            request.block_hashes,
+            request.total_blocks,
+            resume=request.resume,
+            priority=max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY)),
         )
         return wire.ticket_to_pb(ticket)
 

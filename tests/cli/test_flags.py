@@ -115,6 +115,10 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(field.metadata["choices"])
     if isinstance(field.default, str):
         return st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
+    if isinstance(field.default, bool):
+        return st.booleans()
+    if isinstance(field.default, float):
+        return st.floats(0, 1e9)
     # Beyond 2**53 a size is no longer exact.
     return st.integers(0, 2**53)
 

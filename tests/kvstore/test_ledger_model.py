@@ -16,6 +16,7 @@ from kvstore.hashing import chain_hashes, split_hashes
 from kvstore.ledger import Ledger
 from kvstore.records import SESSION
 from pillion.errors import Conflict, NotFound, Overloaded
+from pillion.priority import PRIORITY_AGING_S
 from pillion.wire.kvnode import CommitRun
 
 NUM_SLOTS = 12
@@ -55,6 +56,7 @@ class NodeLife(RuleBasedStateMachine):
         self.new: list[Waiter] = []
         self.prompts: dict[tuple[int, int], list[bytes]] = {}
         self.index: set[bytes] = set()
+        self.now = 0.0
 
     # -- rules
 
@@ -87,13 +89,29 @@ class NodeLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live(SESSION))
     @rule(
-        data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=12), extra=st.integers(1, 2), resume=st.booleans()
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 1), max_size=12),
+        extra=st.integers(1, 2),
+        resume=st.booleans(),
+        priority=st.integers(-1, 1),
+        passed_s=st.sampled_from([0.0, 3.0, PRIORITY_AGING_S]),
     )
-    def ask(self, data: st.DataObject, tokens: list[int], extra: int, resume: bool) -> None:
+    def ask(
+        self, data: st.DataObject, tokens: list[int], extra: int, resume: bool, priority: int, passed_s: float
+    ) -> None:
+        self.now += passed_s
         epoch = data.draw(st.sampled_from(self.live(SESSION)))
         hashes = split_hashes(chain_hashes(bytes(32), tokens, 1))
         total = len(hashes) + extra
-        waiter = Waiter(epoch=epoch, nonce=next(self.nonces), hashes=tuple(hashes), total_blocks=total, resume=resume)
+        waiter = Waiter(
+            epoch=epoch,
+            nonce=next(self.nonces),
+            hashes=tuple(hashes),
+            total_blocks=total,
+            resume=resume,
+            priority=priority,
+            asked_s=self.now,
+        )
         more = split_hashes(chain_hashes(hashes[-1] if hashes else bytes(32), [0] * 3, 1))
         self.prompts[waiter.key] = [*hashes, *more]
         try:
@@ -102,10 +120,16 @@ class NodeLife(RuleBasedStateMachine):
             assert total > NUM_SLOTS or len(self.resumed) + len(self.new) == MAX_WAITING
             return
         if grant is None:
-            (self.resumed if resume else self.new).append(waiter)
+            line = self.resumed if resume else self.new
+            line.append(waiter)
+            # One level of priority is worth PRIORITY_AGING_S of waiting; among equals the sort keeps who came first.
+            line.sort(key=lambda other: other.asked_s + other.priority * PRIORITY_AGING_S)
         else:
-            assert not self.resumed, "nobody overtakes a resumed stream"
-            assert resume or not self.new, "nobody overtakes an older prompt"
+            mine = self.now + priority * PRIORITY_AGING_S
+            assert all(other.asked_s + other.priority * PRIORITY_AGING_S > mine for other in self.resumed) or (
+                not resume and not self.resumed
+            ), "nobody overtakes a resumed stream that is as urgent"
+            assert resume or all(o.asked_s + o.priority * PRIORITY_AGING_S > mine for o in self.new), "overtaken"
             self.granted(grant, waiter)
 
     @precondition(lambda self: self.resumed or self.new)
