@@ -4,6 +4,9 @@
                   |              |                     |
                   +--------------+------error----------+-----> last delta       cancel or the connection's end: silence
 
+A submit's forks are streams from its first token on. If it ends before that, they end with it, and only its own key
+says so.
+
 What happened to a stream since the last message is merged into one delta, so a slow gateway costs one entry per stream
 and no more; one message carries all streams' deltas of a step.
 """
@@ -21,7 +24,7 @@ from opentelemetry.context import Context
 
 from decode_service.validation import check_submit
 from engine.plan import ChunkDone, Update
-from engine.sequence import Marks, SequenceSpec
+from engine.sequence import ForkSpec, Marks, SequenceSpec
 from engine.spans import record_stream
 from engine.worker import Worker
 from pillion import telemetry
@@ -35,7 +38,8 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.types import FinishReason
+from pillion.priority import MAX_PRIORITY
+from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
 
 log = logging.getLogger("pillion.decode")
@@ -50,18 +54,21 @@ class _News:
     """What is to be said of one stream."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: DecodeError | None = None
     timings: DecodeTimings | None = None
 
 
 class _Stream:
-    """One submit that is alive. An Owner of its sequence (:mod:`engine.worker`)."""
+    """One submit that is alive, or one of its forks. An Owner of its sequence (:mod:`engine.worker`)."""
 
-    def __init__(self, session: DecodeSession, submit: Submit, seq_id: int) -> None:
+    def __init__(self, session: DecodeSession, submit: Submit, key: int, seq_id: int) -> None:
         self.session = session
         self.submit = submit
+        self.key = key
         self.seq_id = seq_id
+        self.forks: tuple[_Stream, ...] = ()
         self.trace: Context = telemetry.from_traceparent(submit.traceparent)
         self.timer: asyncio.TimerHandle | None = None
         self.generated = 0
@@ -73,7 +80,7 @@ class _Stream:
         ending = update.ending
         if ending is not None and update.marks is not None:
             record_stream(self.trace, update.marks, self.generated)
-        self.session.tell(self.submit.key, update)
+        self.session.tell(self.key, update)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
         raise AssertionError("streams have no chunks")
@@ -105,19 +112,17 @@ class DecodeSession:
         Raises InvalidRequest, which ends the connection, for a key that is in use.
         """
         await self._room.wait()
-        key = submit.key
-        if key in self._streams or key in self._news:
-            raise InvalidRequest(f"key {key} is in use on this connection")
+        keys = (submit.key, *(fork.key for fork in submit.forks))
+        for key in keys:
+            if key in self._streams or key in self._news or keys.count(key) > 1:
+                raise InvalidRequest(f"key {key} is in use on this connection")
         try:
             self._check(submit)
         except PillionError as error:
-            self._fail(key, error)
+            self._fail(submit.key, error)
             return
-        stream = _Stream(self, submit, self._worker.next_id())
-        self._streams[key] = stream
-        if submit.timeout_ms:
-            loop = asyncio.get_running_loop()
-            stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
+        stream, *forks = (self._open(submit, key) for key in keys)
+        stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
         self._adopting.add(task)
         task.add_done_callback(self._adopting.discard)
@@ -159,6 +164,7 @@ class DecodeSession:
                     DecodeDelta(
                         key=key,
                         token_ids=tuple(said.token_ids),
+                        logprobs=tuple(said.logprobs),
                         finish_reason=said.finish_reason,
                         error=said.error,
                         timings=said.timings,
@@ -172,6 +178,7 @@ class DecodeSession:
         """News of a stream from the step thread."""
         news = self._news_of(key)
         news.token_ids.extend(update.token_ids)
+        news.logprobs.extend(update.logprobs)
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
             if stream is not None and stream.marks is not None and stream.generated == len(update.token_ids):
@@ -189,7 +196,9 @@ class DecodeSession:
         worker = self._worker
         worker.check_open()
         check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
-        if len(worker.owners) + len(self._adopting) >= self._max_streams:
+        if submit.forks and submit.prompt_tokens != len(submit.token_ids):
+            raise InvalidRequest("only a prompt without an answer forks")
+        if len(worker.owners) + len(self._adopting) + len(submit.forks) >= self._max_streams:
             raise Overloaded(f"{worker.part_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)")
 
     async def _start(self, stream: _Stream) -> None:
@@ -203,7 +212,9 @@ class DecodeSession:
                 worker.tickets.let_go(holding)
                 return
             stream.marks = sequence.marks
-            worker.add(sequence, stream)
+            stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
+            sequence.forks = tuple(ForkSpec(fork.seq_id, _seed_of(submit, fork.key)) for fork in stream.forks)
+            worker.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
             if self._drop(submit.key) is not None:
                 self._fail(submit.key, error)
@@ -211,10 +222,24 @@ class DecodeSession:
         # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
         self._news_of(submit.key)
 
+    def _open(self, submit: Submit, key: int) -> _Stream:
+        stream = self._streams[key] = _Stream(self, submit, key, self._worker.next_id())
+        if submit.timeout_ms:
+            loop = asyncio.get_running_loop()
+            stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
+        return stream
+
     def _drop(self, key: int) -> _Stream | None:
+        """Out of the books; forks that have not begun go with their stream, in silence."""
         stream = self._streams.pop(key, None)
-        if stream is not None and stream.timer is not None:
+        if stream is None:
+            return None
+        if stream.timer is not None:
             stream.timer.cancel()
+        if not stream.generated:
+            for fork in stream.forks:
+                if self._drop(fork.key) is not None:
+                    self._worker.cancel(fork.seq_id)
         return stream
 
     def _time_out(self, key: int) -> None:
@@ -244,7 +269,12 @@ def _spec_of(stream: _Stream, max_model_len: int) -> SequenceSpec:
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
         max_model_len=max_model_len,
+        priority=max(-MAX_PRIORITY, min(submit.priority, MAX_PRIORITY)),
     )
+
+
+def _seed_of(submit: Submit, key: int) -> int:
+    return next(fork.seed for fork in submit.forks if fork.key == key)
 
 
 def _error_of(error: PillionError) -> DecodeError:

@@ -4,6 +4,7 @@ torch on the CPU, the CPU kernels and the GPU kernels are backends, and no code 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,6 +58,10 @@ class Backend(Protocol):
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slots, each source to the target at its place, before the next forward reads them. Targets are
+        leased to this worker."""
 
     def warm_up(self, max_tokens: int) -> None:
         """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""

@@ -39,9 +39,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decodes first, then remnants, oldest first."""
+    """One step: decodes first, then remnants, oldest first.
+
+    ``copies``: (source, target) slots to be copied before anything runs: the prompt's last, partial block, for an
+    answer that is about to write behind it (copy-on-write).
+    """
 
     pieces: tuple[Piece, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -90,11 +95,12 @@ class CommitOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOrder:
-    """Open and adopt a new ticket for a preempted sequence: :meth:`Scheduler.resumed`, or :meth:`Scheduler.fail`."""
+    """Open and adopt a new ticket for a sequence without one: :meth:`Scheduler.resumed`, or :meth:`Scheduler.fail`."""
 
     seq_id: int
     block_hashes: bytes
     total_blocks: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

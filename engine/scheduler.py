@@ -2,7 +2,7 @@
 
 One class serves both services: a decode worker's streams sample, a prefill worker's spans end when computed. A step is
 
-    plan = scheduler.schedule(now)             decodes, then remnants, oldest first, up to the budget exactly
+    plan = scheduler.schedule(now)             decodes, speculative tokens, then remnants, up to the budget exactly
     sampled = ...                              the backend's business
     outcome = scheduler.commit(plan, sampled, now)
 
@@ -10,71 +10,101 @@ and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, an
 :meth:`committed`, :meth:`granted`, :meth:`resumed`. What they cause is in the next Outcome; without a step,
 :meth:`flush` gives it.
 
+Order. :mod:`engine.lines` says who is served first and who gives way; :mod:`engine.step_cost` how much a step takes.
+
 Memory. The slots of a prompt and its first generated token come with the adopted ticket; only decodes grow, by slots
-out of the stock. When it is empty a decode waits for the lease call under way; when the node is exhausted, the newest
-sequence gives way (even the one that asks): it lets go of its ticket and resumes under a new one with the same tokens
-(I6). So the oldest always gets on, and one preemption at a time is waited for before the next.
+out of the stock. When it is empty a decode waits for the lease call under way; when the node is exhausted, a victim
+gives way (maybe the one that asks): it lets go of its ticket and resumes under a new one with the same tokens (I6). One
+preemption at a time is waited for before the next. What a victim had committed stays findable at the node, in whatever
+tier the node keeps it: that, and not a copy of the worker's own, is where it is swapped out to.
+
+Several answers to one prompt are computed as one until the first token. Then each further one is a sequence that
+resumes: its ticket pins the same blocks, and the partial block behind them is copied from its parent before it writes
+there. Where the parent is gone by then, those few tokens are computed again (I1).
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from itertools import islice
 
-from engine.plan import ChunkDone, CommitOrder, Load, Outcome, Piece, ResumeOrder, StepPlan, Update
-from engine.sequence import Ending, Holding, Sequence, State
-from engine.slots import SlotStock
+from engine.books import Books
+from engine.drafts import Drafter, speculate
+from engine.forks import copy_tail
+from engine.lines import Lines
+from engine.plan import Load, Outcome, Piece, Sampled, StepPlan, Update
+from engine.sequence import Ending, ForkSpec, Holding, Sequence, State
+from engine.step_cost import MIN_REMNANT_TOKENS, Budget
 from pillion.errors import ConfigError, NotFound, PillionError
-
-# The stock asks for slots when it lacks what decodes need within the first many tokens, and fills up to the second.
-STOCK_LOW_TOKENS = 4
-STOCK_TARGET_TOKENS = 16
-
-
-def _age(sequence: Sequence) -> int:
-    return sequence.seq_id
+from pillion.types import FinishReason, TokenLogprob
 
 
 class Scheduler:
-    """Raises ConfigError unless the decodes of ``max_num_seqs`` sequences fit the budget."""
+    """Decides what runs.
 
-    def __init__(self, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    Args:
+        block_size: tokens per block.
+        max_num_batched_tokens: most tokens of a step.
+        max_num_seqs: most sequences of a step.
+        target_itl_s: duration of a step to aim at; 0 leaves the budget constant.
+        max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
+        drafter: guesses tokens of decodes; None guesses nothing.
+
+    Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
+    prompts run whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        target_itl_s: float = 0.0,
+        max_whole_tokens: int = 0,
+        drafter: Drafter | None = None,
+    ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs {max_num_seqs} must be from 1 to the step's token budget, {max_num_batched_tokens}"
             )
+        # The longest prompt leaves room for a token, and itself has one of the seats.
+        if max_whole_tokens and max_num_batched_tokens < max_whole_tokens + max_num_seqs - 2:
+            raise ConfigError(
+                f"without chunked prefill a step must hold a prompt of --max-model-len {max_whole_tokens} beside the "
+                f"decodes of --max-num-seqs {max_num_seqs}: its token budget of {max_num_batched_tokens} is too small"
+            )
         self.block_size = block_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-        self.stock = SlotStock()
+        self.budget = Budget(max_num_batched_tokens, 0.0 if max_whole_tokens else target_itl_s)
+        self.lines = Lines(max_num_seqs)
+        self._whole_prompts = max_whole_tokens > 0
+        self._drafter = drafter
+        self._books = Books(block_size)
         self._sequences: dict[int, Sequence] = {}
-        # Both sorted by age, so that the last one is the newest.
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._copies: list[tuple[int, int]] = []
         self._starved = False
-        self._leased = 0
-        self._out = Outcome()
 
     # Events.
 
     def add(self, sequence: Sequence, now: float) -> None:
         """A new sequence with its adopted ticket. Of a span, chunks that the ticket already holds are done."""
         self._sequences[sequence.seq_id] = sequence
-        self._leased += len(sequence.owned_slots())
-        self._out.chunks += self._take_chunks(sequence, sequence.num_committed)
+        self._books.leased(len(sequence.owned_slots()))
+        self._books.out.chunks += self._books.take_chunks(sequence, sequence.num_committed)
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
-            insort(self._waiting, sequence, key=_age)
+            self.lines.join(sequence)
 
     def cancel(self, seq_id: int, now: float) -> None:
         """Nobody wants it: its slots and its ticket are let go, and no update follows (I8). Of a stream that has ended,
-        what is being committed stays. Unknown ids are ignored."""
+        what is being committed stays. A fork that has not begun never will. Unknown ids are ignored."""
         sequence = self._sequences.get(seq_id)
-        if sequence is not None and not sequence.told:
+        if sequence is None:
+            for parent in self._sequences.values():
+                if parent.forks:
+                    parent.forks = tuple(fork for fork in parent.forks if fork.seq_id != seq_id)
+        elif not sequence.told:
             sequence.told = True
             self._abandon(sequence, now)
 
@@ -95,88 +125,84 @@ class Scheduler:
                 error = NotFound(f"the KV node refused a commit, plan again: {refusal}")
                 self._tell_end(sequence, Ending(error=error), now)
         else:
-            self._accept(sequence, slots)
+            self._books.accept(sequence, slots)
         if sequence.state is State.CLOSING:
             self._settle(sequence, now)
         elif sequence.told:
             self._close(sequence, now)
         else:
-            self._order_commit(sequence, now)
+            self._books.order_commit(sequence, now)
 
     def granted(self, slots: Seq[int], now: float) -> None:
         """The node's answer to Outcome.lease_blocks."""
-        self._leased += len(slots)
-        self.stock.granted(slots, now)
+        self._books.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
         """The node would like slots of the stock back."""
-        self.stock.recall(blocks)
+        self._books.stock.recall(blocks)
 
     def resumed(self, seq_id: int, holding: Holding, now: float) -> None:
-        """A new ticket was adopted for a preempted sequence. When that is gone, the ticket is let go."""
+        """A new ticket was adopted for a sequence without one. When that is gone, the ticket is let go."""
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             self.let_go(holding, now)
             return
-        self._leased += len(holding.leased_slots)
+        self._books.leased(len(holding.leased_slots))
         sequence.hold(holding)
-        insort(self._waiting, sequence, key=_age)
+        sequence.state = State.SWAPPED
+        self.lines.join(sequence)
 
     def let_go(self, holding: Holding, now: float) -> None:
         """An adopted ticket that nobody wants any more."""
-        self._leased += len(holding.leased_slots)
-        self.stock.give(holding.leased_slots)
-        self._release(holding.ticket_id)
+        self._books.let_go(holding)
 
     # A step.
 
     def schedule(self, now: float) -> StepPlan:
         """The next step's work; empty when nothing can run."""
+        self._seat_forks()
         pieces = self._decodes(now)
-        # Speculative tokens of the decodes go here, before the remnants, once there are any: they lengthen decode
-        # pieces by what the budget leaves.
-        left = self.max_num_batched_tokens - len(pieces)
-        for sequence in self._remnants():
-            if left == 0:
-                break
-            count = min(left, sequence.step_end() - sequence.num_computed)
-            pieces.append(self._remnant_piece(sequence, count, now))
-            left -= count
-        return StepPlan(tuple(pieces))
+        remnants = self.lines.remnants(now)
+        if self._drafter is not None:
+            keep = MIN_REMNANT_TOKENS if remnants else 0
+            pieces = speculate(self._drafter, pieces, self.budget.left(pieces, 0) - keep)
+        if remnants:
+            left = self.budget.left(pieces, remnants[0].num_computed)
+            pieces += self._remnant_pieces(remnants, left, now)
+        self.budget.begin(pieces, now)
+        copies, self._copies = tuple(self._copies), []
+        return StepPlan(tuple(pieces), copies)
 
-    def commit(self, plan: StepPlan, sampled: Seq[int], now: float) -> Outcome:
-        """Take the results of a step: ``sampled`` has one token for each piece that samples, in order."""
-        tokens = iter(sampled)
+    def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
+        """Take the results of a step."""
+        self.budget.end(now)
+        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
         for piece in plan.pieces:
             sequence = piece.sequence
             sequence.num_computed = piece.start + piece.count
             if sequence.is_span:
                 sequence.chunk_at(piece.start).computed_s = now
+                if sequence.left_to_compute == 0:
+                    self._close(sequence, now, commit_rest=True)
             if piece.samples:
-                self._take_token(sequence, next(tokens), now)
-            elif sequence.is_span and sequence.left_to_compute == 0:
-                self._close(sequence, now, commit_rest=True)
+                self._take_tokens(piece, tokens, logprobs, now)
             if sequence.state is State.RUNNING:
-                self._order_commit(sequence, now)
+                self._books.order_commit(sequence, now)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
         """The backend failed: so do the sequences of this batch, and only they."""
         for piece in plan.pieces:
+            piece.sequence.num_drafts = 0
             self.fail(piece.sequence.seq_id, error, now)
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
         """What happened since the last outcome."""
-        growing = [s for s in self._running if s.decoding]
-        room = [s.num_blocks * self.block_size - s.num_computed for s in growing]
-        low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
-        self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
-        out, self._out = self._out, Outcome()
-        out.give_back.extend(self.stock.surplus())
-        self._leased -= len(out.give_back)
-        out.lease_blocks = self.stock.wanted(now, urgent=self._starved)
-        out.load = Load(len(self._running), len(self._waiting), sum(s.left_to_compute for s in self._waiting))
+        lines = self.lines
+        out = self._books.close((s for s in lines.running if s.decoding), now, urgent=self._starved)
+        line = (*lines.swapped, *lines.waiting)
+        out.load = Load(len(lines.running), len(line), sum(s.left_to_compute for s in line))
         return out
 
     @property
@@ -185,17 +211,11 @@ class Scheduler:
         return len(self._sequences)
 
     def check_integrity(self) -> None:
-        """Every slot leased to this worker is in exactly one place (I4). Raises AssertionError."""
-        self.stock.check_integrity()
-        places = list(self.stock.slots)
-        for sequence in self._sequences.values():
-            places.extend(sequence.owned_slots())
-        assert len(set(places)) == len(places), "a slot is in two places"
-        assert len(places) == self._leased, f"{self._leased} slots are leased, {len(places)} are accounted for"
-        for line in (self._waiting, self._running):
-            assert line == sorted(line, key=_age), "a line is out of order"
-            assert all(self._sequences.get(s.seq_id) is s for s in line), "a line holds a sequence that is gone"
-        assert len(self._running) <= self.max_num_seqs
+        """Slots, lines and drafts add up. Raises AssertionError."""
+        sequences = self._sequences.values()
+        self._books.check_integrity(sequences)
+        self.lines.check_integrity(sequences)
+        assert not any(s.num_drafts for s in sequences), "a draft outlived its step"
 
     # Choosing.
 
@@ -203,69 +223,140 @@ class Scheduler:
         """One token for each running decode that has a slot for it."""
         pieces = []
         self._starved = False
-        for sequence in tuple(self._running):
-            if sequence.state is not State.RUNNING or not sequence.decoding:
+        for sequence in tuple(self.lines.running):
+            if not sequence.decoding or sequence.state is not State.RUNNING:
                 continue
             if sequence.num_computed == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is State.RUNNING
                 continue
-            pieces.append(Piece(sequence, sequence.num_computed, 1, samples=True))
-        return pieces
+            pieces.append(Piece(sequence, sequence.num_computed, 1, 1))
+        # Who came first may have given way to who came later.
+        return [piece for piece in pieces if piece.sequence.state is State.RUNNING]
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Give a decode one more slot; may preempt. False: not in this step."""
         while True:
-            slot = self.stock.take()
+            slot = self._books.stock.take()
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
             coming = any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values())
-            if coming or not self.stock.exhausted(now):
+            if coming or not self._books.stock.exhausted(now):
                 return False
-            newest = max((line[-1] for line in (self._waiting, self._running) if line), key=_age)
-            self._preempt(newest, now)
-            if newest is sequence:
+            victim = self.lines.victim()
+            victim.marks.preemptions += 1
+            self._close(victim, now, commit_rest=True, resume=True)
+            if victim is sequence:
                 return False
 
-    def _remnants(self) -> Iterator[Sequence]:
-        """What has prompt left to compute, oldest first; of the waiting line, as many as may run."""
-        room = self.max_num_seqs - len(self._running)
-        running = [s for s in self._running if not s.decoding and s.left_to_compute]
-        return heapq.merge(running, list(islice(self._waiting, room)), key=_age)
+    def _remnant_pieces(self, remnants: Seq[Sequence], left: int, now: float) -> Iterator[Piece]:
+        """In this order, cut to ``left`` tokens together: short ones packed, the last one split where it has to be."""
+        for sequence in remnants:
+            if left == 0:
+                return
+            if sequence.state is not State.RUNNING and not self.lines.free_seats:
+                continue
+            count = min(left, sequence.step_end() - sequence.num_computed)
+            if self._whole_prompts and count < sequence.step_end() - sequence.num_computed:
+                return
+            yield self._remnant_piece(sequence, count, now)
+            left -= count
 
     def _remnant_piece(self, sequence: Sequence, count: int, now: float) -> Piece:
-        if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
-            insort(self._running, sequence, key=_age)
-            sequence.state = State.RUNNING
-        start = sequence.num_computed
-        marks = sequence.marks
+        if sequence.state is not State.RUNNING:
+            self.lines.seat(sequence)
+        start, marks = sequence.num_computed, sequence.marks
         marks.first_step_s = marks.first_step_s or now
         if not marks.first_token_s:
             marks.remnant_steps += 1
         if sequence.is_span:
             mark = sequence.chunk_at(start)
             mark.started_s = mark.started_s or now
-        return Piece(sequence, start, count, samples=not sequence.is_span and start + count == sequence.num_tokens)
+            return Piece(sequence, start, count, 0)
+        if start + count < sequence.num_tokens:
+            return Piece(sequence, start, count, 0)
+        return Piece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
+
+    def _seat_forks(self) -> None:
+        """Further answers take over the KV of their prompt; with it, and a seat, they are decodes."""
+        for child in [s for s in self.lines.swapped if s.parent is not None][: self.lines.free_seats]:
+            parent, child.parent = child.parent, None
+            if parent is not None and self._sequences.get(parent.seq_id) is parent:
+                copy = copy_tail(parent, child)
+                self._copies += [] if copy is None else [copy]
+            if child.left_to_compute == 1:
+                child.decoding = True
+                self.lines.seat(child)
 
     # Consequences.
 
-    def _take_token(self, sequence: Sequence, token: int, now: float) -> None:
-        reason = sequence.append(token)
+    def _take_tokens(
+        self, piece: Piece, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
+    ) -> None:
+        """One token, the drafts that were right behind it, and the first tokens of forks."""
+        sequence = piece.sequence
+        chosen = [(next(tokens), next(logprobs, None)) for _ in range(piece.samples)]
+        guesses = sequence.tokens(sequence.num_tokens, sequence.num_tokens + sequence.num_drafts).tolist()
+        sequence.num_drafts = 0
         sequence.decoding = True
         sequence.marks.first_token_s = sequence.marks.first_token_s or now
+        taken, reason = 0, None
+        for token, _ in chosen:
+            reason = sequence.append(token)
+            taken += 1
+            # What was computed behind a wrong guess is void.
+            if reason is not None or guesses[taken - 1 : taken] != [token]:
+                break
+        sequence.num_computed -= piece.samples - taken
         sequence.extend_hashes(sequence.num_computed)
-        if reason is None:
-            self._out.updates.append(Update(seq_id=sequence.seq_id, token_ids=(token,)))
-        else:
-            self._tell_end(sequence, Ending(reason=reason), now, (token,))
+        self._tell_tokens(sequence, chosen[:taken], reason, now)
+        if reason is not None:
             self._close(sequence, now, commit_rest=True)
+        if sequence.forks:
+            forks, sequence.forks = sequence.forks, ()
+            for fork in forks:
+                self._begin_fork(sequence, fork, next(tokens), next(logprobs, None), now)
 
-    def _tell_end(self, sequence: Sequence, ending: Ending, now: float, last: tuple[int, ...] = ()) -> None:
+    def _begin_fork(
+        self, parent: Sequence, fork: ForkSpec, token: int, logprob: TokenLogprob | None, now: float
+    ) -> None:
+        """Its first token, chosen from its parent's logits; then it needs a ticket of its own."""
+        child = parent.fork(fork, now)
+        reason = child.append(token)
+        self._sequences[child.seq_id] = child
+        self._tell_tokens(child, [(token, logprob)], reason, now)
+        if reason is None:
+            self._books.resume(child)
+        else:
+            del self._sequences[child.seq_id]
+
+    def _tell_tokens(
+        self,
+        sequence: Sequence,
+        chosen: Seq[tuple[int, TokenLogprob | None]],
+        reason: FinishReason | None,
+        now: float,
+    ) -> None:
+        ids = tuple(token for token, _ in chosen)
+        said = tuple(logprob for _, logprob in chosen if logprob is not None)
+        if reason is None:
+            self._books.out.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=said))
+        else:
+            self._tell_end(sequence, Ending(reason=reason), now, ids, said)
+
+    def _tell_end(
+        self,
+        sequence: Sequence,
+        ending: Ending,
+        now: float,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
         sequence.told = True
         sequence.marks.ended_s = now
-        update = Update(seq_id=sequence.seq_id, token_ids=last, ending=ending, marks=sequence.marks)
-        self._out.updates.append(update)
+        self._books.out.updates.append(
+            Update(seq_id=sequence.seq_id, token_ids=token_ids, logprobs=logprobs, ending=ending, marks=sequence.marks)
+        )
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
         """Stop without committing the rest."""
@@ -274,88 +365,28 @@ class Scheduler:
         else:
             self._close(sequence, now)
 
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        sequence.marks.preemptions += 1
-        self._close(sequence, now, commit_rest=True, resume=True)
-
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
         """Leave the lines; owned slots that will not be committed go back to the stock at once."""
-        for line in (self._waiting, self._running):
-            if sequence in line:
-                line.remove(sequence)
+        self.lines.leave(sequence)
         sequence.state = State.CLOSING
         sequence.commit_rest, sequence.resume_after = commit_rest, resume
         keep = sequence.full_blocks if commit_rest and sequence.may_commit else 0
-        self.stock.give(sequence.cut(max(keep, sequence.num_sent)))
+        self._books.stock.give(sequence.cut(max(keep, sequence.num_sent)))
         if not sequence.in_commit:
             self._settle(sequence, now)
 
     def _settle(self, sequence: Sequence, now: float) -> None:
         """The node has answered: commit what is left, or let go of the ticket."""
         if sequence.commit_rest:
-            self._order_commit(sequence, now)
+            self._books.order_commit(sequence, now)
             if sequence.in_commit:
                 return
-        self.stock.give(sequence.cut(sequence.num_committed))
-        self._release(sequence.ticket_id)
+        self._books.stock.give(sequence.cut(sequence.num_committed))
+        self._books.release(sequence.ticket_id)
         if sequence.resume_after:
             sequence.state = State.RESUMING
-            # One token is always left to compute: its logits are wanted.
-            whole = (sequence.num_tokens - 1) // self.block_size
-            hashes = sequence.block_hashes(0, whole)
-            total = sequence.num_tokens // self.block_size + 1
-            self._out.resumes.append(ResumeOrder(seq_id=sequence.seq_id, block_hashes=hashes, total_blocks=total))
+            self._books.resume(sequence)
             return
         del self._sequences[sequence.seq_id]
         if not sequence.told:
             self._tell_end(sequence, Ending(), now)
-
-    def _release(self, ticket_id: int) -> None:
-        self._out.releases.append(ticket_id)
-        self.stock.memory_is_coming()
-
-    def _order_commit(self, sequence: Sequence, now: float) -> None:
-        """Send the full blocks that the node has not seen, one run at a time."""
-        start, end = sequence.num_committed, sequence.full_blocks
-        if sequence.in_commit or not sequence.may_commit or end <= start:
-            return
-        sequence.num_sent = end
-        self._out.commits.append(
-            CommitOrder(
-                seq_id=sequence.seq_id,
-                ticket_id=sequence.ticket_id,
-                slots=sequence.slots(start, end),
-                block_hashes=sequence.block_hashes(start, end),
-                ordered_s=now,
-                chunks=self._take_chunks(sequence, end),
-            )
-        )
-
-    def _accept(self, sequence: Sequence, slots: Seq[int]) -> None:
-        """The run is committed. Where another committer was first, read from its slot; the own one is free again: no
-        step runs between two steps (I2)."""
-        for block, slot in enumerate(slots, start=sequence.num_committed):
-            own = sequence.slots(block, block + 1)[0]
-            if own == slot:
-                self._leased -= 1
-            else:
-                sequence.swap_slot(block, slot)
-                self.stock.send_back((own,))
-        sequence.num_committed = sequence.num_sent
-
-    def _take_chunks(self, sequence: Sequence, blocks: int) -> tuple[ChunkDone, ...]:
-        """The next chunks that end within the first ``blocks`` blocks; each is taken once."""
-        held, first = blocks * self.block_size, sequence.chunks_acked
-        done = [mark for mark in sequence.chunks[first:] if mark.end_tokens <= held]
-        sequence.chunks_acked += len(done)
-        arrived_s = sequence.marks.arrived_s
-        return tuple(
-            ChunkDone(
-                seq_id=sequence.seq_id,
-                index=index,
-                end_tokens=mark.end_tokens,
-                started_s=mark.started_s or arrived_s,
-                computed_s=mark.computed_s or arrived_s,
-            )
-            for index, mark in enumerate(done, start=first)
-        )

@@ -1,10 +1,12 @@
 """One stream (decode) or span (prefill) on a worker: its tokens, its block table, and how far each has come.
 
     WAITING --first piece--> RUNNING --stop id, length, span computed, cancel, failure--> CLOSING --settled--> (gone)
-       ^                        |                                                            |
-       |                        +--preempted (also from WAITING)------------------------> CLOSING
-       |                                                                                     | settled
-       +----------------- a new ticket was opened and adopted ------------------------- RESUMING
+                             ^     |                                                         |
+                             |     +--preempted (also from WAITING, SWAPPED)-------------> CLOSING
+                 first piece |                                                               | settled
+                          SWAPPED <-- a new ticket was opened and adopted ---------------- RESUMING
+                                                                                             ^
+                           another answer to its parent's prompt, with its own first token --+
 
 The block table, left to right; every count is in blocks and none of them shrinks while the sequence runs:
 
@@ -13,12 +15,13 @@ The block table, left to right; every count is in blocks and none of them shrink
 
 Only one run of blocks is under way to the node at a time, so that a refusal cannot leave a hole in the chain.
 CLOSING waits for that answer and nothing else: owned slots went back when it began, and the hold on the ticket is
-released when it ends. A sequence belongs to the scheduler that it was added to; nobody else changes it.
+released when it ends. Draft tokens stand behind the sequence's own for the length of one step. A sequence belongs to
+the scheduler that it was added to; nobody else changes it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 
@@ -27,6 +30,7 @@ import numpy as np
 from engine.batch import Int32
 from kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.errors import PillionError
+from pillion.priority import rank
 from pillion.types import FinishReason, SamplingParams
 
 
@@ -35,8 +39,17 @@ class State(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     CLOSING = "closing"
     RESUMING = "resuming"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSpec:
+    """Another answer to a prompt: a stream of its own from its first token on, with its own seed."""
+
+    seq_id: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +68,8 @@ class SequenceSpec:
         max_tokens: most tokens behind the prompt.
         max_model_len: most tokens in all.
         chunk_ends: positions that one step does not cross, the last one the span's end. Empty for a stream.
+        priority: smaller is more urgent (:mod:`pillion.priority`).
+        forks: further answers to the prompt, which begin with this one's first token. Empty for a span.
     """
 
     seq_id: int
@@ -67,6 +82,8 @@ class SequenceSpec:
     max_tokens: int = 0
     max_model_len: int = 0
     chunk_ends: tuple[int, ...] = ()
+    priority: int = 0
+    forks: tuple[ForkSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +128,13 @@ class ChunkMark:
 class Sequence:
     """See the module's docstring. Memory for its tokens and its table is allocated once."""
 
-    def __init__(self, spec: SequenceSpec, holding: Holding, block_size: int, now: float) -> None:
+    def __init__(
+        self, spec: SequenceSpec, holding: Holding, block_size: int, now: float, *, hashes: bytes = b""
+    ) -> None:
+        """``hashes``: of leading whole blocks, where they are known."""
         self.spec = spec
         self.seq_id = spec.seq_id
+        self.rank = rank(spec.priority, now)
         self.block_size = block_size
         self.is_span = spec.sampling is None
         room = max(len(spec.token_ids), min(spec.max_model_len, spec.prompt_tokens + spec.max_tokens))
@@ -121,7 +142,7 @@ class Sequence:
         self.num_tokens = len(spec.token_ids)
         self._tokens[: self.num_tokens] = spec.token_ids
         self._table: Int32 = np.zeros(room // block_size + 2, dtype=np.int32)
-        self._hashes = bytearray()
+        self._hashes = bytearray(hashes)
         self.state = State.WAITING
         self.marks = Marks(arrived_s=now)
         self.chunks = [ChunkMark(end, 0.0, 0.0) for end in spec.chunk_ends]
@@ -129,9 +150,28 @@ class Sequence:
         self.chunks_acked = 0
         # Whether its end was told, or nobody wants to hear of it any more.
         self.told = False
+        # Answers to the same prompt that have not begun.
+        self.forks = spec.forks
+        # Whose prompt this one shares, until its KV is copied or found.
+        self.parent: Sequence | None = None
+        self.num_drafts = 0
         self.hold(holding)
         self.marks.remnant_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
+
+    def fork(self, fork: ForkSpec, now: float) -> Sequence:
+        """A sequence of the same prompt without a ticket: RESUMING."""
+        assert self.spec.sampling is not None
+        sampling = replace(self.spec.sampling, seed=fork.seed)
+        spec = replace(self.spec, seq_id=fork.seq_id, sampling=sampling, forks=())
+        hashes = self.block_hashes(0, spec.prompt_tokens // self.block_size)
+        child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
+        child.rank = self.rank
+        child.parent = self
+        child.state = State.RESUMING
+        child.marks.first_step_s = child.marks.first_token_s = now
+        child.marks.remnant_tokens = 0
+        return child
 
     def hold(self, holding: Holding) -> None:
         """Start from a freshly adopted ticket: its chain is computed, the rest is to do."""
@@ -174,6 +214,17 @@ class Sequence:
     def tokens(self, start: int, end: int) -> Int32:
         """int32 [end - start], a view."""
         return self._tokens[start:end]
+
+    def draft(self, tokens: Int32) -> None:
+        """Guesses of the next tokens, for one step."""
+        self.num_drafts = len(tokens)
+        self._tokens[self.num_tokens : self.num_tokens + len(tokens)] = tokens
+
+    @property
+    def room_for_drafts(self) -> int:
+        """Tokens that a step can guess beyond the one it runs: neither the table nor the answer grows for them."""
+        in_table = self.num_blocks * self.block_size - self.num_computed - 1
+        return max(0, min(in_table, len(self._tokens) - self.num_tokens - 1))
 
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token. Returns why the stream ends with it, None when it goes on."""

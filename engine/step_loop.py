@@ -14,10 +14,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from engine.plan import Outcome, StepPlan
+from engine.plan import Outcome, Sampled, StepPlan
 from engine.scheduler import Scheduler
 from pillion.errors import Internal
 
@@ -29,7 +29,7 @@ MAX_UNREAD_OUTCOMES = 64
 # How often the thread looks whether it was stopped while it waits for asyncio.
 UNREAD_POLL_S = 1.0
 
-Run = Callable[[StepPlan], Sequence[int]]
+Run = Callable[[StepPlan], Sampled]
 
 
 class StepLoop:
@@ -37,7 +37,7 @@ class StepLoop:
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        run: forward and sample; gives one token per sampling piece. What it raises fails that step's sequences.
+        run: copy, forward and sample. What it raises fails that step's sequences.
         on_outcome: called on the asyncio loop before and after every step that has news.
         on_death: called there with a reason, once, if the thread dies of a defect.
         clock: seconds, monotonic.

@@ -30,7 +30,14 @@ class TicketNode(Protocol):
     """The part of kvstore.client.NodeClient that is needed here."""
 
     async def open_ticket(
-        self, epoch: int, block_hashes: bytes, total_blocks: int, *, resume: bool = False, timeout_s: float
+        self,
+        epoch: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool = False,
+        priority: int = 0,
+        timeout_s: float,
     ) -> Ticket: ...
     async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted: ...
 
@@ -102,7 +109,12 @@ class Tickets:
         """A new ticket for a preempted stream; waits in the node's line, before new prompts."""
         opening = asyncio.create_task(
             self._node.open_ticket(
-                self._epoch, order.block_hashes, order.total_blocks, resume=True, timeout_s=RESUME_TIMEOUT_S
+                self._epoch,
+                order.block_hashes,
+                order.total_blocks,
+                resume=True,
+                priority=order.priority,
+                timeout_s=RESUME_TIMEOUT_S,
             )
         )
         self._opening[order.seq_id] = opening

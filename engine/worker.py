@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from opentelemetry.context import Context
@@ -25,7 +25,7 @@ from engine.batching import build_batch, build_sampling
 from engine.heartbeat import Heartbeat
 from engine.loading import BackendFactory, LoadedModel, thread_count, torch_backend
 from engine.node_line import NodeLine, describe
-from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, StepPlan, Update
+from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from engine.sampler import sample
 from engine.scheduler import Scheduler
 from engine.sequence import Ending, Holding, Sequence, SequenceSpec
@@ -108,13 +108,19 @@ class Worker:
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
+        target_itl_ms: float = 0.0,
         backend_factory: BackendFactory = torch_backend,
     ) -> Worker:
         """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
-        scheduler = Scheduler(
-            block_size=flags.block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-        )
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
+        longest = flags.max_model_len or model.prepared.max_model_len
+        scheduler = Scheduler(
+            block_size=flags.block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            target_itl_s=target_itl_ms / 1000,
+            max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+        )
         attachment = await asyncio.to_thread(
             attach,
             flags.attach_socket,
@@ -179,8 +185,9 @@ class Worker:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence."""
-        return self.flags.max_model_len or self.model.prepared.max_model_len
+        """Most tokens of a sequence: what the model allows, and what the pool can hold of one."""
+        said = self.flags.max_model_len or self.model.prepared.max_model_len
+        return min(said, self._attachment.num_slots * self.block_size)
 
     def check_open(self) -> None:
         """Raises Unavailable when no new work is taken."""
@@ -209,11 +216,12 @@ class Worker:
         """A seq_id: the place in the order of arrival."""
         return next(self._ids)
 
-    def add(self, sequence: Sequence, owner: Owner) -> None:
-        """Run it. ``owner`` hears of it until an update has an ending."""
+    def add(self, sequence: Sequence, owner: Owner, forks: Mapping[int, Owner] | None = None) -> None:
+        """Run it. ``owner`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks."""
         if self._failure.done():
             raise Unavailable(self._failure.result())
         self.owners[sequence.seq_id] = owner
+        self.owners.update(forks or {})
         self._deserted.clear()
         self._steps.tell(Scheduler.add, sequence)
 
@@ -310,10 +318,11 @@ class Worker:
 
     # The step thread's side.
 
-    def _run(self, plan: StepPlan) -> list[int]:
-        logits = self.model.backend.forward(build_batch(plan, self.block_size))
-        rows = build_sampling(plan)
-        return sample(logits, rows).tolist() if len(rows.positions) else []
+    def _run(self, plan: StepPlan) -> Sampled:
+        backend = self.model.backend
+        if plan.copies:
+            backend.copy_blocks(*zip(*plan.copies, strict=True))
+        return sample(backend.forward(build_batch(plan, self.block_size)), build_sampling(plan))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self._failure.done():

@@ -15,7 +15,10 @@ async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory 
         flags,
         "prefill",
         max_num_batched_tokens=flags.max_num_batched_prefill_tokens,
-        max_num_seqs=min(flags.max_waiting_spans, flags.max_num_batched_prefill_tokens),
+        # Without chunks a span runs alone: nothing needs to fit beside it.
+        max_num_seqs=min(flags.max_waiting_spans, flags.max_num_batched_prefill_tokens)
+        if flags.enable_chunked_prefill
+        else 1,
         backend_factory=backend_factory,
     )
     return await serve(worker, flags.listen, SERVICE_NAME, PrefillServicer(worker, flags.max_waiting_spans))

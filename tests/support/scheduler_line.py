@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from engine.batching import build_batch
-from engine.plan import ChunkDone, Outcome, ResumeOrder, StepPlan, Update
+from engine.drafts import Drafter
+from engine.plan import ChunkDone, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from engine.scheduler import Scheduler
-from engine.sequence import Holding, Sequence, SequenceSpec, State
+from engine.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
 from kvstore.hashing import chain_hashes, split_hashes
 from kvstore.ledger import Ledger
 from pillion.errors import PillionError
 from pillion.types import SamplingParams
 from pillion.wire.kvnode import CommitRun
-from tests.support.fake_backend import greedy, run
+from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run
 
 BLOCK = 4
 ROOT = b"\7" * 32
@@ -34,13 +35,28 @@ class Said:
     end: Update | None = None
     chunks: list[ChunkDone] = field(default_factory=list)
     cancelled: bool = False
+    seed: int = 0
 
 
 class SchedulerLine:
     """One worker. ``step`` runs a step and checks its plan; ``answer`` lets the node hear the oldest outcome."""
 
-    def __init__(self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4) -> None:
-        self.scheduler = Scheduler(block_size=BLOCK, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    def __init__(
+        self,
+        *,
+        slots: int = 64,
+        budget: int = 16,
+        max_num_seqs: int = 4,
+        drafter: Drafter | None = None,
+        max_whole_tokens: int = 0,
+    ) -> None:
+        self.scheduler = Scheduler(
+            block_size=BLOCK,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            drafter=drafter,
+            max_whole_tokens=max_whole_tokens,
+        )
         self.ledger = Ledger(itertools.count(1000).__next__, decode_reserve_percent=0)
         self.ledger.shape(slots)
         self.worker = self.ledger.attach("worker", "decode")
@@ -51,15 +67,25 @@ class SchedulerLine:
         self.unheard: list[Outcome] = []
         self.resumes: list[ResumeOrder] = []
         self.preemptions = 0
+        self.copies = 0
         self._ids = itertools.count(1)
         self._nonces = itertools.count(1)
 
     # The gateway's side.
 
     def submit(
-        self, prompt: list[int], max_tokens: int, *, stop: frozenset[int] = frozenset(), chunks: tuple[int, ...] = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        stop: frozenset[int] = frozenset(),
+        chunks: tuple[int, ...] = (),
+        priority: int = 0,
+        seed: int = 0,
+        fork_seeds: tuple[int, ...] = (),
     ) -> int | None:
-        """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now."""
+        """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
+        ids behind the stream's."""
         last = (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1
@@ -70,25 +96,31 @@ class SchedulerLine:
         adopted = self.ledger.adopt(self.worker, ticket.ticket_id, lease)
         self.ledger.release(self.gateway, [ticket.ticket_id])
         seq_id = next(self._ids)
+        forks = tuple(ForkSpec(next(self._ids), fork_seed) for fork_seed in fork_seeds)
         spec = SequenceSpec(
             seq_id=seq_id,
             token_ids=np.array(prompt, dtype=np.int32),
             parent_hash=ROOT,
             prompt_tokens=len(prompt),
-            sampling=None if chunks else GREEDY,
+            sampling=None if chunks else replace(GREEDY, seed=seed),
             stop_token_ids=stop,
             max_tokens=max_tokens,
             max_model_len=0 if chunks else 10_000,
             chunk_ends=chunks,
+            priority=priority,
+            forks=forks,
         )
         holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
-        self.said[seq_id] = Said(prompt, max_tokens)
+        for name, said_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
+            self.said[name] = Said(prompt, max_tokens, seed=said_seed)
         self.scheduler.add(Sequence(spec, holding, BLOCK, self.now), self.now)
         return seq_id
 
     def cancel(self, seq_id: int) -> None:
-        """The client went away."""
-        self.said[seq_id].cancelled = True
+        """The client went away. Answers that have not begun go with the first one."""
+        sequence = self.scheduler._sequences.get(seq_id)
+        for name in (seq_id, *(fork.seq_id for fork in sequence.forks)) if sequence else (seq_id,):
+            self.said[name].cancelled = True
         self.scheduler.cancel(seq_id, self.now)
 
     # The worker's side.
@@ -96,15 +128,28 @@ class SchedulerLine:
     def step(self) -> StepPlan:
         """One step, checked."""
         self.now += 0.01
-        before = {id(s) for s in self.scheduler._running if s.decoding}
+        before = {id(s) for s in self.scheduler.lines.running if s.decoding}
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
-        sampled: list[int] = []
-        if plan.pieces:
-            sampled = run(self.pool, build_batch(plan, BLOCK)).argmax(axis=1).tolist()
-        self.hear(self.scheduler.commit(plan, sampled, self.now))
+        self.hear(self.scheduler.commit(plan, self._run(plan), self.now))
         self.scheduler.check_integrity()
         return plan
+
+    def _run(self, plan: StepPlan) -> Sampled:
+        """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
+        self.copies += len(plan.copies)
+        if plan.copies:
+            copy_blocks(self.pool, *zip(*plan.copies, strict=True))
+        if not plan.pieces:
+            return Sampled()
+        choices = run(self.pool, build_batch(plan, BLOCK)).argmax(axis=1)
+        seeds = [
+            seed
+            for piece in plan.pieces
+            if piece.samples
+            for seed in (*[_seed_of(piece.sequence)] * piece.samples, *piece.fork_seeds)
+        ]
+        return Sampled(tuple(((choices + seeds) % VOCAB_SIZE).tolist()))
 
     def hear(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`."""
@@ -122,28 +167,33 @@ class SchedulerLine:
         self.unheard.append(outcome)
 
     def _check_plan(self, plan: StepPlan, decodes_before: set[int]) -> None:
-        """I5: the budget is never exceeded and filled exactly, decodes go first, remnants oldest first."""
-        scheduler = self.scheduler
-        budget = scheduler.max_num_batched_tokens
+        """I5: the budget is never exceeded and filled exactly, decodes go first, remnants in their order."""
+        scheduler, lines = self.scheduler, self.scheduler.lines
+        budget = scheduler.budget.max_tokens
         assert plan.num_tokens <= budget
         planned = {id(piece.sequence): piece for piece in plan.pieces}
         assert len(planned) == len(plan.pieces)
         kinds = [piece.sequence.decoding for piece in plan.pieces]
         assert kinds == sorted(kinds, reverse=True), "a remnant before a decode"
-        for sequence in scheduler._running:
+        for sequence in lines.running:
             if id(sequence) in decodes_before and id(sequence) not in planned:
                 assert sequence.num_computed == sequence.num_blocks * BLOCK, "a decode with room was skipped"
-                assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
-        room = scheduler.max_num_seqs - len(scheduler._running)
-        line = [s for s in scheduler._running if not s.decoding] + scheduler._waiting[:room]
+                assert len(scheduler._books.stock) == 0, "a decode was skipped while there are slots"
+        # Who has a seat now had one before, or was the next in line: the others come behind.
+        begun = [s for s in lines.running if not s.decoding and s.left_to_compute]
+        outside = [*lines.swapped, *lines.waiting] if lines.free_seats else []
         cut = False
-        for sequence in sorted(line, key=lambda s: s.seq_id):
+        for sequence in sorted(begun, key=lambda s: s.rank) + outside:
             piece = planned.get(id(sequence))
-            assert not (cut and piece), "a newer remnant got what an older one lacks"
             want = sequence.step_end() - sequence.num_computed
             cut = cut or piece is None or piece.count < want
             assert piece is None or piece.count <= want, "a chunk's end was crossed"
-        assert not cut or plan.num_tokens == budget, "the step is not filled"
+        if not scheduler._whole_prompts:
+            assert not cut or plan.num_tokens == budget, "the step is not filled"
+            short = [p for p in plan.pieces if not p.sequence.decoding]
+            left = [p for p in short if p.count < p.sequence.step_end() - p.start]
+            assert len(left) <= 1, "two remnants were cut in one step"
+            assert not left or left[0] is short[-1], "a remnant was served behind one that was cut"
 
     # The node's side.
 
@@ -215,7 +265,7 @@ class SchedulerLine:
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
-        """Every stream that was not cancelled said what the model says, preempted or not (I6)."""
+        """Every stream that was not cancelled said what the model says, preempted, forked, guessed at or not (I6)."""
         for said in self.said.values():
             if said.cancelled or said.chunks:
                 continue
@@ -223,13 +273,26 @@ class SchedulerLine:
             ending = said.end.ending
             assert ending is not None
             assert ending.error is None, ending.error
-            assert said.token_ids == greedy(said.prompt, len(said.token_ids))
+            assert said.token_ids == answer(said.prompt, said.seed, len(said.token_ids))
             assert len(said.token_ids) <= said.max_tokens
 
 
 def prompt(seed: int, length: int) -> list[int]:
     """``length`` ids; prompts of one seed are prefixes of each other."""
     return [(seed * 31 + position * 17 + seed * position) % 97 for position in range(length)]
+
+
+def answer(prompt: list[int], seed: int, count: int) -> list[int]:
+    """The oracle: ``greedy``, each token shifted by the seed."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append((greedy(tokens, 1)[0] + seed) % VOCAB_SIZE)
+    return tokens[len(prompt) :]
+
+
+def _seed_of(sequence: Sequence) -> int:
+    assert sequence.spec.sampling is not None
+    return int(sequence.spec.sampling.seed or 0)
 
 
 def states(line: SchedulerLine) -> Seq[State]:

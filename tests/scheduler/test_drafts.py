@@ -1,0 +1,97 @@
+"""Speculative tokens: right guesses save steps, wrong ones cost nothing but themselves, and no answer changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Int32
+from engine.sequence import Sequence
+from tests.support.scheduler_line import SchedulerLine, answer, prompt
+
+
+class Oracle:
+    """Guesses right, but for every ``wrong``-th position."""
+
+    def __init__(self, wrong: int = 0) -> None:
+        self.wrong = wrong
+
+    def draft(self, sequence: Sequence, most: int) -> Int32:
+        assert sequence.spec.sampling is not None
+        tokens = sequence.tokens(0, sequence.num_tokens).tolist()
+        guess = np.array(answer(tokens, int(sequence.spec.sampling.seed or 0), most), dtype=np.int32)
+        if self.wrong:
+            guess[(np.arange(most) + len(tokens)) % self.wrong == 0] += 1
+        return guess
+
+
+def steps_of(line: SchedulerLine) -> int:
+    steps = 0
+    while line.scheduler.num_sequences:
+        steps += bool(line.step().pieces)
+        while line.answer():
+            pass
+        line.hear_idle()
+    line.settle()
+    line.check_answers()
+    return steps
+
+
+def test_right_guesses_save_steps() -> None:
+    plain, guessing = SchedulerLine(budget=32), SchedulerLine(budget=32, drafter=Oracle())
+    for line in (plain, guessing):
+        line.submit(prompt(1, 9), 33)
+    assert steps_of(plain) == 33
+    # A block of four at a time: guesses do not grow the table.
+    assert steps_of(guessing) <= 12
+    assert len(guessing.said[1].token_ids) == 33
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+def test_wrong_guesses_change_nothing(wrong: int) -> None:
+    line = SchedulerLine(budget=32, drafter=Oracle(wrong))
+    line.submit(prompt(1, 9), 20, seed=3, fork_seeds=(4,))
+    line.submit(prompt(2, 6), 20)
+    assert steps_of(line) <= 45
+    assert line.said[1].token_ids == answer(prompt(1, 9), 3, 20)
+
+
+def test_guesses_leave_room_for_remnants() -> None:
+    line = SchedulerLine(slots=200, budget=20, max_num_seqs=4, drafter=Oracle())
+    first = line.submit(prompt(1, 9), 60)
+    line.step()
+    while line.answer():
+        pass
+    line.submit(prompt(2, 100), 4)
+    plan = line.step()
+    assert [piece.sequence.seq_id for piece in plan.pieces] == [first, 2]
+    assert plan.num_tokens == 20
+    assert plan.pieces[1].count >= 16
+    line.finish()
+    line.check_answers()
+
+
+def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
+    tokens = answer(prompt(1, 9), 0, 12)
+    at = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
+    line = SchedulerLine(budget=32, drafter=Oracle())
+    line.submit(prompt(1, 9), 40, stop=frozenset({tokens[at]}))
+    steps_of(line)
+    assert line.said[1].token_ids == tokens[: at + 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=5),
+    st.integers(0, 4),
+    st.integers(17, 40),
+)
+def test_any_guesses(requests: list[tuple[int, int, int]], wrong: int, slots: int) -> None:
+    line = SchedulerLine(slots=slots, budget=12, max_num_seqs=3, drafter=Oracle(wrong))
+    for seed, length, most in requests:
+        line.submit(prompt(seed, length), most)
+        line.step()
+    line.finish()
+    line.check_answers()

@@ -1,0 +1,100 @@
+"""Several answers to one prompt: computed once, shared, copied where they part."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.sequence import State
+from tests.support.fake_backend import greedy
+from tests.support.scheduler_line import BLOCK, SchedulerLine, answer, prompt, states
+
+
+def computed(line: SchedulerLine) -> int:
+    """One step with its answers; how many tokens it ran."""
+    tokens = line.step().num_tokens
+    while line.answer():
+        pass
+    return tokens
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 10, 11])
+def test_one_prefill_and_as_many_answers(length: int) -> None:
+    line = SchedulerLine(budget=16, max_num_seqs=4)
+    line.submit(prompt(1, length), 9, fork_seeds=(5, 6, 7))
+    ran = 0
+    while line.scheduler.num_sequences:
+        ran += computed(line)
+        line.hear_idle()
+    line.settle()
+    line.check_answers()
+    assert [said.token_ids for said in line.said.values()] == [answer(prompt(1, length), s, 9) for s in (0, 5, 6, 7)]
+    # The prompt once, and of each answer all but its last token.
+    assert ran == length + 4 * 8
+    assert line.copies == (3 if length % BLOCK else 0)
+
+
+def test_all_first_tokens_come_in_the_same_step() -> None:
+    line = SchedulerLine(budget=16, max_num_seqs=4)
+    line.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
+    line.step()
+    assert [len(said.token_ids) for said in line.said.values()] == [1, 1, 1]
+    assert states(line) == [State.RUNNING, State.RESUMING, State.RESUMING]
+
+
+def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
+    line = SchedulerLine(budget=16, max_num_seqs=4)
+    line.submit(prompt(1, 10), 30, fork_seeds=(5, 6))
+    for _ in range(3):
+        computed(line)
+    tables = [s.table().tolist() for s in line.scheduler._sequences.values()]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert len({table[2] for table in tables}) == 3
+    line.finish()
+    line.check_answers()
+
+
+def test_a_fork_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
+    line = SchedulerLine(budget=16, max_num_seqs=4)
+    first = line.submit(prompt(1, 10), 9, fork_seeds=(5,))
+    assert first is not None
+    line.step()
+    line.cancel(first)
+    line.finish()
+    assert line.copies == 0
+    line.check_answers()
+
+
+def test_a_first_token_that_stops_is_an_answer() -> None:
+    stop = frozenset({(greedy(prompt(1, 10), 1)[0] + 5) % 97})
+    line = SchedulerLine(budget=16, max_num_seqs=4)
+    line.submit(prompt(1, 10), 9, stop=stop, fork_seeds=(5, 6))
+    line.finish()
+    assert len(line.said[2].token_ids) == 1
+    assert line.said[2].end is not None
+    line.check_answers()
+
+
+def test_a_fork_that_is_cancelled_before_it_begins_never_does() -> None:
+    line = SchedulerLine(budget=4, max_num_seqs=4)
+    line.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
+    computed(line)
+    line.cancel(2)
+    line.finish()
+    assert line.said[2].token_ids == []
+    assert len(line.said[3].token_ids) == 9
+    line.check_answers()
+
+
+def test_forks_outgrow_a_small_pool_by_turns() -> None:
+    line = SchedulerLine(slots=14, budget=16, max_num_seqs=4)
+    line.submit(prompt(1, 10), 24, fork_seeds=(5, 6, 7))
+    line.finish()
+    assert line.preemptions > 0
+    line.check_answers()
+
+
+def test_more_answers_than_seats() -> None:
+    line = SchedulerLine(slots=100, budget=8, max_num_seqs=2)
+    line.submit(prompt(1, 10), 12, fork_seeds=(5, 6, 7, 8))
+    line.finish()
+    line.check_answers()

@@ -1,0 +1,135 @@
+"""Who goes first, who gives way, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.scheduler import Scheduler
+from engine.sequence import State
+from pillion.errors import ConfigError
+from pillion.priority import PRIORITY_AGING_S
+from tests.support.scheduler_line import SchedulerLine, prompt, states
+
+
+def served(line: SchedulerLine) -> list[int]:
+    """One step; who got tokens, in order."""
+    ids = [piece.sequence.seq_id for piece in line.step().pieces]
+    while line.answer():
+        pass
+    return ids
+
+
+def test_the_more_urgent_remnant_goes_first() -> None:
+    line = SchedulerLine(slots=100, budget=8, max_num_seqs=4)
+    usual = line.submit(prompt(1, 30), 4)
+    urgent = line.submit(prompt(2, 30), 4, priority=-1)
+    patient = line.submit(prompt(3, 30), 4, priority=1)
+    assert served(line) == [urgent]
+    line.finish()
+    ends = {i: said.end.marks.first_token_s for i, said in line.said.items() if said.end and said.end.marks}
+    assert sorted(ends, key=ends.__getitem__) == [urgent, usual, patient]
+    line.check_answers()
+
+
+def test_a_begun_remnant_is_not_left_for_one_as_urgent() -> None:
+    line = SchedulerLine(slots=100, budget=8, max_num_seqs=4)
+    first = line.submit(prompt(1, 30), 4)
+    assert served(line) == [first]
+    line.submit(prompt(2, 3), 4)
+    assert served(line) == [first]
+
+
+def test_who_has_waited_long_enough_goes_before_the_urgent() -> None:
+    line = SchedulerLine(slots=100, budget=8, max_num_seqs=4)
+    patient = line.submit(prompt(1, 30), 4, priority=2)
+    line.now = 2 * PRIORITY_AGING_S + 0.5
+    line.submit(prompt(2, 30), 4)
+    assert served(line) == [patient]
+
+
+def test_a_patient_remnant_is_not_starved_by_a_stream_of_urgent_ones() -> None:
+    line = SchedulerLine(slots=400, budget=4, max_num_seqs=2)
+    patient = line.submit(prompt(1, 40), 2, priority=1)
+    assert patient is not None
+    for number in range(400):
+        if line.said[patient].end is not None:
+            break
+        line.submit(prompt(number, 12), 1, priority=0)
+        line.now += 0.2
+        served(line)
+    line.finish()
+    line.check_answers()
+    marks = {i: said.end.marks for i, said in line.said.items() if said.end and said.end.marks}
+    before = [m.arrived_s for m in marks.values() if m.first_step_s < marks[patient].first_step_s]
+    # Three times as much comes as can be served. Yet it competes only with those that came within a level of aging, and
+    # the class of a begun one, after it.
+    assert len(before) > 20
+    assert max(before) <= 2 * PRIORITY_AGING_S
+
+
+def test_the_least_urgent_gives_way_even_to_a_newer_one() -> None:
+    line = SchedulerLine(slots=16, budget=24, max_num_seqs=4)
+    head = line.submit(prompt(0, 8), 40)
+    patient = line.submit(prompt(1, 8), 40, priority=1)
+    urgent = line.submit(prompt(2, 8), 40, priority=-1)
+    while State.RESUMING not in states(line):
+        served(line)
+        assert line.now < 1, "nobody was preempted"
+    assert head is not None
+    assert patient is not None
+    assert urgent is not None
+    assert line.scheduler._sequences[patient].state is State.RESUMING
+    assert line.scheduler._sequences[urgent].state is State.RUNNING
+    line.finish()
+    line.check_answers()
+
+
+def test_the_head_is_spared_even_if_it_is_the_least_urgent() -> None:
+    line = SchedulerLine(slots=16, budget=24, max_num_seqs=4)
+    head = line.submit(prompt(0, 8), 40, priority=1)
+    line.now = 2 * PRIORITY_AGING_S
+    for seed in (1, 2):
+        assert line.submit(prompt(seed, 8), 40) is not None
+    line.finish()
+    assert head is not None
+    end = line.said[head].end
+    assert end is not None
+    assert end.marks is not None
+    assert end.marks.preemptions == 0
+    assert line.preemptions > 0
+    line.check_answers()
+
+
+def test_a_preempted_stream_comes_back_before_new_ones() -> None:
+    line = SchedulerLine(slots=16, budget=24, max_num_seqs=2)
+    for seed in range(2):
+        line.submit(prompt(seed, 15), 20)
+    while State.RESUMING not in states(line):
+        served(line)
+    # Its memory comes when the other one ends; a prompt that arrives meanwhile gets in line behind it.
+    while State.SWAPPED not in states(line):
+        served(line)
+        if line.now < 3:
+            line.submit(prompt(9, 3), 2)
+    waiting = list(line.scheduler.lines.waiting)
+    ids = served(line)
+    assert ids[0] == 2
+    assert waiting, "nobody waited: the scene shows nothing"
+    line.finish()
+    line.check_answers()
+
+
+def test_whole_prompts_wait_until_they_fit() -> None:
+    line = SchedulerLine(slots=100, budget=24, max_num_seqs=3, max_whole_tokens=23)
+    for seed in range(3):
+        assert line.submit(prompt(seed, 15), 4) is not None
+    assert [piece.count for piece in line.step().pieces] == [15]
+    assert [piece.count for piece in line.step().pieces] == [1, 15]
+    line.finish()
+    line.check_answers()
+
+
+def test_whole_prompts_need_a_budget_that_holds_the_longest_one() -> None:
+    with pytest.raises(ConfigError, match="max-model-len 64"):
+        Scheduler(block_size=4, max_num_batched_tokens=63, max_num_seqs=4, max_whole_tokens=64)
+    Scheduler(block_size=4, max_num_batched_tokens=66, max_num_seqs=4, max_whole_tokens=64)

@@ -1,0 +1,142 @@
+"""The cost model finds a machine's numbers from its steps and follows their change; the budget keeps to a target."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engine.plan import Piece, Sampled, StepPlan
+from engine.scheduler import Scheduler
+from engine.step_cost import MIN_REMNANT_TOKENS, Budget, StepCost, features
+from tests.support.scheduler_line import SchedulerLine, prompt
+
+
+@dataclass
+class Machine:
+    """Seconds of a step by its pieces: the truth that the model has to find."""
+
+    constant: float = 4e-3
+    per_token: float = 1e-4
+    per_read: float = 2e-8
+    per_pair: float = 1e-9
+    slow: float = 1.0
+
+    def seconds(self, pieces: list[Piece]) -> float:
+        tokens = sum(piece.count for piece in pieces)
+        reads = sum(piece.start + piece.count for piece in pieces)
+        pairs = sum(piece.count * (piece.start + piece.count / 2) for piece in pieces)
+        work = self.constant + self.per_token * tokens + self.per_read * reads + self.per_pair * pairs
+        return self.slow * work
+
+
+def decodes(count: int, context: int) -> list[Piece]:
+    return [Piece(None, context, 1, 1) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def chunk(start: int, count: int) -> Piece:
+    return Piece(None, start, count, 0)  # type: ignore[arg-type]
+
+
+def run(
+    budget: Budget, machine: Machine, pieces: list[Piece], start: int, steps: int, noise: float = 0.0
+) -> list[float]:
+    """Steps of these decodes beside an endless remnant at ``start``; gives their durations."""
+    random, found = np.random.default_rng(7), []
+    for now in itertools.islice(itertools.count(), steps):
+        plan = [*pieces, chunk(start, budget.left(pieces, start))]
+        seconds = machine.seconds(plan) * float(1 + noise * random.standard_normal())
+        budget.begin(plan, float(now))
+        budget.end(now + seconds)
+        found.append(seconds)
+    return found
+
+
+def test_it_finds_the_machine() -> None:
+    model, machine, random = StepCost(), Machine(), np.random.default_rng(3)
+    for _ in range(60):
+        pieces = [*decodes(int(random.integers(1, 60)), int(random.integers(1, 8000)))]
+        pieces += [chunk(int(random.integers(0, 30_000)), int(random.integers(1, 256)))] * int(random.integers(0, 2))
+        model.observe(features(pieces), machine.seconds(pieces))
+    for pieces in (decodes(16, 300), [*decodes(8, 4000), chunk(20_000, 128)], [chunk(0, 256)]):
+        assert model.predict(features(pieces)) == pytest.approx(machine.seconds(pieces), rel=0.3)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_budget_meets_the_target(noise: float) -> None:
+    found = run(Budget(2048, 0.030), Machine(), decodes(16, 500), 4000, 60, noise)
+    assert np.median(found[10:]) == pytest.approx(0.030, rel=0.1)
+
+
+def test_it_reacts_within_a_few_steps() -> None:
+    budget, machine = Budget(2048, 0.030), Machine()
+    run(budget, machine, decodes(16, 500), 4000, 30)
+    # The machine becomes twice as slow, for instance because somebody else computes on it too.
+    machine.slow = 2.0
+    late = run(budget, machine, decodes(16, 500), 4000, 12)
+    assert max(late[3:]) <= 0.036
+    # Contexts become long.
+    machine.slow = 1.0
+    run(budget, machine, decodes(16, 500), 4000, 20)
+    late = run(budget, machine, decodes(16, 8000), 120_000, 12)
+    assert max(late[3:]) <= 0.036
+    # And it grows back.
+    late = run(budget, machine, decodes(4, 100), 0, 20)
+    assert np.median(late[10:]) == pytest.approx(0.030, rel=0.1)
+
+
+def test_a_hiccup_is_not_believed() -> None:
+    budget, machine = Budget(2048, 0.030), Machine()
+    run(budget, machine, decodes(16, 500), 4000, 30)
+    before = budget.left(decodes(16, 500), 4000)
+    plan = [*decodes(16, 500), chunk(4000, before)]
+    budget.begin(plan, 0.0)
+    budget.end(3.0)
+    run(budget, machine, decodes(16, 500), 4000, 8)
+    assert budget.left(decodes(16, 500), 4000) >= 0.7 * before
+
+
+def test_a_target_that_cannot_be_met_still_serves_remnants() -> None:
+    budget = Budget(256, 0.001)
+    found = run(budget, Machine(), decodes(16, 500), 0, 10)
+    assert budget.left(decodes(16, 500), 0) == MIN_REMNANT_TOKENS
+    assert found[-1] > 0.001
+    # The hard limit stands above all: the decodes leave nothing, the remnant gets nothing.
+    assert budget.left(decodes(250, 500), 0) == 6
+
+
+def test_the_hard_limit_holds() -> None:
+    assert run(Budget(64, 10.0), Machine(), decodes(16, 500), 0, 10)[-1] < 0.02
+    assert Budget(64, 10.0).left(decodes(16, 500), 0) == 48
+
+
+def test_without_a_target_nothing_is_measured() -> None:
+    budget = Budget(64)
+    run(budget, Machine(), decodes(16, 500), 0, 5)
+    assert budget.cost.steps == 0
+    assert budget.left(decodes(16, 500), 0) == 48
+
+
+def test_the_scheduler_keeps_to_it() -> None:
+    """A remnant of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
+    line = SchedulerLine(slots=400, budget=256, max_num_seqs=4)
+    line.scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020)
+    line.submit(prompt(1, 8), 60)
+    line.submit(prompt(2, 600), 4)
+    counts = []
+    while line.scheduler.num_sequences:
+        line.now += 0.001
+        plan: StepPlan = line.scheduler.schedule(line.now)
+        sampled: Sampled = line._run(plan)
+        line.now += Machine(per_token=2e-4).seconds(list(plan.pieces))
+        line.hear(line.scheduler.commit(plan, sampled, line.now))
+        while line.answer():
+            pass
+        line.hear_idle()
+        counts.append(plan.num_tokens)
+    assert max(counts[1:]) <= 110
+    assert 60 <= counts[3] <= 100
+    line.settle()
+    line.check_answers()
