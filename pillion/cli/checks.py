@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -28,6 +29,7 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "max_num_batched_tokens": (1, None),
     "max_num_seqs": (1, None),
     "max_waiting_seqs": (1, None),
+    "target_itl_ms": (0, None),
     "http_port": (0, MAX_PORT),
     "grpc_port": (0, MAX_PORT),
     "chunk_size": (1, None),
@@ -73,7 +75,9 @@ def check_split_policy(text: str, prefill_workers: int | None) -> None:
         raise ConfigError("--prefill-workers 0 needs --split-policy colocated")
 
 
-def _check_range(name: str, value: int, least: int, most: int | None) -> None:
+def _check_range(name: str, value: float, least: int, most: int | None) -> None:
+    if not math.isfinite(value):
+        raise ConfigError(f"{option_name(name)} {value} is not a number that can be meant")
     if value < least:
         raise ConfigError(f"{option_name(name)} {value} is less than {least}")
     if most is not None and value > most:

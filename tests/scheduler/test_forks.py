@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.forks import copy_tail
 from engine.sequence import State
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_line import BLOCK, SchedulerLine, answer, prompt, states
@@ -98,3 +99,37 @@ def test_more_answers_than_seats() -> None:
     line.submit(prompt(1, 10), 12, fork_seeds=(5, 6, 7, 8))
     line.finish()
     line.check_answers()
+
+
+def test_a_fork_that_has_begun_is_not_delayed_by_a_long_prompt() -> None:
+    line = SchedulerLine(slots=200, budget=16, max_num_seqs=4)
+    line.submit(prompt(1, 10), 30, fork_seeds=(5,))
+    line.step()
+    line.submit(prompt(2, 300), 4)
+    computed(line)
+    for _ in range(10):
+        before = len(line.said[2].token_ids)
+        computed(line)
+        assert len(line.said[2].token_ids) == before + 1
+    line.finish()
+    line.check_answers()
+
+
+def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
+    line = SchedulerLine(budget=16, max_num_seqs=4)
+    first = line.submit(prompt(1, 10), 30, fork_seeds=(5,))
+    assert first is not None
+    line.step()
+    while line.answer():
+        pass
+    parent, child = line.scheduler._sequences[first], line.scheduler._sequences[2]
+    assert child.state is State.SWAPPED
+    for state in (State.CLOSING, State.RESUMING):
+        parent.state, kept = state, parent.state
+        assert copy_tail(parent, child) is None
+        parent.state = kept
+    # Nor from one that came back and has not computed its prompt again.
+    parent.num_computed, kept_tokens = 8, parent.num_computed
+    assert copy_tail(parent, child) is None
+    parent.num_computed = kept_tokens
+    assert copy_tail(parent, child) is not None

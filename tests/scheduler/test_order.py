@@ -67,19 +67,42 @@ def test_a_patient_remnant_is_not_starved_by_a_stream_of_urgent_ones() -> None:
     assert max(before) <= 2 * PRIORITY_AGING_S
 
 
-def test_the_least_urgent_gives_way_even_to_a_newer_one() -> None:
-    line = SchedulerLine(slots=16, budget=24, max_num_seqs=4)
-    head = line.submit(prompt(0, 8), 40)
+def test_an_urgent_prompt_goes_before_a_begun_one() -> None:
+    line = SchedulerLine(slots=100, budget=8, max_num_seqs=4)
+    usual = line.submit(prompt(1, 30), 4)
+    assert served(line) == [usual]
+    urgent = line.submit(prompt(2, 30), 4, priority=-1)
+    assert served(line) == [urgent]
+
+
+def test_the_least_urgent_gives_way_even_to_newer_ones() -> None:
+    line = SchedulerLine(slots=20, budget=32, max_num_seqs=4)
     patient = line.submit(prompt(1, 8), 40, priority=1)
-    urgent = line.submit(prompt(2, 8), 40, priority=-1)
+    urgent = [line.submit(prompt(seed, 8), 40, priority=-1) for seed in (2, 3)]
     while State.RESUMING not in states(line):
         served(line)
         assert line.now < 1, "nobody was preempted"
-    assert head is not None
     assert patient is not None
-    assert urgent is not None
     assert line.scheduler._sequences[patient].state is State.RESUMING
-    assert line.scheduler._sequences[urgent].state is State.RUNNING
+    assert all(line.scheduler._sequences[i].state is State.RUNNING for i in urgent if i is not None)
+    line.finish()
+    line.check_answers()
+
+
+def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
+    line = SchedulerLine(slots=14, budget=32, max_num_seqs=4)
+    line.submit(prompt(0, 8), 40)
+    patient = line.submit(prompt(1, 10), 40, priority=1)
+    line.now = 3 * PRIORITY_AGING_S
+    # Behind the patient one by rank, so the step has planned that one already when these ask for memory.
+    later = [line.submit(prompt(seed, 8), 40) for seed in (2, 3)]
+    assert patient is not None
+    ids = served(line)
+    while line.scheduler._sequences[patient].state is State.RUNNING:
+        ids = served(line)
+        assert line.now < 3 * PRIORITY_AGING_S + 1, "nobody was preempted"
+    assert patient not in ids
+    assert set(later) & set(ids)
     line.finish()
     line.check_answers()
 

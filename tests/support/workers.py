@@ -17,7 +17,7 @@ from kvstore.hashing import chain_hashes
 from kvstore.node import KVNode, start_kvnode
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.rpc import open_channel
-from pillion.types import SamplingParams
+from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
@@ -111,6 +111,7 @@ class Answer:
     """What one stream said."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -160,6 +161,7 @@ class Connection:
                 answer = self.answers[delta.key]
                 assert answer.last is None, "news after the end"
                 answer.token_ids.extend(delta.token_ids)
+                answer.logprobs.extend(delta.logprobs)
                 if delta.finish_reason is not None or delta.error is not None:
                     answer.last = delta
                     answer.over.set()
