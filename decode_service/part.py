@@ -17,6 +17,7 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
         max_num_batched_tokens=flags.max_num_batched_tokens,
         max_num_seqs=flags.max_num_seqs,
         target_itl_ms=flags.target_itl_ms,
+        num_speculative_tokens=flags.num_speculative_tokens,
         backend_factory=backend_factory,
     )
     servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)

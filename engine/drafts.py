@@ -16,9 +16,6 @@ from engine.batch import Int32
 from engine.plan import Piece
 from engine.sequence import Sequence
 
-# Most tokens that one stream may guess in one step.
-MAX_DRAFT_TOKENS = 16
-
 
 class Drafter(Protocol):
     """Called on the step thread, once per decode and step, so it must be quick. Reads the sequence only."""
@@ -32,7 +29,8 @@ def speculate(drafter: Drafter, decodes: Seq[Piece], left: int) -> list[Piece]:
     pieces = []
     for piece in decodes:
         sequence = piece.sequence
-        most = min(left, sequence.room_for_drafts, MAX_DRAFT_TOKENS)
+        # One more than twice what was right the last time: a text that cannot be guessed soon costs a token a step.
+        most = min(left, sequence.room_for_drafts, 2 * sequence.right_guesses + 1)
         guess = drafter.draft(sequence, most)[:most] if most > 0 else ()
         if not len(guess):
             pieces.append(piece)

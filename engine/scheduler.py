@@ -33,7 +33,7 @@ from engine.drafts import Drafter, speculate
 from engine.forks import copy_tail
 from engine.lines import Lines
 from engine.plan import Load, Outcome, Piece, Sampled, StepPlan, Update
-from engine.sequence import Ending, ForkSpec, Holding, Sequence, State
+from engine.sequence import MAX_DRAFT_TOKENS, Ending, ForkSpec, Holding, Sequence, State
 from engine.step_cost import MIN_REMNANT_TOKENS, Budget
 from pillion.errors import ConfigError, NotFound, PillionError
 from pillion.types import FinishReason, TokenLogprob
@@ -308,6 +308,8 @@ class Scheduler:
             if reason is not None or guesses[taken - 1 : taken] != [token]:
                 break
         sequence.num_computed -= piece.samples - taken
+        if guesses:
+            sequence.right_guesses = min(taken - 1, MAX_DRAFT_TOKENS)
         sequence.extend_hashes(sequence.num_computed)
         self._tell_tokens(sequence, chosen[:taken], reason, now)
         if reason is not None:

@@ -34,6 +34,10 @@ from pillion.priority import rank
 from pillion.types import FinishReason, SamplingParams
 
 
+# Most tokens that one stream may guess in one step.
+MAX_DRAFT_TOKENS = 16
+
+
 class State(Enum):
     """See the drawing above."""
 
@@ -155,6 +159,8 @@ class Sequence:
         # Whose prompt this one shares, until its KV is copied or found.
         self.parent: Sequence | None = None
         self.num_drafts = 0
+        # Of the last guess, how many tokens were right; at first, hope.
+        self.right_guesses = MAX_DRAFT_TOKENS
         self.hold(holding)
         self.marks.remnant_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)

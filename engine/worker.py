@@ -24,6 +24,7 @@ from opentelemetry.context import Context
 from engine.batching import build_batch, build_sampling
 from engine.heartbeat import Heartbeat
 from engine.loading import BackendFactory, LoadedModel, thread_count, torch_backend
+from engine.ngram import NGramDrafter
 from engine.node_line import NodeLine, describe
 from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from engine.sampler import sample
@@ -109,6 +110,7 @@ class Worker:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
+        num_speculative_tokens: int = 0,
         backend_factory: BackendFactory = torch_backend,
     ) -> Worker:
         """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
@@ -120,6 +122,7 @@ class Worker:
             max_num_seqs=max_num_seqs,
             target_itl_s=target_itl_ms / 1000,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+            drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
         )
         attachment = await asyncio.to_thread(
             attach,

@@ -18,6 +18,7 @@ from pillion.errors import ConfigError
 # Flags that several parts take and pillion serve hands on.
 CHUNKED_PREFILL = "Cut prompts into chunks. Without it a prompt runs whole, in one step."
 TARGET_ITL = "Inter-token latency to aim at; --max-num-batched-tokens is then the most a step may take. 0: off."
+SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -102,6 +103,7 @@ class DecodeFlags(WorkerFlags):
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most streams that run at once.")
     target_itl_ms: float = flag(0.0, TARGET_ITL)
+    num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
     max_waiting_seqs: int = flag(1024, "Most streams that wait on a worker.")
 
 
@@ -133,4 +135,5 @@ class ServeFlags(GatewayFlags):
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
     target_itl_ms: float = flag(0.0, TARGET_ITL)
+    num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
     cpu_threads: int = flag(0, "Threads of a worker's forward pass on a CPU. 0: its share of the cores.")

@@ -147,25 +147,64 @@ def talks_to_gateway(function: F) -> F:
     )(function)
 
 
-def samples(function: F) -> F:
-    """Sampling options; what is not said is the gateway's default."""
-    for option in (
-        click.option("--stop", multiple=True, help="Text that ends the answer. May be said more than once."),
-        click.option("--seed", type=int, help="Makes sampling repeatable."),
-        click.option("--top-k", type=int, help="Only the k most likely tokens."),
-        click.option("--top-p", type=float, help="Nucleus mass."),
-        click.option("--temperature", type=float, help="0 is greedy."),
-        click.option("--max-tokens", type=int, help="Most tokens to generate."),
-        click.option("--model", default="", help="Served model name; may be left out where one model is served."),
-    ):
-        function = option(function)
-    return function
+def bias_by_id(ctx: click.Context, param: click.Parameter, said: tuple[str, ...]) -> dict[int, float]:
+    """ID=VALUE, said any number of times."""
+    biases = {}
+    for text in said:
+        token_id, _, value = text.partition("=")
+        try:
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not ID=VALUE, such as 42=-5", ctx, param) from None
+    return biases
+
+
+def options(*made: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator of several; the help lists them in this order."""
+
+    def add(function: F) -> F:
+        for option in reversed(made):
+            function = option(function)
+        return function
+
+    return add
+
+
+# What is not said is the gateway's default.
+samples = options(
+    click.option("--model", default="", help="Served model name; may be left out where one model is served."),
+    click.option("--max-tokens", type=int, help="Most tokens to generate."),
+    click.option("--min-tokens", type=int, help="No stop before so many tokens."),
+    click.option("--temperature", type=float, help="0 is greedy."),
+    click.option("--top-p", type=float, help="Nucleus mass."),
+    click.option("--top-k", type=int, help="Only the k most likely tokens."),
+    click.option("--min-p", type=float, help="Only tokens at least so many times as likely as the most likely one."),
+    click.option("--repetition-penalty", type=float, help="Divides logits of tokens in prompt and answer; 1 is none."),
+    click.option("--presence-penalty", type=float, help="Taken from logits of tokens in the answer, once."),
+    click.option("--frequency-penalty", type=float, help="Taken from logits of tokens in the answer, each time."),
+    click.option(
+        "--logit-bias",
+        metavar="ID=VALUE",
+        multiple=True,
+        callback=bias_by_id,
+        help="Added to a token's logit. May be said more than once.",
+    ),
+    click.option("--seed", type=int, help="Makes sampling repeatable."),
+    click.option("--stop", multiple=True, help="Text that ends the answer. May be said more than once."),
+    click.option("--logprobs", type=int, help="Show each token's log probability and so many alternatives."),
+    click.option("--priority", type=int, help="Smaller is more urgent, from -100 to 100; 0 is the usual."),
+)
+answers = options(
+    click.option("--n", type=int, help="Answers to give, one after the other."),
+    click.option("--best-of", type=int, help="Generate so many answers and give the most likely."),
+)
 
 
 @cli.command()
 @click.argument("prompt")
 @talks_to_gateway
 @samples
+@answers
 def generate(prompt: str, target: str, **sampling: Any) -> None:
     """Continue PROMPT ('-' reads it from standard input) and stream the text."""
     from pillion.cli.talk import run_generate

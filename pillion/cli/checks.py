@@ -13,6 +13,7 @@ MAX_PORT = 65535
 MAX_WORKERS = 64
 MAX_BLOCK_SIZE_TOKENS = 1024
 MAX_PERCENT = 90
+MAX_SPECULATIVE_TOKENS = 16
 
 # Least and most of each number; None: no upper bound.
 _RANGES: dict[str, tuple[int, int | None]] = {
@@ -30,6 +31,7 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "max_num_seqs": (1, None),
     "max_waiting_seqs": (1, None),
     "target_itl_ms": (0, None),
+    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
     "http_port": (0, MAX_PORT),
     "grpc_port": (0, MAX_PORT),
     "chunk_size": (1, None),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from pillion.types import ChatMessage, ClusterStatus, Delta, PartStatus
+from pillion.types import ChatMessage, ClusterStatus, Delta, PartStatus, TokenLogprob
 
 PROMPT = "you> "
 # Where the output is no terminal, the table gets the width it needs.
@@ -16,11 +16,15 @@ TABLE_WIDTH = 120
 
 
 def run_generate(prompt: str, target: str, sampling: dict[str, Any]) -> None:
-    """Streams the continuation to standard output. Raises PillionError."""
+    """Streams the continuation to standard output; several come whole, one after the other. Raises PillionError."""
     from pillion.client import Client
 
     with Client(target) as client:
-        show(client.generate(prompt, **said(sampling)))
+        deltas = client.generate(prompt, **said(sampling))
+        if (sampling.get("n") or 1) > 1:
+            show_each(deltas)
+        else:
+            show(deltas)
 
 
 def run_chat(system: str, target: str, sampling: dict[str, Any]) -> None:
@@ -42,19 +46,46 @@ def run_chat(system: str, target: str, sampling: dict[str, Any]) -> None:
 
 def said(sampling: dict[str, Any]) -> dict[str, Any]:
     """Only what was said: the rest is the gateway's to choose."""
-    return {name: value for name, value in sampling.items() if value not in (None, (), "")}
+    return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
 def show(deltas: Iterable[Delta]) -> str:
-    """Prints the text as it comes; returns all of it."""
-    parts = []
+    """Prints the text as it comes, then log probabilities if they were asked for; returns the text."""
+    parts, logprobs = [], []
     for delta in deltas:
         sys.stdout.write(delta.text)
         sys.stdout.flush()
         parts.append(delta.text)
-    sys.stdout.write("\n")
+        logprobs += delta.logprobs
+    sys.stdout.write("\n" + logprob_lines(logprobs))
     sys.stdout.flush()
     return "".join(parts)
+
+
+def show_each(deltas: Iterable[Delta]) -> None:
+    """Prints each answer under a heading, in order, as soon as it and those before it are complete."""
+    texts: dict[int, list[str]] = {}
+    logprobs: dict[int, list[TokenLogprob]] = {}
+    complete, shown = set(), 0
+    for delta in deltas:
+        texts.setdefault(delta.index, []).append(delta.text)
+        logprobs.setdefault(delta.index, []).extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            complete.add(delta.index)
+        while shown in complete:
+            sys.stdout.write(f"--- answer {shown + 1} ---\n{''.join(texts.pop(shown))}\n")
+            sys.stdout.write(logprob_lines(logprobs.pop(shown)))
+            sys.stdout.flush()
+            shown += 1
+
+
+def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
+    """A line for each token: its id and log probability, then the alternatives, the most likely first."""
+    lines = []
+    for said in logprobs:
+        others = "  ".join(f"{i} {p:.3f}" for i, p in zip(said.top_ids, said.top_logprobs, strict=False))
+        lines.append(f"{said.token_id:>8} {said.logprob:>9.3f}{'   | ' if others else ''}{others}\n")
+    return "".join(("   token   logprob\n", *lines)) if lines else ""
 
 
 def user_lines() -> Iterator[str]:

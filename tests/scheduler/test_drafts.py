@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Int32
-from engine.sequence import Sequence
-from tests.support.scheduler_line import SchedulerLine, answer, prompt
+from engine.ngram import NGramDrafter
+from engine.sequence import Holding, Sequence, SequenceSpec
+from tests.support.scheduler_line import GREEDY, SchedulerLine, answer, prompt
 
 
 class Oracle:
@@ -95,3 +96,61 @@ def test_any_guesses(requests: list[tuple[int, int, int]], wrong: int, slots: in
         line.step()
     line.finish()
     line.check_answers()
+
+
+def sequence_of(tokens: list[int]) -> Sequence:
+    spec = SequenceSpec(
+        seq_id=1,
+        token_ids=np.array(tokens, dtype=np.int32),
+        parent_hash=bytes(32),
+        prompt_tokens=len(tokens),
+        sampling=GREEDY,
+        max_tokens=50,
+        max_model_len=1000,
+    )
+    return Sequence(spec, Holding(1, (), tuple(range(100))), 4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9, 1]),
+        # The longer match wins over the later one, the later one among equals.
+        ([7, 1, 2, 30, 8, 1, 2, 40, 7, 1, 2], [30, 8, 1, 2]),
+        ([1, 2, 30, 1, 2, 40, 1, 2], [40, 1, 2]),
+        # One token in common is not enough; nothing in common is nothing.
+        ([1, 2, 3, 9, 3], []),
+        ([1, 2, 3], []),
+        ([5], []),
+        # It may run into its own end.
+        ([6, 6, 6, 6], [6]),
+    ],
+)
+def test_looking_back(text: list[int], guess: list[int]) -> None:
+    assert NGramDrafter(4).draft(sequence_of(text), 9).tolist() == guess
+    assert NGramDrafter(4).draft(sequence_of(text), 2).tolist() == guess[:2]
+
+
+def test_a_text_that_cannot_be_guessed_soon_costs_one_token_a_step() -> None:
+    line = SchedulerLine(slots=100, budget=64, max_num_seqs=2, drafter=Oracle(1))
+    line.submit(prompt(1, 9), 30)
+    counts = []
+    while line.scheduler.num_sequences:
+        counts.append(line.step().num_tokens)
+        while line.answer():
+            pass
+        line.hear_idle()
+    assert max(counts[4:]) <= 2
+    line.settle()
+    line.check_answers()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
+def test_a_guess_stood_in_the_text_behind_the_same_tokens(text: list[int], most: int) -> None:
+    guess = NGramDrafter(16).draft(sequence_of(text), most).tolist()
+    assert len(guess) <= most
+    if guess:
+        pair = text[-2:]
+        places = [i for i in range(2, len(text)) if text[i - 2 : i] == pair]
+        assert any(text[i : i + len(guess)] == guess for i in places)

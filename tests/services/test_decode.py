@@ -106,6 +106,18 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
         await workers.quiet()
 
 
+async def test_guessed_tokens_change_no_answer() -> None:
+    async with running_workers(decode={"num_speculative_tokens": 4}) as workers, connected(workers) as connection:
+        # The model's own text, twice: what it says next is what it said the first time, for a while at least.
+        said = greedy(prompt(1, 6), 12)
+        tokens = prompt(1, 6) + said + prompt(1, 6)
+        answer = await start(workers, connection, 1, tokens, 30)
+        await over(answer)
+        assert answer.token_ids == greedy(tokens, 30)
+        assert max(workers.decode_backend.steps[1:]) > 1, "nothing was guessed"
+        await workers.quiet()
+
+
 async def test_cancel_and_a_lost_connection_free_everything() -> None:
     async with running_workers() as workers:
         async with connected(workers) as connection:

@@ -1,0 +1,87 @@
+"""What a decode worker refuses by itself, whatever its gateway let through."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decode_service.validation import check_submit
+from pillion.errors import InvalidRequest
+from pillion.types import SamplingParams
+from pillion.wire.decode import Submit
+
+RESOLVED = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=1)
+GOOD = Submit(
+    key=1,
+    request_id="r",
+    attempt=1,
+    ticket_id=2,
+    root_hash=b"x" * 32,
+    token_ids=(1, 2, 3),
+    prompt_tokens=3,
+    sampling=RESOLVED,
+    stop_token_ids=(2,),
+    max_tokens=5,
+)
+
+
+def fields_of(**said: Any) -> list[str]:
+    try:
+        check_submit(replace(GOOD, sampling=replace(RESOLVED, **said)), vocab_size=97, max_model_len=64)
+    except InvalidRequest as error:
+        return [violation.field for violation in error.violations]
+    return []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        # An older gateway says nothing of what it does not know.
+        {},
+        {"min_p": 1.0, "repetition_penalty": 10.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {0: 100.0, 96: -100.0}, "min_tokens": 5, "logprobs": 20, "n": 128, "best_of": 128},
+    ],
+)
+def test_good(said: dict[str, Any]) -> None:
+    assert fields_of(**said) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"temperature": math.nan},
+        {"temperature": 100.5},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"min_p": math.nan},
+        {"min_p": -0.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.inf},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": -2.5},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"min_tokens": 6},
+        {"min_tokens": -1},
+        {"logit_bias": dict.fromkeys(range(1025), 0.0)},
+    ],
+    ids=repr,
+)
+def test_bad(said: dict[str, Any]) -> None:
+    assert fields_of(**said) == [f"sampling.{name}" for name in said]
+
+
+def test_bias_of_what_is_no_token() -> None:
+    assert fields_of(logit_bias={97: 1.0, -1: 1.0, 3: math.nan}) == [
+        "sampling.logit_bias[97]",
+        "sampling.logit_bias[-1]",
+        "sampling.logit_bias[3]",
+    ]
+
+
+def test_what_must_be_resolved() -> None:
+    for name in ("temperature", "top_p", "top_k", "seed"):
+        assert fields_of(**{name: None}) == ["sampling"]
