@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import grpc
@@ -109,7 +110,7 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
 async def test_guessed_tokens_change_no_answer() -> None:
     async with running_workers(decode={"num_speculative_tokens": 4}) as workers, connected(workers) as connection:
         # So many pairs of tokens that the answer is bound to hit one now and then, and then to go on differently.
-        tokens = [(position * position * 31 + 7 * position) % 97 for position in range(600)]
+        tokens = [random.Random(position).randrange(97) for position in range(900)]
         answer = await start(workers, connection, 1, tokens, 60)
         await over(answer)
         assert answer.token_ids == greedy(tokens, 60)
