@@ -86,6 +86,7 @@ async def load(target: str, seed: int, args: argparse.Namespace, figures: Figure
 
 def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]:
     """Name, most tokens of a step, flags."""
+    found: list[tuple[str, int, tuple[str, ...]]]
     found = [(f"budget {budget}", budget, (f"--max-num-batched-tokens={budget}",)) for budget in args.budgets]
     most = max(args.budgets)
     found += [

@@ -8,11 +8,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.config_json import token_ids
 from engine.model_config import parse_config
 from engine.model_files import SINGLE_NAME, Progress, weight_files
 from pillion.errors import ConfigError
 
+# What a GGUF file says and transformers passes over, by architecture: its key, and the name in config.json.
+_PASSED_OVER = {
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "phi3": {"attention.sliding_window": "sliding_window"},
+    "qwen3": {"attention.key_length": "head_dim"},
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+}
+# Layers of the Gemma models that divide scores by the root of hidden / heads; all others divide by that of 256, which
+# transformers assumes. GGUF files do not say it: llama.cpp goes by the number of layers too.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+# Tensors of divisors of the rotary embedding's frequencies: for any length, and for short and long texts.
 _ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_SHORT, _ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+# Tokens that end a turn in the chat formats of models whose GGUF files name only the token that ends a text.
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 _PRIVATE_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
@@ -24,6 +42,7 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
     """
     progress(f"reading {source.name}")
     try:
+        from gguf import GGUFReader
         from safetensors.torch import save_file
         from transformers import AutoConfig, AutoTokenizer
         from transformers.utils import logging
@@ -33,10 +52,13 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
     try:
         read = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
         config = {k: v for k, v in json.loads(read.to_json_string(use_diff=False)).items() if k not in _PRIVATE_KEYS}
-        _add_rope(config, source)
-        parse_config(config)
+        reader = GGUFReader(source)
+        _add_passed_over(config, reader)
+        _add_rope(config, reader)
+        _refuse_lost_experts(config, reader)
         progress("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+        config["eos_token_id"] = _ends_of_turn(config, reader, tokenizer)
         progress("de-quantizing weights")
         tensors = _dequantize(source, read, dtype)
     except ConfigError:
@@ -65,29 +87,62 @@ def _dequantize(source: Path, config: Any, dtype: str) -> dict[str, Any]:
     return {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in tensors.items()}
 
 
-def _add_rope(config: dict[str, Any], source: Path) -> None:
-    """GGUF says rope scaling in keys and a tensor that transformers passes over; wrong positions would follow."""
-    from gguf import GGUFReader
+def _said(reader: Any, key: str) -> Any:
+    """What a GGUF file says under a key, or None; ``{}`` in it stands for the architecture."""
+    field = reader.get_field("general.architecture")
+    name = field.contents() if field else "llama"
+    field = reader.get_field(key.format(name))
+    return field.contents() if field else None
 
-    reader = GGUFReader(source)
+
+def _add_passed_over(config: dict[str, Any], reader: Any) -> None:
+    name = _said(reader, "general.architecture")
+    for key, ours in _PASSED_OVER.get(name, {}).items():
+        said = _said(reader, "{}." + key)
+        if said is not None:
+            config[ours] = said
+    if _GEMMA_27B_LAYERS.get(name) == config.get("num_hidden_layers"):
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+
+
+def _refuse_lost_experts(config: dict[str, Any], reader: Any) -> None:
+    """Also raises ConfigError for what cannot be served anyway. Mixtral's files say that they are Llama's."""
+    parsed = parse_config(config)
+    if parsed.moe is None and _said(reader, "{}.expert_count"):
+        raise ConfigError("mixture of experts is read from Hugging Face folders, and from GGUF files of qwen3moe alone")
+
+
+def _add_rope(config: dict[str, Any], reader: Any) -> None:
+    """GGUF says rope scaling in keys and tensors that transformers passes over; wrong positions would follow."""
     rope = config.setdefault("rope_parameters", {})
-    name = reader.get_field("general.architecture")
-    prefix = f"{name.contents() if name else 'llama'}.rope.scaling."
-    said = {
-        key: field.contents()
-        for key in ("type", "factor", "original_context_length")
-        if (field := reader.get_field(prefix + key))
+    rope = rope.get("full_attention", rope)  # Gemma 3 scales that of its layers without a window.
+    kind, factor = _said(reader, "{}.rope.scaling.type"), _said(reader, "{}.rope.scaling.factor")
+    original = _said(reader, "{}.rope.scaling.original_context_length")
+    if kind in ("linear", "yarn"):
+        rope.update(rope_type=kind, factor=float(factor or 1.0))
+        if original is not None:
+            rope["original_max_position_embeddings"] = int(original)
+    factors = {
+        tensor.name: [float(number) for number in tensor.data] for tensor in reader.tensors if "rope_f" in tensor.name
     }
-    if said.get("type") in ("linear", "yarn"):
-        rope.update(rope_type=said["type"], factor=float(said.get("factor", 1.0)))
-        if "original_context_length" in said:
-            rope["original_max_position_embeddings"] = int(said["original_context_length"])
-    for tensor in reader.tensors:
-        if tensor.name == _ROPE_FACTORS:
-            factors = [float(number) for number in tensor.data]
-            rope.update(
-                rope_type="longrope", short_factor=factors, long_factor=factors, factor=1.0, attention_factor=1.0
-            )
+    if _ROPE_FACTORS in factors:
+        one = factors[_ROPE_FACTORS]
+        rope.update(rope_type="longrope", short_factor=one, long_factor=one, factor=1.0, attention_factor=1.0)
+    if _ROPE_SHORT in factors and _ROPE_LONG in factors:
+        rope.update(rope_type="longrope", short_factor=factors[_ROPE_SHORT], long_factor=factors[_ROPE_LONG])
+        config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
+    turning = _said(reader, "phi3.rope.dimension_count")
+    if turning is not None:
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        rope["partial_rotary_factor"] = turning / head_dim
+
+
+def _ends_of_turn(config: dict[str, Any], reader: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text, and those that end a turn of a chat: said by the file, or by its chat template."""
+    ends = {*token_ids(config.get("eos_token_id")), *token_ids(_said(reader, "tokenizer.ggml.eot_token_id"))}
+    vocabulary, template = tokenizer.get_vocab(), str(tokenizer.chat_template or "")
+    ends.update(vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in template)
+    return sorted(ends)
 
 
 def link_with_tokenizer(source: Path, folder: Path, progress: Progress) -> None:

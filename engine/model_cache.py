@@ -23,7 +23,7 @@ from engine.model_files import Progress
 from pillion.errors import ConfigError
 
 # Grows when conversion or loading changes numbers: other KV, so other fingerprints and other records.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1

@@ -1,39 +1,41 @@
 """What a model looks like, read from the ``config.json`` of a Hugging Face folder. Imports no torch.
 
-A family is one row of ``_FAMILIES``: what its config leaves unsaid, and which of the decoder's options it has. The
-decoder (:mod:`engine.decoder`) knows options, never families.
+A family is one row of the table in :mod:`engine.families`; :class:`ModelConfig` is what it comes down to. The decoder
+(:mod:`engine.decoder`) knows options, never families.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config_json import above_zero, number, per_layer, read_json, size, token_ids
+from engine.families import FAMILIES, TEXT_OF, Family
+from engine.rope_config import RopeConfig, parse_global_and_local, parse_rope
 from pillion.errors import ConfigError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+# Names of activations in configs, and what the decoder calls them.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. Fields behind ``theta`` belong to the kinds that scale; see :mod:`engine.rope`."""
+class MoeConfig:
+    """Mixture of experts.
 
-    kind: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-    frequency_factors: tuple[float, ...] = ()
+    Attributes:
+        intermediate_size: inner width of one expert.
+        normalize: whether the scores of a token's experts are made to sum up to 1.
+        layers: per layer, whether it has experts; the others have one dense MLP.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +43,19 @@ class ModelConfig:
     """Shape and options of a decoder.
 
     Attributes:
+        max_position_embeddings: tokens of the longest text, scaling of the rotary embedding included.
+        ropes: the rotary embeddings in use.
+        layer_ropes: per layer, its place in ``ropes``; None for a layer without positions (NoPE).
         sliding_windows: per layer, how many tokens a query sees, itself included; 0 means all before it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
-        qk_norm: RMS norm over each query and key head before the rotary embedding.
+        activation: of the gated MLP, "silu" or "gelu_tanh".
+        norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight of 1 + w.
+        pre_norm, post_norm: whether attention and MLP are normed before they run, and after, before they are added.
+        qk_norm: RMS norm of queries and keys before they turn, over each "head" or the whole "projection"; "" for none.
+        attention_scale: multiplies the scores.
+        attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
+        embedding_scale, residual_scale: multiply embeddings, and whatever a layer adds.
+        logit_divisor: divides the logits.
         eos_token_ids: tokens that end a text.
     """
 
@@ -57,48 +69,32 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
+    layer_ropes: tuple[int | None, ...]
     sliding_windows: tuple[int, ...]
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    activation: str = "silu"
+    norm: str = "plain"
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: str = ""
+    attention_scale: float
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    moe: MoeConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """A row of the table. An option is True, False, or the key of the config that says it."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    windows_by_layer: bool = False
-
-
-_FAMILIES: dict[str, _Family] = {
-    "llama": _Family(
-        {"max_position_embeddings": 2048}, qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
-    "mistral": _Family({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": _Family({"max_position_embeddings": 32_768}, qkv_bias=True, windows_by_layer=True),
-    "qwen3": _Family(
-        {"max_position_embeddings": 32_768, "head_dim": 128},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        windows_by_layer=True,
-    ),
-}
-
-
 def known_architectures() -> tuple[str, ...]:
     """The values of ``model_type`` that can be served."""
-    return tuple(sorted(_FAMILIES))
+    return tuple(sorted({*FAMILIES, *TEXT_OF}))
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -106,137 +102,162 @@ def load_config(folder: Path) -> ModelConfig:
     return parse_config(read_json(folder / "config.json"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError when it is not there or not one."""
-    try:
-        said = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} is no model folder: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(said, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return said
-
-
 def parse_config(said: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not built."""
+    said = _text_part(said)
     name = said.get("model_type")
-    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
     raw = {**family.defaults, **said}
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{name}: activation {raw['hidden_act']!r} is not supported; known is silu")
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{name}: quantized weights are not supported; use the bf16 or fp32 release, or a GGUF file")
-    heads = _size(raw, "num_attention_heads")
-    kv_heads = _size(raw, "num_key_value_heads", heads)
-    head_dim = _size(raw, "head_dim", _size(raw, "hidden_size") // heads)
+    _refuse_strange(str(name), raw)
+    # What only other families have is not read here, as it is not by transformers.
+    options = {key: raw[key] for key in family.defaults}
+    heads = size(raw, "num_attention_heads")
+    kv_heads = size(raw, "num_key_value_heads", heads)
+    head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads)
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values do not fit together")
-    max_position = _size(raw, "max_position_embeddings")
+    num_layers = size(raw, "num_hidden_layers")
+    has_rope = _has_rope(options, num_layers)
+    slides = _slides(options, num_layers, has_rope)
+    window = int(number(options, "sliding_window", 0))
+    ropes, layer_ropes = _ropes(raw, family, head_dim, has_rope, slides)
+    attention_bias = bool(options.get("attention_bias"))
     return ModelConfig(
         family=str(name),
-        vocab_size=_size(raw, "vocab_size"),
-        hidden_size=_size(raw, "hidden_size"),
-        intermediate_size=_size(raw, "intermediate_size"),
-        num_layers=_size(raw, "num_hidden_layers"),
+        vocab_size=size(raw, "vocab_size"),
+        hidden_size=size(raw, "hidden_size"),
+        intermediate_size=size(raw, "intermediate_size"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        max_position_embeddings=max_position,
-        rope=_rope(raw, max_position, head_dim),
-        sliding_windows=_windows(raw, family, _size(raw, "num_hidden_layers")),
+        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        max_position_embeddings=_longest(raw, ropes),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        sliding_windows=tuple(window if slide else 0 for slide in slides),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=_option(raw, family.qkv_bias),
-        o_bias=_option(raw, family.o_bias),
-        mlp_bias=_option(raw, family.mlp_bias),
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=bool(options.get("mlp_bias")),
+        activation=_activation(str(name), raw, options),
+        norm=family.norm,
+        pre_norm=family.pre_norm,
+        post_norm=family.post_norm,
         qk_norm=family.qk_norm,
+        attention_scale=_attention_scale(options, head_dim),
+        attention_softcap=number(options, "attn_logit_softcapping", 0.0),
+        logit_softcap=number(options, "final_logit_softcapping", 0.0),
+        embedding_scale=_embedding_scale(raw, options, family),
+        residual_scale=number(options, "residual_multiplier", 1.0),
+        logit_divisor=above_zero(options, "logits_scaling", 1.0),
+        moe=_moe(raw, options, num_layers),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
     )
 
 
-def token_ids(said: Any) -> tuple[int, ...]:
-    """The ids in ``eos_token_id`` and its like: nothing, one number, or a list."""
-    found = said if isinstance(said, list) else [said]
-    return tuple(number for number in found if isinstance(number, int) and not isinstance(number, bool))
+def _text_part(said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's config within one of text and images; any other config as it is."""
+    text, family = said.get("text_config"), TEXT_OF.get(str(said.get("model_type")))
+    if family is None or not isinstance(text, Mapping):
+        return said
+    outer = {key: said[key] for key in ("bos_token_id", "eos_token_id", "quantization_config") if key in said}
+    return {**text, **outer, "model_type": family}
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    said = raw.get(key)
-    said = default if said is None else said
-    if not isinstance(said, int) or isinstance(said, bool) or said < 1:
-        raise ConfigError(f"config.json: {key} must be a whole number above 0, not {said!r}")
-    return said
+def _refuse_strange(name: str, raw: Mapping[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{name}: quantized weights are not supported; use the bf16 or fp32 release, or a GGUF file")
+    if raw.get("use_bidirectional_attention"):
+        raise ConfigError(f"{name}: bidirectional attention is not supported")
 
 
-def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    said = raw.get(key)
-    said = default if said is None else said
-    if not isinstance(said, int | float) or isinstance(said, bool):
-        raise ConfigError(f"config.json: {key} must be a number, not {said!r}")
-    return float(said)
+def _activation(name: str, raw: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    if "hidden_activation" in options:
+        said = options["hidden_activation"] or "gelu_pytorch_tanh"
+    else:
+        said = raw.get("hidden_act") or "silu"
+    if said not in _ACTIVATIONS:
+        raise ConfigError(f"{name}: activation {said!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[said]
 
 
-def _option(raw: Mapping[str, Any], rule: bool | str) -> bool:
-    return rule if isinstance(rule, bool) else bool(raw.get(rule, False))
+def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
+    """Granite says the scale itself; all others the size that the scores' variance grows with, if not the head's."""
+    if "attention_multiplier" in options:
+        return number(options, "attention_multiplier", 1.0)
+    return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
 
 
-def _windows(raw: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int, ...]:
-    """Mistral's window holds for all layers; Qwen's must be switched on and begins at a layer."""
-    window = int(raw.get("sliding_window") or 0)
-    if not family.windows_by_layer:
-        return (window,) * num_layers
-    if not raw.get("use_sliding_window"):
-        return (0,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = int(raw.get("max_window_layers", 28))
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise ConfigError(f"config.json: layer_types names {len(kinds)} layers, not {num_layers}")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+def _embedding_scale(raw: Mapping[str, Any], options: Mapping[str, Any], family: Family) -> float:
+    if family.scaled_embedding:
+        return math.sqrt(size(raw, "hidden_size"))
+    return number(options, "embedding_multiplier", 1.0)
 
 
-def _rope(raw: Mapping[str, Any], max_position: int, head_dim: int) -> RopeConfig:
-    """transformers 5 says all in ``rope_parameters``; older configs split it in ``rope_theta`` and ``rope_scaling``."""
-    said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = said.get("rope_type") or said.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
-    if _number(said, "partial_rotary_factor", _number(raw, "partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial rotary embedding is not supported")
-    theta = _number(said, "rope_theta", _number(raw, "rope_theta", 10_000.0))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    original = raw.get("original_max_position_embeddings") or said.get("original_max_position_embeddings")
-    original_max = int(original or max_position)
-    attention_factor = said.get("attention_factor")
-    return RopeConfig(
-        kind=kind,
-        theta=theta,
-        factor=_number(said, "factor", max_position / original_max),
-        original_max_position=original_max,
-        low_freq_factor=_number(said, "low_freq_factor", 1.0),
-        high_freq_factor=_number(said, "high_freq_factor", 4.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        beta_fast=_number(said, "beta_fast", 32.0),
-        beta_slow=_number(said, "beta_slow", 1.0),
-        mscale=_number(said, "mscale", 0.0),
-        mscale_all_dim=_number(said, "mscale_all_dim", 0.0),
-        truncate=bool(said.get("truncate", True)),
-        frequency_factors=_frequency_factors(said, head_dim) if kind == "longrope" else (),
+def _has_rope(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Per layer; SmolLM3 leaves it out in every fourth, or where its list has a 0."""
+    said = per_layer(options, "no_rope_layers", num_layers)
+    if said is not None:
+        return tuple(bool(flag) for flag in said)
+    interval = size(options, "no_rope_layer_interval", num_layers + 1)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _slides(options: Mapping[str, Any], num_layers: int, has_rope: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Per layer, whether it has the window. Some families switch windows on, and each has its rule for the layers."""
+    windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
+    # Gemma 3 gives such layers a rotary embedding of their own, window or not.
+    if not windowed and "rope_local_base_freq" not in options:
+        return (False,) * num_layers
+    kinds = per_layer(options, "layer_types", num_layers)
+    if kinds is not None:
+        strange = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
+        if strange:
+            raise ConfigError(f"layer type {strange[0]!r} is not supported; known are full and sliding attention")
+        return tuple(kind == "sliding_attention" for kind in kinds)
+    if "max_window_layers" in options:
+        first = int(number(options, "max_window_layers", 0))
+        return tuple(layer >= first for layer in range(num_layers))
+    if "sliding_window_pattern" in options:
+        pattern = size(options, "sliding_window_pattern")
+        return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    if "no_rope_layer_interval" in options:
+        return tuple(not rope for rope in has_rope)
+    return (True,) * num_layers
+
+
+def _ropes(
+    raw: Mapping[str, Any], family: Family, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
+) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
+    if "rope_local_base_freq" in family.defaults:
+        return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
+    rope = parse_rope(raw, head_dim, partial=family.partial_rope)
+    return (rope,), tuple(0 if rope else None for rope in has_rope)
+
+
+def _longest(raw: Mapping[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
+    """Gemma 3 says the stretched length itself, as do llama3 and longrope; the other kinds multiply, as in vLLM."""
+    said = size(raw, "max_position_embeddings")
+    return said if len(ropes) > 1 else max(said, ropes[0].stretched_max_position)
+
+
+def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], num_layers: int) -> MoeConfig | None:
+    if "num_experts_per_tok" not in options:
+        return None
+    # transformers 5 writes num_local_experts for all families.
+    num_experts = size(raw, "num_local_experts", size(raw, "num_experts", options.get("num_local_experts")))
+    per_token = size(options, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ConfigError(f"config.json: {per_token} experts per token are more than there are: {num_experts}")
+    step, dense = size(options, "decoder_sparse_step", 1), token_ids(options.get("mlp_only_layers"))
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        intermediate_size=size(options, "moe_intermediate_size", size(raw, "intermediate_size")),
+        normalize=bool(options.get("norm_topk_prob", True)),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
     )
-
-
-def _frequency_factors(said: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
-    """One divisor per frequency. KV that depends on the length of the text cannot be shared, so one set only."""
-    short, long = said.get("short_factor"), said.get("long_factor")
-    if not isinstance(short, list) or short != long:
-        raise ConfigError("rope type 'longrope' with different short and long factors is not supported")
-    if len(short) != head_dim // 2:
-        raise ConfigError(f"rope type 'longrope' needs {head_dim // 2} factors, not {len(short)}")
-    return tuple(float(number) for number in short)

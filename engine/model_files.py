@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.model_config import read_json
+from engine.config_json import read_json
 from pillion.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.backend import KVLayout
+from engine.config_json import read_json, token_ids
 from engine.convert import convert_gguf, link_with_tokenizer
 from engine.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
-from engine.model_config import ModelConfig, load_config, read_json, token_ids
+from engine.model_config import ModelConfig, load_config
 from engine.model_files import INDEX_NAME, Progress, Source, locate, weight_files
+from engine.rope_config import served_variant
 from pillion.config import ModelFlags
 from pillion.errors import ConfigError
 
@@ -82,12 +84,17 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
 
 
 def kv_layout(prepared: PreparedModel, block_size: int) -> KVLayout:
-    """How the torch backend cuts a slot for this model. Imports no torch."""
+    """How the torch backend cuts a slot for this model. Imports no torch.
+
+    The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
+    serve such a model at two lengths share no block that only one of them could have computed (I2).
+    """
     if block_size < 1:
         raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
     config = load_config(prepared.folder)
+    rope = served_variant(config.ropes, prepared.max_model_len)
     return KVLayout(
-        version=LAYOUT_VERSION,
+        version=f"{LAYOUT_VERSION}/rope-{rope}" if rope else LAYOUT_VERSION,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

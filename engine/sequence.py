@@ -33,7 +33,6 @@ from pillion.errors import PillionError
 from pillion.priority import rank
 from pillion.types import FinishReason, SamplingParams
 
-
 # Most tokens that one stream may guess in one step.
 MAX_DRAFT_TOKENS = 16
 

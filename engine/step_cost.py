@@ -4,8 +4,8 @@ The model is linear in what a step does: a constant, tokens (products with the w
 sequence's context once) and query-key pairs (a chunk's attention). Its weights, none of them negative, are fitted to
 relative errors by least squares over some twenty steps back, fading. What that is too slow for, a machine that somebody
 else computes on too, is a factor beside it: the median of the last few steps' measured over predicted time. So a change
-is followed within three steps, and a hiccup of one or two is not believed. Sarathi-Serve profiles this curve offline and
-keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
+is followed within three steps, and a hiccup of one or two is not believed. Sarathi-Serve profiles this curve offline
+and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The calls that one request makes to other parts. Each reports what came of it as an event; none decides anything."""
+"""The calls that one answer makes to other parts. Each reports what came of it as an event; none decides anything."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from opentelemetry import trace
@@ -29,7 +30,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.wire.decode import DecodeDelta, Submit
+from pillion.wire.decode import DecodeDelta, Fork, Submit
 from pillion.wire.prefill import Span
 
 log = logging.getLogger("pillion.gateway")
@@ -47,7 +48,11 @@ _background: set[asyncio.Task[None]] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds."""
+    """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
+
+    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Where ``prefix_caching`` is off,
+    ``cache_salt`` is one that no other request has.
+    """
 
     request_id: str
     model: str
@@ -61,23 +66,29 @@ class Job:
     arrived: float
     deadline: float | None
     spread: int
+    priority: int = 0
+    answers: int = 1
+    show_logprobs: bool = False
+    prefix_caching: bool = True
 
 
 class Calls:
-    """One request's calls. At most one look-up, ticket call or span is under way, and at most one decode stream.
+    """One answer's calls. At most one look-up, ticket call or span is under way, and at most one decode stream.
 
-    ``post`` takes events, ``broken`` takes what no call should ever raise.
+    ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes what no call should ever raise.
     """
 
     def __init__(
         self,
         job: Job,
+        seed: int,
         cluster: Cluster,
         span: trace.Span,
         post: Callable[[Event], None],
         broken: Callable[[BaseException], None],
     ) -> None:
         self._job = job
+        self._seed = seed
         self._cluster = cluster
         self._span = span
         self._context = trace.set_span_in_context(span)
@@ -107,8 +118,8 @@ class Calls:
         self._assign_plan(action.plan)
         self._spawn(self._run_span(action))
 
-    def submit(self, action: ev.SubmitDecode) -> None:
-        """Answers Adopted, Tokens, then DecodeFinished; or DecodeLost."""
+    def submit(self, action: ev.SubmitDecode, followers: Sequence[Calls]) -> None:
+        """Answers Adopted, Tokens, then DecodeFinished; or DecodeLost. ``followers`` are the calls of ``forks``."""
         job, attempt, worker = self._job, action.attempt, action.plan.decode.part_id
         left_s = self._left_s()
         submit = Submit(
@@ -119,20 +130,25 @@ class Calls:
             root_hash=self._root,
             token_ids=action.token_ids,
             prompt_tokens=len(job.prompt),
-            sampling=job.resolved.sampling,
+            sampling=replace(job.resolved.sampling, seed=self._seed),
             stop_token_ids=job.resolved.stop_token_ids,
             max_tokens=job.resolved.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(self._context),
+            priority=job.priority,
+            forks=tuple(Fork(0, follower._seed) for follower in followers),
         )
-        self.assign({worker: 1})
-        self._adopted = False
+        streams = (self, *followers)
+        for stream in streams:
+            stream.assign({worker: 1})
+            stream._adopted = False
         try:
-            key = self._cluster.decode(worker).submit(submit, lambda delta: self._heard(attempt, delta))
+            keys = self._cluster.decode(worker).submit(submit, [partial(one._heard, attempt) for one in streams])
         except PillionError as error:
             self._post(ev.DecodeLost(attempt, error, retryable=True))
         else:
-            self._stream = (worker, key)
+            for stream, key in zip(streams, keys, strict=True):
+                stream._stream = (worker, key)
 
     def stop_work(self) -> None:
         """Ends the look-up, ticket call or span under way."""
@@ -141,7 +157,8 @@ class Calls:
             self._work = None
 
     def cancel_decode(self) -> None:
-        """Tells the decode worker, if it still runs something for this request."""
+        """Tells the decode worker, if it still runs something for this answer."""
+        self.assign({})
         if self._stream is None:
             return
         (worker, key), self._stream = self._stream, None
@@ -158,7 +175,7 @@ class Calls:
             log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
     def assign(self, amounts: dict[str, int]) -> None:
-        """What of the parts' load is this request's from now on, for the planner's next decisions."""
+        """What of the parts' load is this answer's from now on, for the planner's next decisions."""
         for part_id, amount in self._assigned.items():
             self._cluster.load.add(part_id, -amount)
         for part_id, amount in amounts.items():
@@ -187,12 +204,14 @@ class Calls:
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
         self._root = request_root(served.namespace, cache_salt=job.cache_salt)
         self._hashes = chain_hashes(self._root, action.token_ids[:whole], served.block_size)
-        hits = await cluster.index.longest_prefix(self._hashes) if self._hashes else ()
+        # Under a salt of its own a request can only meet itself, in a later attempt.
+        known = self._hashes and (job.prefix_caching or action.attempt > 1)
+        hits = await cluster.index.longest_prefix(self._hashes) if known else ()
         picture = Picture(
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
-            parts=served.parts,
+            parts=served.holding(len(job.prompt) + job.resolved.max_tokens),
             policy=job.policy,
             block_size=served.block_size,
             chunk_tokens=job.chunk_tokens,
@@ -223,7 +242,12 @@ class Calls:
                 epoch, resume = link.epoch, action.attempt > 1
                 # Cancelled or out of time, this call leaves no ticket behind: the client sees to that.
                 ticket = await link.client.open_ticket(
-                    epoch, self._hashes, action.plan.total_blocks, resume=resume, timeout_s=wait_s
+                    epoch,
+                    self._hashes,
+                    action.plan.total_blocks,
+                    resume=resume,
+                    timeout_s=wait_s,
+                    priority=self._job.priority,
                 )
                 span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
         except DeadlineExceeded:
@@ -246,6 +270,7 @@ class Calls:
             start_tokens=plan.cached_tokens,
             token_ids=action.token_ids[plan.cached_tokens : plan.split_tokens],
             chunk_tokens=plan.chunks,
+            priority=self._job.priority,
         )
         try:
             with trace.use_span(self._span):
@@ -263,7 +288,7 @@ class Calls:
             self._adopted = True
             self._post(ev.Adopted(attempt))
         if delta.token_ids:
-            self._post(ev.Tokens(attempt, delta.token_ids, delta.timings))
+            self._post(ev.Tokens(attempt, delta.token_ids, delta.timings, delta.logprobs))
         if delta.finish_reason is not None:
             self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
         elif delta.error is not None:

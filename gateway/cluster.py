@@ -35,6 +35,19 @@ class Served:
     block_size: int
     parts: tuple[PartRecord, ...]
 
+    def holding(self, tokens: int) -> tuple[PartRecord, ...]:
+        """The parts without those of nodes whose whole pool is smaller than one stream of so many tokens. Raises
+        Unavailable where none is left."""
+        too_small = {
+            part.node_id
+            for part in self.parts
+            if part.role == "kvnode" and 0 < part.total_blocks * self.block_size < tokens
+        }
+        left = tuple(part for part in self.parts if part.node_id not in too_small)
+        if too_small and not left:
+            raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {self.model!r}")
+        return left
+
 
 class OwnLoad:
     """What this gateway has given to each part and not got back: streams for decode, tokens for prefill workers."""
@@ -121,6 +134,18 @@ class Cluster:
                     raise
             await self.refresh()
             await asyncio.sleep(FIRST_LOOK_S / 5)
+
+    def capacity_tokens(self, model: str) -> int | None:
+        """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
+        with workers of the model."""
+        records = self.view.records()
+        blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
+        found = [
+            blocks.get(record.node_id, 0) * record.block_size_tokens
+            for record in records
+            if record.role == "decode" and record.model == model
+        ]
+        return max(found) if found and all(found) else None
 
     def _expected(self, model: str) -> bool:
         """Whether the registry, or our memory of it, still knows all that the model needs."""

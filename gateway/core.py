@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Admission
+from gateway.admission import Admission, check_pool
 from gateway.answer import Answer
 from gateway.calls import Job
 from gateway.chat_template import ChatTemplate
@@ -29,7 +29,7 @@ from gateway.validation import (
 from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PillionError, Unavailable
-from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, Usage
+from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class EdgeOptions:
     max_attempts: int
     max_inflight_requests: int
     max_inflight_tokens: int
+    prefix_caching: bool
 
 
 class Gateway:
@@ -86,7 +87,8 @@ class Gateway:
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
-            self._admission.admit_request()
+            answers = _generated(request.sampling)
+            self._admission.admit_request(answers, "sampling.best_of" if request.sampling.best_of else "sampling.n")
         except PillionError as error:
             _end_badly(span, error)
             raise
@@ -101,7 +103,7 @@ class Gateway:
             return self._begin(request, model, prompt, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
-            self._admission.leave(tokens)
+            self._admission.leave(tokens, answers)
             _end_badly(span, error)
             raise
 
@@ -177,35 +179,57 @@ class Gateway:
         deadline: float | None,
         span: trace.Span,
     ) -> Generation:
-        resolved = resolve(request.sampling, len(prompt), model.eos_token_ids, model.limits, secrets.randbits(63))
+        limits, options, asked = model.limits, self._options, request.sampling
+        longest = check_pool(
+            len(prompt),
+            prompt_field(request),
+            asked.max_tokens,
+            limits.max_model_len_tokens,
+            self._cluster.capacity_tokens(limits.name),
+        )
+        bounds = replace(limits, max_model_len_tokens=longest)
+        resolved = resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63))
         self._arrivals += 1
         job = Job(
             request_id=request.request_id or f"req-{secrets.token_hex(12)}",
-            model=model.limits.name,
+            model=limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
             resolved=resolved,
-            cache_salt=request.cache_salt,
-            policy=self._options.policy,
-            chunk_tokens=self._options.chunk_tokens,
-            max_attempts=self._options.max_attempts,
+            # Without prefix caching a salt that is used once: nobody else's blocks match, its own still do.
+            cache_salt=request.cache_salt if options.prefix_caching else secrets.token_hex(16),
+            policy=options.policy,
+            chunk_tokens=options.chunk_tokens,
+            max_attempts=options.max_attempts,
             arrived=arrived,
             deadline=deadline,
             spread=self._arrivals,
+            priority=request.priority,
+            answers=asked.n or 1,
+            show_logprobs=asked.logprobs is not None,
+            prefix_caching=options.prefix_caching,
         )
         _describe(span, job, is_chat=bool(request.messages))
         stop_ids = frozenset(resolved.stop_token_ids)
-        answer = Answer(model.tokenizer.detokenizer(), request.sampling.stop, stop_ids)
+        answers = [
+            Answer(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
+            for _ in range(_generated(asked))
+        ]
 
         def ended(usage: Usage) -> None:
-            self._admission.leave(usage.prompt_tokens)
+            self._admission.leave(usage.prompt_tokens, len(answers))
             self._prompt_tokens += usage.prompt_tokens
             self._cached_tokens += usage.cached_tokens
             self._completion_tokens += usage.completion_tokens
 
-        generation = Generation(job, self._cluster, answer, span, ended)
+        generation = Generation(job, self._cluster, answers, span, ended)
         generation.start()
         return generation
+
+
+def _generated(sampling: SamplingParams) -> int:
+    """Answers that are generated, of which the best ``n`` are given."""
+    return sampling.best_of or sampling.n or 1
 
 
 def _describe(span: trace.Span, job: Job, is_chat: bool) -> None:
@@ -225,6 +249,8 @@ def _describe(span: trace.Span, job: Job, is_chat: bool) -> None:
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.stream": True,
+        # By its convention only where it is not 1.
+        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
     }
     span.set_attributes({key: value for key, value in said.items() if value is not None})
 

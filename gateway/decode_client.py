@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,19 +50,25 @@ class DecodeLink:
         """Whether streams can be submitted."""
         return self._commands is not None
 
-    def submit(self, submit: Submit, sink: Sink) -> int:
-        """Starts a stream and returns its key (``submit.key`` is replaced); ``sink`` hears its deltas.
+    def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
+        """Starts a stream, and one for each fork; returns their keys, which replace those in ``submit``.
 
-        The last delta a sink hears has a finish reason or an error; after ``cancel`` it hears nothing.
+        The last delta a sink hears has a finish reason or an error; after ``cancel`` it hears nothing. What goes wrong
+        before the first token is told to the first sink alone, but for a lost connection, which all are told.
+
+        Args:
+            submit: what to send.
+            sinks: who hears the stream's deltas, then who hears those of each fork.
 
         Raises:
             Unavailable: the worker is not connected.
             Overloaded: too many commands wait to be sent.
         """
-        key = next(self._keys)
-        self._send(decode_pb2.DecodeCommand(submit=submit_to_pb(replace(submit, key=key))))
-        self._sinks[key] = sink
-        return key
+        key, *others = keys = tuple(next(self._keys) for _ in sinks)
+        forks = tuple(replace(fork, key=other) for fork, other in zip(submit.forks, others, strict=True))
+        self._send(decode_pb2.DecodeCommand(submit=submit_to_pb(replace(submit, key=key, forks=forks))))
+        self._sinks.update(zip(keys, sinks, strict=True))
+        return keys
 
     def cancel(self, key: int) -> None:
         """Nobody wants the stream any more. A key that has ended is nothing to cancel."""

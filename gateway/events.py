@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gateway.planner import Plan
 from pillion.errors import PillionError
-from pillion.types import FinishReason
+from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
 from pillion.wire.prefill import ChunkAck
 
@@ -90,11 +90,13 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The decode worker sampled these, in order. ``timings`` come with the first ones."""
+    """The decode worker sampled these, in order. ``timings`` come with the first ones, ``logprobs`` are one for each
+    token where they were asked for."""
 
     attempt: int
     token_ids: tuple[int, ...]
     timings: DecodeTimings | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,26 @@ class StopHit:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """To an answer that follows: the first answer's submit, of this attempt and plan, begins its stream too."""
+
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Unjoined:
+    """To an answer that follows: that submit came to nothing, and the first answer is at this attempt now."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """To an answer that follows: the first answer has a token, so from here on it stands for itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The client went away."""
 
@@ -153,6 +175,9 @@ Event = (
     | DecodeLost
     | WentSilent
     | StopHit
+    | Joined
+    | Unjoined
+    | Parted
     | Cancelled
     | DeadlinePassed
 )
@@ -191,12 +216,16 @@ class RunSpan:
 
 @dataclass(frozen=True, slots=True)
 class SubmitDecode:
-    """Send the remnant to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost."""
+    """Send the remnant to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost.
+
+    ``forks`` are the indexes of the answers that begin with it; they hear of their own streams.
+    """
 
     attempt: int
     plan: Plan
     hold: Hold
     token_ids: tuple[int, ...]
+    forks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +251,10 @@ class ReleaseTicket:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """These tokens are the answer's next ones."""
+    """These tokens are the answer's next ones, with a log probability each or none."""
 
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

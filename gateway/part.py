@@ -101,10 +101,12 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     cluster = Cluster(part_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
     options = EdgeOptions(
         policy=policy,
-        chunk_tokens=flags.chunk_size,
+        # No span is longer than the longest prompt: that is one chunk.
+        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(model.max_model_len, flags.block_size),
         max_attempts=flags.max_attempts,
         max_inflight_requests=flags.max_inflight_requests,
         max_inflight_tokens=flags.max_inflight_tokens,
+        prefix_caching=flags.enable_prefix_caching,
     )
     gateway = Gateway({model.name: entry}, cluster, options)
     await asyncio.gather(cluster.start(), entry.template.warm_up())

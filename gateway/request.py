@@ -1,4 +1,4 @@
-"""One request's life (I9): events and a clock in, actions out.
+"""The life of one answer to a request (I9): events and a clock in, actions out. Most requests have one answer.
 
                    +--------------------- attempt + 1, tokens = prompt + emitted ---------------------+
                    v                                                                                  |
@@ -10,6 +10,15 @@
                     DecodeFinished, StopHit --> Finish --+                                   |
     any state:      Cancelled, DeadlinePassed,           +--> DONE <-------------------------+
                     attempts used up --> Fail -----------+
+
+    each further answer, to a request that wants several:
+    start --> FOLLOWING --own Tokens, or Parted--> DECODING, and on as above
+                |   ^   --Parted, but its stream is lost already--> PLANNING, attempt + 1
+                +---+ Joined, Unjoined: the first answer's attempts, until it has a token
+
+A further answer (:mod:`gateway.choices`) has no ticket and no work of its own as long as it follows: its stream begins
+with the first answer's submit, and a loss before the first token is the first answer's business. From then on it is
+replayed like any other, with attempts of its own.
 
 A plan without chunks goes from PINNING to DECODING at once. An attempt is named by its number, and what an older
 attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
@@ -39,6 +48,7 @@ PART_POLL_MS = 100
 class State(Enum):
     """Where a request is."""
 
+    FOLLOWING = "following"
     PLANNING = "planning"
     PINNING = "pinning"
     PREFILLING = "prefilling"
@@ -47,7 +57,10 @@ class State(Enum):
 
 
 class RequestMachine:
-    """Owns a request's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds."""
+    """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds.
+
+    One that ``follows`` is told of the first answer's fate by Joined, Unjoined and Parted.
+    """
 
     def __init__(
         self,
@@ -56,9 +69,10 @@ class RequestMachine:
         stop_token_ids: frozenset[int],
         max_attempts: int,
         arrived: float,
+        follows: bool = False,
     ) -> None:
         self.prompt = prompt
-        self.state = State.PLANNING
+        self.state = State.FOLLOWING if follows else State.PLANNING
         self.attempt = 1
         self.emitted: list[int] = []
         self.plan: Plan | None = None
@@ -69,11 +83,12 @@ class RequestMachine:
         self._avoid: frozenset[str] = frozenset()
         self._part_wait_until = arrived
         self._chunks_acked = 0
+        self._lost: ev.DecodeLost | None = None
         self._log = _Log(arrived)
 
     def start(self) -> list[Action]:
-        """The first look-up."""
-        return [self._look_up(0)]
+        """The first look-up, unless another answer makes it."""
+        return [] if self.state is State.FOLLOWING else [self._look_up(0)]
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about it, in order. Nothing is an answer too: late and foreign events are normal."""
@@ -89,8 +104,12 @@ class RequestMachine:
             case ev.StopHit():
                 del self.emitted[event.kept_tokens :]
                 return self._end(ev.Finish(FinishReason.STOP), now)
+            case ev.Joined() | ev.Unjoined() | ev.Parted():
+                return self._follow(event, now) if self.state is State.FOLLOWING else []
             case _ if event.attempt != self.attempt:
                 return []
+            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.FOLLOWING:
+                return self._following(event, now)
             case ev.Planned() | ev.PlanFailed() if self.state is State.PLANNING:
                 return self._planned(event, now)
             case ev.TicketLost() if self.state is State.PINNING:
@@ -115,6 +134,26 @@ class RequestMachine:
         return self._log.timings(len(self.prompt), self.plan, self.attempt, now)
 
     # ---- one state each -----------------------------------------------------------------------------------------
+
+    def _follow(self, event: ev.Joined | ev.Unjoined | ev.Parted, now: float) -> list[Action]:
+        if isinstance(event, ev.Parted):
+            self.state = State.DECODING
+            return [] if self._lost is None else self._decoding(self._lost, now)
+        cancel: list[Action] = [] if self.plan is None else [ev.CancelDecode(self.attempt)]
+        self.attempt, self._lost = event.attempt, None
+        self.plan = event.plan if isinstance(event, ev.Joined) else None
+        return cancel
+
+    def _following(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
+        if self.plan is None:
+            # No stream has begun.
+            return []
+        if isinstance(event, ev.DecodeLost):
+            # Whether that is a loss of our own or the first answer's, which is tried again, is told by what comes next.
+            self._lost = event
+            return []
+        self.state = State.DECODING
+        return self._decoding(event, now)
 
     def _planned(self, event: ev.Planned | ev.PlanFailed, now: float) -> list[Action]:
         if isinstance(event, ev.PlanFailed):
@@ -159,13 +198,14 @@ class RequestMachine:
     def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if isinstance(event, ev.Tokens):
             self._log.decode = event.timings or self._log.decode
-            ids = event.token_ids[: self._max_tokens - len(self.emitted)]
+            left = self._max_tokens - len(self.emitted)
+            ids = event.token_ids[:left]
             if not ids:
                 return []
             self.emitted.extend(ids)
             if self._log.first_token is None:
                 self._log.first_token = now
-            return [ev.Emit(ids)]
+            return [ev.Emit(ids, event.logprobs[:left])]
         if isinstance(event, ev.DecodeFinished):
             self._log.decode = event.timings or self._log.decode
             return self._end(ev.Finish(event.reason), now, stream_over=True)
@@ -181,6 +221,8 @@ class RequestMachine:
         return self._retry_or_fail(error, retryable, now, stream_over)
 
     def _silent(self, now: float) -> list[Action]:
+        if self.state is State.FOLLOWING:
+            return []
         error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
         if self.state is State.DECODING:
             return self._stream_lost(error, True, now, stream_over=False)
@@ -227,7 +269,8 @@ class RequestMachine:
     def _leave(self, stream_over: bool = False) -> list[Action]:
         """Stop whatever the current attempt does, wherever it is."""
         actions: list[Action] = []
-        if self.state is State.DECODING and not stream_over:
+        streams = self.state is State.DECODING or (self.state is State.FOLLOWING and self.plan is not None)
+        if streams and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
         elif self.state in (State.PLANNING, State.PINNING, State.PREFILLING):
             actions.append(ev.StopWork(self.attempt))

@@ -33,6 +33,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 "messages": len(request.messages),
                 "sampling.stop": len(sampling.stop),
                 "sampling.stop_token_ids": len(sampling.stop_token_ids),
+                "sampling.logit_bias": len(sampling.logit_bias),
             }
         )
         generation = await self._gateway.generate(

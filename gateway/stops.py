@@ -10,6 +10,7 @@ class StopMatcher:
 
     Text that could still become a stop string is held back: less than the longest of them. The match that is complete
     first wins, and of two that end together the longer one, so the outcome does not depend on where pieces are cut.
+    A stop string that ends in text that is only passed counts for nothing; one that begins there and ends later counts.
     """
 
     __slots__ = ("_held", "_stops", "stopped")
@@ -25,15 +26,19 @@ class StopMatcher:
             return ""
         if not self._stops:
             return piece
-        text = self._held + piece
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        text, held = self._held + piece, len(self._held)
+        # A match ends in the new text: what ended before that was passed.
+        firsts = ((stop, text.find(stop, max(0, held - len(stop) + 1))) for stop in self._stops)
+        found = [(start + len(stop), start) for stop, start in firsts if start >= 0]
         if found:
             self.stopped = True
             self._held = ""
             return text[: min(found)[1]]
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._let_through(text)
+
+    def pass_by(self, piece: str) -> str:
+        """The text that is certain now, whatever stop string ends in ``piece``: it is too early for one."""
+        return self._let_through(self._held + piece)
 
     def flush(self) -> str:
         """What was held back and turned out to be no stop string. Call once, at the end."""
@@ -44,6 +49,11 @@ class StopMatcher:
     def held_chars(self) -> int:
         """Characters held back now."""
         return len(self._held)
+
+    def _let_through(self, text: str) -> str:
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:

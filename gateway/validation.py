@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.priority import MAX_PRIORITY
+from pillion.ranges import range_violations
 from pillion.types import GenerateRequest, SamplingParams
 
 MAX_PROMPT_CHARS = 4 * 2**20
@@ -19,19 +21,20 @@ MAX_REQUEST_BYTES = 8 * 2**20
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
-MAX_TEMPERATURE = 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+# Answers that one prompt may be asked for.
+MAX_ANSWERS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 # A list of a million wrong ids is one mistake, not a million violations.
 MAX_VIOLATIONS = 32
 
+_T = TypeVar("_T")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 # A request id goes into headers, trailers and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
-_INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +115,49 @@ def prompt_field(request: GenerateRequest) -> str:
 def resolve(
     sampling: SamplingParams, prompt_tokens: int, eos_token_ids: tuple[int, ...], limits: ModelLimits, drawn_seed: int
 ) -> Resolved:
-    """Every default decided (I6). ``drawn_seed`` is used where the client gave none."""
+    """Every default decided (I6). ``drawn_seed`` is used where the client gave none.
+
+    Where the best answers are to be chosen, ``logprobs`` is decided too, whether the client sees any or not.
+    """
     room = limits.max_model_len_tokens - prompt_tokens
-    top_k = sampling.top_k or 0
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    answers = _said(sampling.n, 1)
+    best_of = _said(sampling.best_of, answers)
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return Resolved(
         sampling=SamplingParams(
-            temperature=1.0 if sampling.temperature is None else sampling.temperature,
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            top_k=max(0, top_k),
-            seed=drawn_seed if sampling.seed is None else sampling.seed,
+            temperature=_said(sampling.temperature, 1.0),
+            top_p=_said(sampling.top_p, 1.0),
+            top_k=max(0, sampling.top_k or 0),
+            min_p=sampling.min_p or 0.0,
+            seed=_said(sampling.seed, drawn_seed),
             max_tokens=wanted,
             ignore_eos=sampling.ignore_eos,
+            repetition_penalty=_said(sampling.repetition_penalty, 1.0),
+            presence_penalty=sampling.presence_penalty or 0.0,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            logit_bias=sampling.logit_bias,
+            # The context may have less left than was asked for.
+            min_tokens=min(sampling.min_tokens or 0, wanted),
+            logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
+            n=answers,
+            best_of=best_of,
         ),
         stop_token_ids=tuple(dict.fromkeys(ends)),
         max_tokens=wanted,
     )
 
 
+def answer_seed(seed: int, index: int) -> int:
+    """The seed of answer ``index`` (I6): the request's own for the first one, the next numbers for the others."""
+    return (seed + index + 2**63) % 2**64 - 2**63
+
+
 def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
     yield from _prompt(request, limits)
     yield from _sampling(request.sampling, limits)
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        yield FieldViolation("priority", f"{request.priority} is not in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
     if not _is_text(request.cache_salt):
@@ -180,20 +204,19 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
-    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
-    # Written so that NaN, which compares false with everything, is refused.
-    if temperature is not None and not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
-        yield FieldViolation("sampling.temperature", f"{temperature} is not in [0, {MAX_TEMPERATURE:g}]")
-    if top_p is not None and not (math.isfinite(top_p) and 0 < top_p <= 1):
-        yield FieldViolation("sampling.top_p", f"{top_p} is not in (0, 1]")
-    if top_k is not None and top_k < -1:
-        yield FieldViolation("sampling.top_k", f"{top_k} is below -1; 0 and -1 mean all tokens")
-    if sampling.seed is not None and sampling.seed not in _INT64:
-        yield FieldViolation("sampling.seed", "does not fit 64 bits")
-    if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= limits.max_model_len_tokens:
-        yield FieldViolation(
-            "sampling.max_tokens", f"{sampling.max_tokens} is not in [1, {limits.max_model_len_tokens}]"
-        )
+    yield from range_violations(sampling, limits.vocab_size)
+    most = limits.max_model_len_tokens
+    max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
+    if max_tokens is not None and not 1 <= max_tokens <= most:
+        yield FieldViolation("sampling.max_tokens", f"{max_tokens} is not in [1, {most}]")
+    elif min_tokens is not None and not 0 <= min_tokens <= (max_tokens or most):
+        what = "max_tokens" if max_tokens else "the model's context"
+        yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {max_tokens or most}], up to {what}")
+    for name, count in (("n", sampling.n), ("best_of", sampling.best_of)):
+        if count is not None and not 1 <= count <= MAX_ANSWERS:
+            yield FieldViolation(f"sampling.{name}", f"{count} is not in [1, {MAX_ANSWERS}]")
+    if sampling.best_of is not None and sampling.best_of < (sampling.n or 1):
+        yield FieldViolation("sampling.best_of", f"{sampling.best_of} is less than n, which is {sampling.n or 1}")
     yield from _stops(sampling, limits)
 
 
@@ -219,6 +242,10 @@ def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterato
         for n, token_id in enumerate(token_ids):
             if not 0 <= token_id < limits.vocab_size:
                 yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {limits.vocab_size})")
+
+
+def _said(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
 
 
 def _is_text(text: str) -> bool:

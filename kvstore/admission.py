@@ -5,8 +5,8 @@
                        +--withdrawn, or its epoch is gone--> (forgotten)
 
 First come, first served, so that a big prompt is not overtaken for ever: only the first is ever looked at. Who is more
-urgent counts as having come earlier (:mod:`pillion.priority`). Streams that were preempted (``resume``) stand before new
-prompts, because somebody is reading them already.
+urgent counts as having come earlier (:mod:`pillion.priority`). Streams that were preempted (``resume``) stand before
+new prompts, because somebody is reading them already.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ RETRY_AFTER_MS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiter:
-    """One OpenTicket call. ``nonce`` is unique under ``epoch``; ``hashes`` are 32 bytes each; ``asked_s`` is monotonic."""
+    """One OpenTicket call.
+
+    ``nonce`` is unique under ``epoch``; ``hashes`` are 32 bytes each; ``asked_s`` is the node's monotonic clock.
+    """
 
     epoch: int
     nonce: int

@@ -6,6 +6,12 @@
         for delta in client.chat([{"role": "user", "content": "Hello!"}], max_tokens=64):
             print(delta.text, end="", flush=True)
 
+Several answers to one prompt come mixed; ``delta.index`` says which one a delta continues:
+
+    texts = ["", "", ""]
+    for delta in client.generate("Once upon a time", n=3, max_tokens=64):
+        texts[delta.index] += delta.text
+
 Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and everything that worked for it
 is freed. Errors are those of :mod:`pillion.errors`. A call made inside an OpenTelemetry span carries its context along.
 """
@@ -52,23 +58,29 @@ class Client:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
+        priority: int = 0,
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Generator[Delta, None, None]:
         """Streams a completion of ``prompt``: text, or token ids.
+
+        With ``n`` > 1 the deltas of all answers come mixed, each with its ``index``, and each answer's last one has a
+        finish reason. With ``best_of`` > ``n`` everything comes at the end, the best answer as index 0. Usage and
+        timings are in the very last delta.
 
         Args:
             model: served name; may be left out where one model is served.
             sampling: how tokens are chosen. Its fields may be given by keyword instead: ``temperature=0``.
             cache_salt: only requests with the same salt share KV.
             request_id: a label for logs and traces.
+            priority: smaller is more urgent, from -100 to 100; who waits gains urgency with time.
             timeout_s: time for the whole stream; None for no limit.
 
         Raises:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, or ``sampling`` and keywords together.
         """
-        request = _request(prompt, model, sampling, cache_salt, request_id, fields)
+        request = _request(prompt, model, sampling, cache_salt, request_id, priority, fields)
         return self._stream(request, timeout_s)
 
     def chat(
@@ -79,6 +91,7 @@ class Client:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
+        priority: int = 0,
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Generator[Delta, None, None]:
@@ -86,7 +99,7 @@ class Client:
 
         The rest is as in :meth:`generate`.
         """
-        request = _chat_request(messages, model, sampling, cache_salt, request_id, fields)
+        request = _chat_request(messages, model, sampling, cache_salt, request_id, priority, fields)
         return self._stream(request, timeout_s)
 
     def models(self) -> list[ModelInfo]:
@@ -140,11 +153,12 @@ class AsyncClient:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
+        priority: int = 0,
         timeout_s: float | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Delta, None]:
         """As :meth:`Client.generate`, to be iterated with ``async for``."""
-        request = _request(prompt, model, sampling, cache_salt, request_id, fields)
+        request = _request(prompt, model, sampling, cache_salt, request_id, priority, fields)
         return self._stream(request, timeout_s)
 
     def chat(
@@ -155,11 +169,12 @@ class AsyncClient:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
+        priority: int = 0,
         timeout_s: float | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Delta, None]:
         """As :meth:`Client.chat`, to be iterated with ``async for``."""
-        request = _chat_request(messages, model, sampling, cache_salt, request_id, fields)
+        request = _chat_request(messages, model, sampling, cache_salt, request_id, priority, fields)
         return self._stream(request, timeout_s)
 
     async def models(self) -> list[ModelInfo]:
@@ -227,6 +242,7 @@ def _request(
     sampling: SamplingParams | None,
     cache_salt: str,
     request_id: str,
+    priority: int,
     fields: dict[str, Any],
 ) -> gateway_pb2.GenerateRequest:
     is_text = isinstance(prompt, str)
@@ -238,6 +254,7 @@ def _request(
             sampling=_sampling(sampling, fields),
             cache_salt=cache_salt,
             request_id=request_id,
+            priority=priority,
         )
     )
 
@@ -248,6 +265,7 @@ def _chat_request(
     sampling: SamplingParams | None,
     cache_salt: str,
     request_id: str,
+    priority: int,
     fields: dict[str, Any],
 ) -> gateway_pb2.GenerateRequest:
     said = [m if isinstance(m, ChatMessage) else ChatMessage(**m) for m in messages]
@@ -258,6 +276,7 @@ def _chat_request(
             sampling=_sampling(sampling, fields),
             cache_salt=cache_salt,
             request_id=request_id,
+            priority=priority,
         )
     )
 

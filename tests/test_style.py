@@ -32,6 +32,8 @@ SANS_IO = (
     "engine/scheduler.py",
     "engine/sequence.py",
     "engine/slots.py",
+    "gateway/choices.py",
+    "gateway/outbox.py",
     "gateway/planner.py",
     "gateway/request.py",
     "engine/plan.py",

@@ -1,92 +1,189 @@
-"""Random small models of each family against transformers' logits."""
+"""Random small models of each family against transformers' logits: chunked at every place, paged, mixed."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.prepare import prepare
+from engine.prepare import PreparedModel, kv_layout, prepare
 from pillion.config import ModelFlags
+from tests.support.oracle import Oracle, first_difference
 from tests.support.tiny_model import save_model
 from tests.support.torch_model import Driver, perturb_vectors
 
 torch.set_num_threads(1)
 
-# Logits are of the order of 10, so this is a few units in the last places of fp32 after two layers of sums.
+# Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums.
 TOLERANCE = 1e-4
+PROMPT_TOKENS = 70
 
+THETA = {"rope_theta": 10_000.0}
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 10_000.0,
+    **THETA,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", **THETA, "factor": 4.0, "original_max_position_embeddings": 32}
+NTK = {"max_position_embeddings": 32, "rope_parameters": {"rope_type": "dynamic", **THETA, "factor": 4.0}}
+SHORT, LONG = [1.0, 1.0, 1.0, 1.1, 1.2, 1.3], [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
+PHI3 = {"model_type": "phi3", "tie_word_embeddings": False, "pad_token_id": 2}
+PHI3_SCALED = {
+    **PHI3,
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.75,
+    "rope_parameters": {"rope_type": "longrope", **THETA, "short_factor": SHORT, "long_factor": LONG},
+}
 FACTORS = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0]
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+ONE_SET = {"rope_type": "longrope", **THETA, "factor": 4.0, "short_factor": FACTORS, "long_factor": FACTORS}
+GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
 
+# ``serve``: --max-model-len, where the rotary embedding depends on it.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-gqa-tied": {},
     "llama-mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama-mqa-biases": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "llama-wide-heads": {"head_dim": 32, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 100_000.0}},
     "llama-llama3-rope": {"rope_parameters": LLAMA3},
-    "llama-linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
+    "llama-linear-rope": {"rope_parameters": {"rope_type": "linear", **THETA, "factor": 2.0}},
+    "llama-dynamic-rope-within": {**NTK, "max_position_embeddings": 100, "serve": 100},
+    "llama-dynamic-rope-beyond": {**NTK, "serve": PROMPT_TOKENS},
     "llama-yarn-rope": {"rope_parameters": YARN},
-    "llama-longrope": {"rope_parameters": {**LONGROPE, "short_factor": FACTORS, "long_factor": FACTORS}},
+    "llama-longrope": {"rope_parameters": {**ONE_SET, "original_max_position_embeddings": 1024}},
+    "smollm3-nope": {"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "pad_token_id": 2,
+    },
     "mistral-window": {"model_type": "mistral", "sliding_window": 24, "tie_word_embeddings": False},
     "mistral-full": {"model_type": "mistral", "sliding_window": None},
     "qwen2-bias": {"model_type": "qwen2"},
-    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "qwen2-window": {"model_type": "qwen2", **QWEN_WINDOW},
     "qwen3-qk-norm": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3-window": {"model_type": "qwen3", **QWEN_WINDOW, "attention_bias": True},
+    "phi3": {**PHI3, "sliding_window": 24},
+    "phi3-partial-rope": {**PHI3, "partial_rotary_factor": 0.5},
+    "phi3-longrope-short": {**PHI3_SCALED, "original_max_position_embeddings": 100, "serve": 100},
+    "phi3-longrope-long": {**PHI3_SCALED, "serve": PROMPT_TOKENS},
+    "gemma2": {"model_type": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    "gemma2-no-caps": {
+        "model_type": "gemma2",
+        **GEMMA,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": GEMMA3_ROPE,
+    },
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "granite": {"model_type": "granite", **MULTIPLIERS, "attention_bias": True},
+    "mixtral": MIXTRAL,
+    "mixtral-window-stacked": {**MIXTRAL, "sliding_window": 24, "stacked_experts": True},
+    "qwen3-moe": {**QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3-moe-some-dense": {
+        **QWEN3_MOE,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "stacked_experts": True,
+    },
 }
 
 
-@pytest.fixture(params=FAMILIES)
-def folder(request, tmp_path, monkeypatch):
-    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
-    folder = save_model(tmp_path / "model", **FAMILIES[request.param])
-    perturb_vectors(folder)
-    return folder
+@dataclasses.dataclass(frozen=True)
+class Case:
+    prepared: PreparedModel
+    model: Any
+
+    @torch.inference_mode()
+    def logits(self, text: list[int]) -> torch.Tensor:
+        """Of each token of a text; it is filled up, because some rotary embeddings go by the length of the text."""
+        filled = text + [3] * (PROMPT_TOKENS - len(text))
+        return self.model(torch.tensor([filled])).logits[0, : len(text)].float()
+
+
+def make(folder: pathlib.Path, overrides: dict[str, Any]) -> tuple[pathlib.Path, ModelFlags]:
+    shape = dict(overrides)
+    serve = shape.pop("serve", 0)
+    perturb_vectors(save_model(folder, **shape))
+    return folder, ModelFlags(model=str(folder), dtype="float32", max_model_len=serve)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def case(request, own_cache, tmp_path_factory):
+    folder, flags = make(tmp_path_factory.mktemp("model"), FAMILIES[request.param])
+    return Case(prepare(flags), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
     return torch.randint(0, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@torch.inference_mode()
-def oracle(folder, tokens, dtype=torch.float32):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return [model(torch.tensor([text])).logits[0].float() for text in tokens]
-
-
 def close(got, wanted):
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_logits_are_those_of_transformers(folder, block_size):
-    prepared = prepare(ModelFlags(model=str(folder), dtype="float32"))
-    text = tokens_of(70, 2)
-    (wanted,) = oracle(folder, [text])
+def test_every_split_point(case):
+    text = tokens_of(PROMPT_TOKENS, 2)
+    wanted = case.logits(text)
     assert wanted.std() > 0.5  # Flat logits would prove nothing.
-    driver = Driver(prepared, block_size, num_slots=200)
-    for chunks in ([], [1], [15], [16], [17, 16], [33, 1, 2], [69], [1] * 69):
+    drivers = [Driver(case.prepared, block_size, num_slots=1500) for block_size in (4, 16)]
+    for split in range(1, PROMPT_TOKENS):
+        driver = drivers[split % 2]
+        (number,) = driver.sequences.add()
+        close(driver.run_all(number, text, [split]), wanted)
+
+
+def test_many_chunks_and_single_tokens(case):
+    text = tokens_of(PROMPT_TOKENS, 2)
+    wanted = case.logits(text)
+    for block_size, chunks in ((4, [1] * 69), (16, [17, 16]), (4, [33, 1, 2]), (16, [])):
+        driver = Driver(case.prepared, block_size, num_slots=40)
         (number,) = driver.sequences.add()
         close(driver.run_all(number, text, chunks), wanted)
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_mixed_batches(folder, block_size):
-    prepared = prepare(ModelFlags(model=str(folder), dtype="float32"))
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_mixed_batches(case, block_size):
     texts = [tokens_of(count, seed) for seed, count in enumerate((70, 20, 33, 50))]
-    wanted = oracle(folder, texts)
-    driver = Driver(prepared, block_size, num_slots=40)
+    wanted = [case.logits(text) for text in texts]
+    driver = Driver(case.prepared, block_size, num_slots=100)
     a, b, c, d = driver.sequences.add(4)
     one, two, three, four = texts
     driver.step((a, one[:40]), (b, two[:18]), sample=[])
@@ -96,13 +193,46 @@ def test_mixed_batches(folder, block_size):
     close(got, torch.stack([wanted[0][69], wanted[3][49], wanted[2][32], wanted[1][19]]))
 
 
-def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
-    folder = save_model(tmp_path / "model", model_type="qwen3")
-    perturb_vectors(folder)
-    text = tokens_of(70, 2)
-    (exact,), (theirs,) = oracle(folder, [text]), oracle(folder, [text], torch.bfloat16)
-    driver = Driver(prepare(ModelFlags(model=str(folder), dtype="bfloat16")), 16, num_slots=20)
+def test_greedy_continuation(case):
+    """Against transformers' own cache, which rolls windows; models whose rotary embedding grows there have none."""
+    rope = case.prepared.max_model_len
+    if "rope-" in kv_layout(case.prepared, 16).version:
+        pytest.skip(f"transformers changes frequencies below {rope} tokens")
+    prompt = tokens_of(40, 5)
+    got = Driver(case.prepared, 16, num_slots=40).greedy(prompt, 12)
+    assert not first_difference(Oracle(case.model).greedy(prompt, 12), got, 1e-3)
+
+
+def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
+    """Gemma 3 above 1B: the text model's config and tensors lie inside others, whose names changed once."""
+    folder, flags = make(tmp_path / "text", FAMILIES["gemma3"])
+    text = tokens_of(PROMPT_TOKENS, 2)
+    driver = Driver(prepare(flags))
+    wanted = driver.run_all(driver.sequences.add()[0], text, [])
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "gemma3", "text_config": config, "eos_token_id": [1, 5], "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(outer))
+    for prefix, vision in (
+        ("language_model.model.", "vision_tower.x"),
+        ("model.language_model.", "model.vision_tower.x"),
+    ):
+        renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        save_file({**renamed, vision: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+        prepared = prepare(flags)
+        assert prepared.eos_token_ids == (1, 5)
+        driver = Driver(prepared)
+        assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-qk-norm", "gemma2", "gemma3", "olmo2", "granite", "phi3-partial-rope", "mixtral", "qwen3-moe"]
+)
+def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, name):
+    folder, flags = make(tmp_path / "model", FAMILIES[name])
+    text = tokens_of(PROMPT_TOKENS, 2)
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    exact, theirs = (Case(None, model.eval()).logits(text) for model in models)
+    driver = Driver(prepare(dataclasses.replace(flags, dtype="bfloat16")), 16, num_slots=20)
     (number,) = driver.sequences.add()
     ours = driver.run_all(number, text, [32, 1])
     assert (ours - exact).abs().mean() < 1.25 * (theirs - exact).abs().mean()

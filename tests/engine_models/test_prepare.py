@@ -8,15 +8,12 @@ import subprocess
 import sys
 import textwrap
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-import engine.convert
 import engine.prepare
 from engine.model_cache import ModelCache
 from engine.model_config import load_config
@@ -200,7 +197,7 @@ def test_sharded_weights(folder):
 def test_unfused_weights_are_views_of_the_mapped_file(folder):
     config = load_config(folder)
     weights = load_weights(folder, config, torch.float32)
-    for tensor in (weights.embedding, weights.layers[0].o._weight, weights.layers[1].down._weight):
+    for tensor in (weights.embedding, weights.layers[0].o._weight, weights.layers[1].mlp.down._weight):
         with open("/proc/self/maps") as maps:
             spans = [line.split()[0] for line in maps if "a-model/model.safetensors" in line]
         bounds = [tuple(int(end, 16) for end in span.split("-")) for span in spans]
@@ -251,36 +248,6 @@ def test_a_died_conversion_leaves_nothing_half(tmp_path):
     made = cache.folder("digest", lambda into: (into / "whole").write_text("x"))
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["digest"]
     assert (made / "whole").is_file()
-
-
-def test_gguf_rope_scaling_is_not_lost(tmp_path):
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(4.0)
-    writer.add_rope_scaling_orig_ctx_len(128)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    config = {"rope_parameters": {"rope_theta": 5.0}}
-    engine.convert._add_rope(config, path)
-    wanted = {"rope_theta": 5.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    assert config["rope_parameters"] == wanted
-
-
-def test_gguf_rope_factors_are_not_lost(tmp_path):
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("rope_freqs.weight", np.array([1.0, 2.0, 8.0], np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    config = {}
-    engine.convert._add_rope(config, path)
-    assert config["rope_parameters"]["rope_type"] == "longrope"
-    assert config["rope_parameters"]["long_factor"] == [1.0, 2.0, 8.0]
 
 
 def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):

@@ -362,7 +362,7 @@ async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
         from pillion.types import GenerateRequest
 
         generation = await core.generate(GenerateRequest(text=PROMPT))
-        await until(lambda: generation._last is not None)
+        await until(lambda: generation.ended)
         (delta,) = [delta async for delta in generation]
         assert delta.text == line_text(line)
         assert delta.token_ids == line.decode.script

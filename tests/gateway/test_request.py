@@ -13,7 +13,7 @@ from gateway import request as module
 from gateway.planner import Picture, parse_policy, plan
 from gateway.request import RequestMachine, State
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
-from pillion.types import FinishReason
+from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
 from pillion.wire.prefill import ChunkAck
 from pillion.wire.registry import PartRecord
@@ -192,6 +192,59 @@ def test_silence_counts_as_loss() -> None:
     assert m.handle(ev.WentSilent(1), 9.0) == []
 
 
+# ---- further answers ---------------------------------------------------------------------------------------------
+
+
+def follower(max_tokens: int = 5) -> RequestMachine:
+    return RequestMachine(tuple(range(100, 121)), max_tokens, frozenset({EOS}), 4, 0.0, follows=True)
+
+
+def test_a_follower_has_no_work_of_its_own_until_it_is_lost_behind_the_first_token() -> None:
+    m = follower()
+    assert m.start() == []
+    assert m.handle(ev.Joined(1, planned(1, 21).plan), 1.0) == []
+    assert m.handle(ev.Parted(), 1.0) == []
+    assert m.handle(ev.Tokens(1, (1, 2)), 1.0) == [ev.Emit((1, 2))]
+    assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == [
+        ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    ]
+    assert to_decoding(m, 2).token_ids == (*m.prompt, 1, 2)
+
+
+def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
+    m = follower()
+    m.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
+    assert m.handle(ev.DecodeLost(1, GONE, True), 1.0) == []
+    assert m.handle(ev.WentSilent(1), 1.0) == []
+    # The stream of an attempt that came to nothing is cancelled, and what it still says is dropped.
+    assert m.handle(ev.Unjoined(2), 1.0) == [ev.CancelDecode(1)]
+    assert m.handle(ev.Unjoined(2), 1.0) == []
+    assert m.handle(ev.Tokens(1, (8,)), 1.0) == m.handle(ev.Tokens(2, (8,)), 1.0) == []
+    m.handle(ev.Joined(2, planned(2, 21).plan), 1.0)
+    assert (m.state, m.handle(ev.Tokens(2, (9,)), 1.0), m.state) == (State.FOLLOWING, [ev.Emit((9,))], State.DECODING)
+    # From now on the first answer's fate is not its own.
+    assert m.handle(ev.Unjoined(3), 1.0) == m.handle(ev.Joined(3, planned(3, 21).plan), 1.0) == []
+    assert m.attempt == 2
+
+
+def test_a_fork_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
+    m = follower()
+    m.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
+    m.handle(ev.DecodeLost(1, GONE, True), 1.0)
+    assert kinds(m.handle(ev.Parted(), 2.0)) == ["LookUp"]
+    other = follower()
+    other.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
+    other.handle(ev.DecodeLost(1, Overloaded("full"), False), 1.0)
+    assert other.handle(ev.Parted(), 2.0)[-1] == ev.Fail(other._lost.error)
+
+
+def test_log_probabilities_go_with_their_tokens() -> None:
+    m = machine(max_tokens=2)
+    to_decoding(m)
+    said = tuple(TokenLogprob(n, -n / 4) for n in (1, 2, 3))
+    assert m.handle(ev.Tokens(1, (1, 2, 3), None, said), 1.0) == [ev.Emit((1, 2), said[:2])]
+
+
 # ---- ends --------------------------------------------------------------------------------------------------------
 
 
@@ -208,9 +261,13 @@ def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
 def test_ending_frees_everything_in_every_state(event: ev.Event, state: State) -> None:
     m = machine()
     m.start()
-    expected = {State.PLANNING: ["StopWork", "Fail"], State.PINNING: ["StopWork", "Fail"],
+    expected = {State.FOLLOWING: ["CancelDecode", "Fail"], State.PLANNING: ["StopWork", "Fail"],
+                State.PINNING: ["StopWork", "Fail"],
                 State.PREFILLING: ["StopWork", "ReleaseTicket", "Fail"],
                 State.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], State.DONE: []}  # fmt: skip
+    if state is State.FOLLOWING:
+        m = follower()
+        m.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
     if state is not State.PLANNING:
         m.handle(planned(1, 21), 1.0)
     if state is State.PREFILLING:

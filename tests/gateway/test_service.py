@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from opentelemetry import trace
@@ -15,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvstore.hashing import chain_hashes, request_root
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
-from tests.support.fake_parts import BLOCK, EOS, NAMESPACE, running_line, until
+from tests.support.fake_parts import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
@@ -74,6 +76,95 @@ async def test_the_salt_changes_every_hash_and_the_seed_is_drawn() -> None:
         assert first.root_hash != second.root_hash
         assert second.root_hash == request_root(bytes.fromhex(NAMESPACE), cache_salt="tenant")
         assert first.sampling.seed != second.sampling.seed
+
+
+async def test_priority_reaches_every_part() -> None:
+    async with running_line() as line:
+        await read(line.client.generate(PROMPT, priority=-7))
+        await read(line.client.chat([{"role": "user", "content": "x"}], priority=9))
+        assert [submit.priority for submit in line.decode.submits] == [-7, 9]
+        assert [span.priority for span in line.prefill.spans] == [-7, 9]
+        assert [opened.priority for opened in line.node.opened] == [-7, 9]
+        await line.settled()
+
+
+async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the_one_before() -> None:
+    async with running_line("The answer.", enable_prefix_caching=False) as line:
+        asked, index = [], line.gateway._cluster.index
+        longest = index.longest_prefix
+
+        async def spy(hashes: bytes):
+            asked.append(hashes)
+            return await longest(hashes)
+
+        index.longest_prefix = spy
+        for salt in ("", "", "tenant"):
+            deltas = await read(line.client.generate(PROMPT, cache_salt=salt))
+            assert deltas[-1].usage.cached_tokens == 0
+        line.decode.break_after = 6
+        deltas = await read(line.client.generate(PROMPT))
+        assert (text_of(deltas), deltas[-1].timings.replays) == ("The answer.", 1)
+        *_, first, second = line.decode.submits
+        assert first.root_hash == second.root_hash
+        assert len({submit.root_hash for submit in line.decode.submits}) == 4
+        *_, before, after = line.node.opened
+        assert after.block_hashes.startswith(before.block_hashes)
+        assert asked == [after.block_hashes], "a first attempt has nothing to find"
+        await line.settled()
+
+
+async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
+    async with running_line(enable_chunked_prefill=False) as line:
+        await read(line.client.generate("x" * 251))
+        assert [span.chunk_tokens for span in line.prefill.spans] == [(248,)]
+        await line.settled()
+
+
+async def sized(line, blocks: int) -> None:
+    """The pool has ``blocks`` blocks, as its node's heartbeat says."""
+    node = next(part for part in line.gateway._cluster.view.records() if part.role == "kvnode")
+    await line.registry.beat(replace(node, total_blocks=blocks))
+    await until(lambda: line.gateway._cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
+
+
+async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
+    async with running_line("y" * 300) as line:
+        await sized(line, 16)
+        with pytest.raises(InvalidRequest, match=r"text: 64 tokens; the KV pool holds 64, and one of the answer"):
+            await read(line.client.generate("x" * 64))
+        with pytest.raises(InvalidRequest, match=r"sampling.max_tokens: 35 behind a prompt of 30 tokens; .* holds 64"):
+            await read(line.client.generate(PROMPT, max_tokens=35))
+        assert not line.node.opened
+        for prompt, asked in ((PROMPT, {}), (PROMPT, {"max_tokens": 34}), ("x" * 63, {})):
+            deltas = await read(line.client.generate(prompt, **asked))
+            usage = deltas[-1].usage
+            assert (usage.prompt_tokens + usage.completion_tokens, deltas[-1].finish_reason) == (
+                64,
+                FinishReason.LENGTH,
+            )
+        # A pool that nobody has measured yet bounds nothing.
+        await sized(line, 0)
+        assert (await read(line.client.generate("x" * 100)))[-1].usage.completion_tokens == 156
+        await line.settled()
+
+
+async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another() -> None:
+    async with running_line() as line:
+        await sized(line, 4)
+        nodes = line.gateway._cluster.served("toy", FINGERPRINT)
+        assert len(nodes.holding(16)) == 3
+        with pytest.raises(InvalidRequest, match="holds 16"):
+            await read(line.client.generate(PROMPT))
+        # A larger node of the same workers' model: only that one is planned for.
+        big = record("kv-1", "kvnode", "unix:nowhere", node_id="kv-1", total_blocks=64)
+        worker = record("decode-1", "decode", "unix:nowhere", node_id="kv-1")
+        view = line.gateway._cluster.view
+        view.update([*view.records(), big, worker], time.monotonic())
+        assert line.gateway._cluster.capacity_tokens("toy") == 256
+        served = replace(nodes, parts=(*nodes.parts, big, worker))
+        assert {part.node_id for part in served.holding(17)} == {"kv-1"}
+        with pytest.raises(Unavailable, match="no KV node lives whose pool holds 17 tokens of model 'toy'"):
+            nodes.holding(17)
 
 
 @pytest.mark.parametrize(("policy", "split"), [("colocated", 0), ("fraction:0.5", 12), ("disaggregated", 28)])

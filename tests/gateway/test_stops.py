@@ -49,10 +49,10 @@ def test_what_looks_like_a_stop_is_let_go() -> None:
 def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] = frozenset()) -> tuple[str, int, bool]:
     answer, got, ids = Answer(Detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
     for at in range(0, len(ids), step):
-        piece, taken = answer.push(ids[at : at + step])
-        got += piece
+        piece = answer.push(ids[at : at + step])
+        got += piece.text
         if answer.stopped:
-            assert len(taken) <= step
+            assert len(piece.token_ids) <= step
             break
     return got + answer.flush(), answer.completion_tokens, answer.stopped
 
@@ -66,7 +66,7 @@ def test_an_answer_does_not_depend_on_batches(step: int) -> None:
 def test_a_stop_string_that_ends_with_the_flush() -> None:
     codec_ids = CODEC.encode("ab😀").ids[:-1]
     answer = Answer(Detokenizer(CODEC), ("b\ufffd",), frozenset())
-    text, _ = answer.push(codec_ids)
+    text = answer.push(codec_ids).text
     assert text == "a"
     assert answer.flush() == ""
     assert answer.stopped
@@ -79,5 +79,5 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 
 def test_flush_happens_once() -> None:
     answer = Answer(Detokenizer(CODEC), ("xyz",), frozenset())
-    assert answer.push(CODEC.encode("ax").ids)[0] == "a"
+    assert answer.push(CODEC.encode("ax").ids).text == "a"
     assert [answer.flush(), answer.flush()] == ["x", ""]

@@ -28,6 +28,10 @@ def sampled(**fields: Any) -> GenerateRequest:
     return replace(GOOD, sampling=SamplingParams(**fields))
 
 
+def biases(*token_ids: int) -> list[str]:
+    return [f"sampling.logit_bias[{token_id}]" for token_id in token_ids]
+
+
 GOOD_REQUESTS = [
     GOOD,
     GenerateRequest(token_ids=tuple(range(63))),
@@ -35,6 +39,12 @@ GOOD_REQUESTS = [
     sampled(temperature=0, top_p=1, top_k=-1, seed=-(2**63), max_tokens=64),
     sampled(temperature=100, top_p=1e-9, top_k=10**6, seed=2**63 - 1, max_tokens=1),
     sampled(stop=("x" * 256,) * 16, stop_token_ids=(0, 299)),
+    sampled(min_p=0, repetition_penalty=10, presence_penalty=-2, frequency_penalty=2, min_tokens=0, logprobs=0, n=1),
+    sampled(min_p=1, repetition_penalty=1e-3, presence_penalty=2, frequency_penalty=-2, min_tokens=64, logprobs=20),
+    sampled(logit_bias={0: -100.0, 299: 100.0}, n=128, best_of=128, max_tokens=5, min_tokens=5),
+    sampled(best_of=3),
+    replace(GOOD, priority=-100),
+    replace(GOOD, priority=100),
     replace(GOOD, cache_salt="ü" * 256, request_id="a.b_c:d/e+f=g-" * 9),
 ]
 
@@ -70,6 +80,30 @@ BAD = {
     "top_p big": (sampled(top_p=1.01), ["sampling.top_p"]),
     "top_k": (sampled(top_k=-2), ["sampling.top_k"]),
     "seed": (sampled(seed=2**63), ["sampling.seed"]),
+    "seed below": (sampled(seed=-(2**63) - 1), ["sampling.seed"]),
+    "min_p": (sampled(min_p=-0.1), ["sampling.min_p"]),
+    "min_p nan": (sampled(min_p=math.nan), ["sampling.min_p"]),
+    "min_p big": (sampled(min_p=1.5), ["sampling.min_p"]),
+    "repetition zero": (sampled(repetition_penalty=0.0), ["sampling.repetition_penalty"]),
+    "repetition nan": (sampled(repetition_penalty=math.nan), ["sampling.repetition_penalty"]),
+    "repetition big": (sampled(repetition_penalty=10.5), ["sampling.repetition_penalty"]),
+    "presence": (sampled(presence_penalty=-2.5), ["sampling.presence_penalty"]),
+    "presence nan": (sampled(presence_penalty=math.nan), ["sampling.presence_penalty"]),
+    "frequency": (sampled(frequency_penalty=2.5), ["sampling.frequency_penalty"]),
+    "frequency nan": (sampled(frequency_penalty=math.nan), ["sampling.frequency_penalty"]),
+    "bias ids": (sampled(logit_bias={-1: 1.0, 299: 0.0, 300: 1.0}), biases(-1, 300)),
+    "bias values": (sampled(logit_bias={3: 101.0, 4: math.nan, 5: -math.inf}), biases(3, 4, 5)),
+    "many biases": (sampled(logit_bias=dict.fromkeys(range(1025), 1.0)), ["sampling.logit_bias"]),
+    "logprobs": (sampled(logprobs=-1), ["sampling.logprobs"]),
+    "many logprobs": (sampled(logprobs=21), ["sampling.logprobs"]),
+    "no answers": (sampled(n=0), ["sampling.n"]),
+    "many answers": (sampled(n=129, best_of=129), ["sampling.n", "sampling.best_of"]),
+    "best_of": (sampled(n=3, best_of=2), ["sampling.best_of"]),
+    "negative min_tokens": (sampled(min_tokens=-1), ["sampling.min_tokens"]),
+    "min_tokens": (sampled(min_tokens=6, max_tokens=5), ["sampling.min_tokens"]),
+    "min_tokens context": (sampled(min_tokens=65), ["sampling.min_tokens"]),
+    "priority": (replace(GOOD, priority=101), ["priority"]),
+    "priority low": (replace(GOOD, priority=-101), ["priority"]),
     "no tokens": (sampled(max_tokens=0), ["sampling.max_tokens"]),
     "negative tokens": (sampled(max_tokens=-5), ["sampling.max_tokens"]),
     "absurd tokens": (sampled(max_tokens=10**9), ["sampling.max_tokens"]),
@@ -102,10 +136,10 @@ def test_all_violations_at_once_and_not_without_end() -> None:
 
 
 def test_lists_without_end_are_refused_unread() -> None:
-    v.check_counts({"token_ids": v.MAX_PROMPT_IDS, "messages": v.MAX_ITEMS, "sampling.stop": v.MAX_ITEMS})
+    v.check_counts({"token_ids": v.MAX_PROMPT_IDS, "messages": v.MAX_ITEMS, "sampling.logit_bias": v.MAX_ITEMS})
     with pytest.raises(InvalidRequest) as failure:
-        v.check_counts({"token_ids": v.MAX_PROMPT_IDS + 1, "messages": 0, "sampling.stop": v.MAX_ITEMS + 1})
-    assert [violation.field for violation in failure.value.violations] == ["token_ids", "sampling.stop"]
+        v.check_counts({"token_ids": v.MAX_PROMPT_IDS + 1, "messages": 0, "sampling.logit_bias": v.MAX_ITEMS + 1})
+    assert [violation.field for violation in failure.value.violations] == ["token_ids", "sampling.logit_bias"]
 
 
 def test_models() -> None:
@@ -128,17 +162,64 @@ def test_every_default_is_decided() -> None:
     resolved = v.resolve(SamplingParams(), 60, (2, 7), LIMITS, drawn_seed=5)
     assert resolved.max_tokens == 4
     assert resolved.stop_token_ids == (2, 7)
-    said = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=5, max_tokens=4)
-    assert resolved.sampling == said
+    assert resolved.sampling == SamplingParams(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        seed=5,
+        max_tokens=4,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        min_tokens=0,
+        logprobs=None,
+        n=1,
+        best_of=1,
+    )
 
 
 def test_what_the_client_said_stands() -> None:
     asked = SamplingParams(
-        temperature=0.0, top_p=0.5, top_k=-1, seed=0, max_tokens=3, stop_token_ids=(9, 2), ignore_eos=True
+        temperature=0.0,
+        top_p=0.5,
+        top_k=-1,
+        seed=0,
+        max_tokens=3,
+        stop_token_ids=(9, 2),
+        ignore_eos=True,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias={3: 1.0},
+        min_tokens=2,
+        logprobs=7,
+        n=2,
+        best_of=4,
     )
     resolved = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
     assert resolved.stop_token_ids == (9, 2)
     assert resolved.sampling == replace(asked, top_k=0, stop_token_ids=())
     # The context ends before max_tokens does; a stop id said twice is one.
-    assert v.resolve(replace(asked, max_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0).max_tokens == 4
-    assert v.resolve(replace(asked, ignore_eos=False), 60, (2,), LIMITS, 0).stop_token_ids == (9, 2)
+    longer = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
+    assert (longer.max_tokens, longer.sampling.min_tokens) == (4, 4)
+    assert longer.stop_token_ids == (9, 2)
+
+
+def test_the_best_answers_are_found_by_their_logprobs() -> None:
+    def resolved(**said: Any) -> tuple[int | None, int | None, int | None]:
+        sampling = v.resolve(SamplingParams(**said), 60, (), LIMITS, 0).sampling
+        return sampling.n, sampling.best_of, sampling.logprobs
+
+    assert resolved(n=3) == (3, 3, None)
+    assert resolved(best_of=3) == (1, 3, 0)
+    assert resolved(n=2, best_of=3, logprobs=5) == (2, 3, 5)
+    assert resolved(n=3, best_of=3) == (3, 3, None)
+
+
+def test_seeds_of_several_answers() -> None:
+    assert [v.answer_seed(7, index) for index in range(3)] == [7, 8, 9]
+    assert v.answer_seed(2**63 - 1, 1) == -(2**63)
+    assert v.answer_seed(-1, 1) == 0
+    assert v.answer_seed(-(2**63), 0) == -(2**63)

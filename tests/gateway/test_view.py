@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.admission import Admission
+import pytest
+
+from gateway.admission import Admission, check_pool
 from gateway.cluster import OwnLoad
 from gateway.view import SUSPECT_S, PartView
 from pillion._version import PROTOCOL
+from pillion.errors import InvalidRequest
 from pillion.wire.registry import PartRecord
 
 A, B = (PartRecord(part_id=name, role="prefill", address="x") for name in "ab")
@@ -63,3 +66,27 @@ def test_one_prompt_is_always_let_in() -> None:
     admission.admit_tokens(50)
     admission.leave(50)
     assert (admission.requests, admission.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "pool", "outcome"),
+    [
+        (30, None, None, 100),
+        (30, None, 100, 100),
+        (30, 500, 120, 100),
+        (30, None, 50, 50),
+        (30, 20, 50, 50),
+        (49, 1, 50, 50),
+        (50, None, 50, "text"),
+        (30, 21, 50, "sampling.max_tokens"),
+        # What the model's length cuts anyway is not what does not fit.
+        (90, 60, 99, "sampling.max_tokens"),
+    ],
+)
+def test_what_the_pool_can_hold(prompt: int, max_tokens: int | None, pool: int | None, outcome: int | str) -> None:
+    if isinstance(outcome, int):
+        assert check_pool(prompt, "text", max_tokens, 100, pool) == outcome
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        check_pool(prompt, "text", max_tokens, 100, pool)
+    assert [violation.field for violation in caught.value.violations] == [outcome]

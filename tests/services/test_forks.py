@@ -22,8 +22,9 @@ async def ask(workers: Workers, connection: Connection, forks: Sequence[Fork], *
     ticket = await workers.ticket(PROMPT)
     submit = submit_of(1, ticket, PROMPT, **{"max_tokens": 9, "sampling": FREE, "forks": tuple(forks), **other})
     answers = [connection.answers.setdefault(fork.key, Answer()) for fork in forks]
+    before = connection.batches
     first = await connection.submit(submit)
-    await until(lambda: connection.batches, "the worker's word that it holds the ticket")
+    await until(lambda: connection.batches > before, "the worker's word that it holds the ticket")
     await workers.release(ticket)
     return [first, *answers]
 

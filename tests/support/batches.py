@@ -24,6 +24,15 @@ class Sequences:
         self._lengths += [0] * count
         return list(range(len(self._tables) - count, len(self._tables)))
 
+    def fork(self, number: int) -> tuple[int, list[int], list[int]]:
+        """A copy of a sequence that shares its whole blocks; gives its number, and which slots to copy to which."""
+        table = list(self._tables[number])
+        sources = table[self._lengths[number] // self._block_size :]
+        targets = [int(self._free.pop()) for _ in sources]
+        self._tables.append(table[: len(table) - len(sources)] + targets)
+        self._lengths.append(self._lengths[number])
+        return len(self._tables) - 1, sources, targets
+
     def step(
         self, parts: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None, extra_blocks: int = 0
     ) -> StepBatch:

@@ -11,7 +11,7 @@ import itertools
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -22,10 +22,10 @@ from kvstore.index import Registry
 from pillion import AsyncClient, rpc
 from pillion.config import GatewayFlags
 from pillion.errors import Conflict, PillionError
-from pillion.types import FinishReason
+from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, DecodeTimings, Submit, batch_to_pb, submit_from_pb
+from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
 from pillion.wire.prefill import ChunkAck, Span, ack_to_pb, span_from_pb
 from pillion.wire.registry import PartRecord
 from tests.support.redis import running_redis
@@ -43,6 +43,11 @@ def record(part_id: str, role: str, address: str, **more: Any) -> PartRecord:
     served = {} if role == "kvnode" else {"model": "toy", "fingerprint": FINGERPRINT, "namespace": NAMESPACE}
     fields = {"block_size_tokens": BLOCK, "max_model_len_tokens": MAX_LEN, "node_id": "kv-0"} | served | more
     return PartRecord(part_id=part_id, role=role, address=address, **fields)
+
+
+def script_of(text: str) -> tuple[int, ...]:
+    """What a decode worker samples to write ``text`` and end."""
+    return (*byte_tokenizer().encode(text).ids, EOS)
 
 
 class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
@@ -127,13 +132,16 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 class FakeDecode(decode_pb2_grpc.DecodeServicer):
     """Streams ``script`` behind the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
 
-    ``break_after``: how many tokens (all streams together) until the connection breaks, once. ``refusals``: errors
-    for the next submits. ``gate``: closed, no stream moves.
+    ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
+    until the connection breaks, once. ``refusals``: errors for the next submits. ``gate``: closed, no stream moves.
     """
 
     def __init__(self, script: str) -> None:
-        self.script = (*byte_tokenizer().encode(script).ids, EOS)
+        self.script = script_of(script)
+        self.scripts: dict[int, tuple[int, ...]] = {}
+        self.worth: dict[int, float] = {}
         self.per_delta = 1
+        self.pace_s = 0.001
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
         self.connections = 0
@@ -142,6 +150,13 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
+
+    def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
+        """Of the token at position ``at`` of the answer: falling with the position, exact in 32 bits. ``worth`` of the
+        seed is added, so that answers can be ranked."""
+        value, count = self.worth.get(submit.sampling.seed or 0, 0.0) - (at + 1) / 64, submit.sampling.logprobs or 0
+        tops = range(token_id, token_id + count)
+        return TokenLogprob(token_id, value, tuple(tops), tuple(value - n for n in range(count)))
 
     async def Connect(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         check_hello((await anext(commands)).hello)
@@ -162,25 +177,43 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if command.HasField("submit"):
                 submit = submit_from_pb(command.submit)
                 self.submits.append(submit)
-                task = streams[submit.key] = asyncio.create_task(self._stream(submit, out))
-                self.streams.add(task)
-                task.add_done_callback(self.streams.discard)
+                # Set with the first token; a fork of a submit that is refused never moves.
+                computed = asyncio.Event()
+                works = {submit.key: self._lead(submit, computed, out)}
+                for fork in submit.forks:
+                    own = replace(submit, key=fork.key, sampling=replace(submit.sampling, seed=fork.seed))
+                    works[fork.key] = self._follow(own, computed, out)
+                for key, work in works.items():
+                    assert key not in streams, "a key is used once"
+                    task = streams[key] = asyncio.create_task(work)
+                    self.streams.add(task)
+                    task.add_done_callback(self.streams.discard)
             elif command.HasField("cancel"):
                 self.cancelled.append(command.cancel.key)
                 streams[command.cancel.key].cancel()
 
-    async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
+    async def _lead(self, submit: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         if self.refusals:
-            from pillion.wire.decode import DecodeError
-
             code, retryable = self.refusals.pop(0)
             out.put_nowait(DecodeDelta(key=submit.key, error=DecodeError(code, "refused by the script", retryable)))
             return
+        # The worker holds the ticket: a delta that is empty but for the key.
+        out.put_nowait(DecodeDelta(key=submit.key))
+        await self.gate.wait()
+        computed.set()
+        await self._stream(submit, out)
+
+    async def _follow(self, fork: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
+        await computed.wait()
+        await self._stream(fork, out)
+
+    async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
+        script = self.scripts.get(submit.sampling.seed or 0, self.script)
         at, reason = len(submit.token_ids) - submit.prompt_tokens, None
         while reason is None:
             await self.gate.wait()
-            await asyncio.sleep(0.001)
-            ids = self.script[at : at + self.per_delta][: submit.max_tokens - at]
+            await asyncio.sleep(self.pace_s)
+            begun, ids = at, script[at : at + self.per_delta][: submit.max_tokens - at]
             at += len(ids)
             if self.break_after is not None:
                 self.break_after -= len(ids)
@@ -193,8 +226,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 ids, reason = ids[: ended[0] + 1], FinishReason.STOP
             elif at >= submit.max_tokens:
                 reason = FinishReason.LENGTH
+            said: tuple[TokenLogprob, ...] = ()
+            if submit.sampling.logprobs is not None:
+                said = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
             timings = DecodeTimings(remnant_tokens=1, remnant_steps=1, queue_ms=0.25) if reason else None
-            out.put_nowait(DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings))
+            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=said)
+            out.put_nowait(delta)
 
 
 async def until(condition: Callable[[], Any]) -> None:

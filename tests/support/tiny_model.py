@@ -36,8 +36,13 @@ def save_tokenizer(folder: pathlib.Path) -> int:
     return len(vocab)
 
 
-def save_model(folder: pathlib.Path, *, seed: int = 0, model_type: str = "llama", **overrides: Any) -> pathlib.Path:
-    """Write a random model of ``model_type`` with two layers and GQA; returns ``folder``."""
+def save_model(
+    folder: pathlib.Path, *, seed: int = 0, model_type: str = "llama", stacked_experts: bool = False, **overrides: Any
+) -> pathlib.Path:
+    """Write a random model of ``model_type`` with two layers and GQA; returns ``folder``.
+
+    ``stacked_experts``: one tensor for all experts of a layer, as transformers 5 holds them, instead of one for each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = save_tokenizer(folder)
     shape: dict[str, Any] = {
@@ -61,5 +66,5 @@ def save_model(folder: pathlib.Path, *, seed: int = 0, model_type: str = "llama"
             if parameter.dim() > 1:
                 # The default initialisation gives logits too flat for an argmax to mean anything.
                 parameter.mul_(6.0)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not stacked_experts)
     return folder

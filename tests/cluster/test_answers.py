@@ -1,0 +1,71 @@
+"""Several answers from the real parts: each is what a request of its own with that seed would have got (I6)."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+
+from pillion import Delta
+from tests.support.fake_parts import until
+from tests.support.parts import Parts, running_parts
+from tests.support.tiny_model import save_model
+
+PROMPT = list(range(2, 91))
+SEED = 2**63 - 2
+ASKED = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8}
+
+
+async def read(stream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def ids_of(deltas: list[Delta], index: int = 0) -> list[int]:
+    return [one for delta in deltas if delta.index == index for one in delta.token_ids]
+
+
+async def proven(parts: Parts) -> None:
+    """Nothing is held any more, and the pool adds up."""
+    pool = parts.kvnode.pool
+    await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+    pool.check_integrity()
+
+
+async def test_each_answer_is_that_of_its_seed(tmp_path: pathlib.Path) -> None:
+    model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 512}
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        async with running_parts(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as parts:
+            client = parts.client
+            several = await read(client.generate(PROMPT, n=4, seed=SEED, logprobs=1, **ASKED))
+            last = several[-1]
+            assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (89, 48)
+            assert (last.timings.cached_tokens, last.timings.prefilled_tokens, last.timings.replays) == (0, 80, 0)
+            means = []
+            for index in range(4):
+                # The seed's successor wraps around, like any 64-bit number.
+                seed = (SEED + index + 2**63) % 2**64 - 2**63
+                alone = await read(client.generate(PROMPT, seed=seed, logprobs=1, **ASKED))
+                assert ids_of(several, index) == ids_of(alone)
+                said = [one for delta in several if delta.index == index for one in delta.logprobs]
+                assert [one.token_id for one in said] == ids_of(alone)
+                assert all(len(one.top_ids) == 1 and one.top_logprobs[0] >= one.logprob for one in said)
+                means.append(sum(one.logprob for one in said) / len(said))
+            assert len({tuple(ids_of(several, index)) for index in range(4)}) == 4
+            ranks = sorted(range(4), key=lambda index: -means[index])
+            best = await read(client.generate(PROMPT, n=2, best_of=4, seed=SEED, **ASKED))
+            assert [ids_of(best, index) for index in (0, 1)] == [ids_of(several, index) for index in ranks[:2]]
+            await proven(parts)
+
+            stream = client.generate(PROMPT, n=4, max_tokens=400, ignore_eos=True)
+            async for delta in stream:
+                if delta.token_ids:
+                    break
+            await stream.aclose()
+            await proven(parts)
+            assert (await client.status()).active_requests == 0
+
+            async with parts.another_gateway(enable_prefix_caching=False) as other:
+                for _ in range(2):
+                    alone = await read(other.generate(PROMPT, n=2, seed=SEED, **ASKED))
+                    assert [ids_of(alone, index) for index in (0, 1)] == [ids_of(several, index) for index in (0, 1)]
+                    assert alone[-1].usage.cached_tokens == 0
+            await proven(parts)

@@ -1,0 +1,140 @@
+"""What the sampler's tests share: rows of parameters, plain definitions of what it computes, and a chi-square test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from transformers.generation import logits_process as hf
+
+from engine.cuts import cuts, group_maxima
+from engine.gumbel import GROUP_TOKENS, group_waits, token_waits
+from engine.sampling_rows import NO_IDS, RowEdit, SamplingRows
+
+# The probability with which a right sampler fails one chi-square test. The draws are fixed by their seeds, so a test
+# that passes once passes always.
+ALPHA = 1e-4
+# Standard normal quantile of 1 - ALPHA.
+_Z = 3.719
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One row's parameters."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+    logprobs: int = -1
+    bias: Mapping[int, float] = field(default_factory=dict)
+    seen: Sequence[int] = ()
+    repetition: float = 1.0
+    answered: Sequence[int] = ()
+    presence: float = 0.0
+    frequency: float = 0.0
+    banned: Sequence[int] = ()
+
+
+def rows_of(asks: Sequence[Ask]) -> SamplingRows:
+    """As engine.batching makes them."""
+    edits = tuple(
+        RowEdit(
+            row=row,
+            biased=np.array([*ask.bias], np.int64),
+            bias=np.array([*ask.bias.values()], np.float32),
+            seen=np.array(ask.seen, np.int32) if ask.repetition != 1.0 else NO_IDS,
+            repetition=ask.repetition,
+            answered=np.array(ask.answered, np.int32),
+            presence=ask.presence,
+            frequency=ask.frequency,
+            banned=np.array(ask.banned, np.int64),
+        )
+        for row, ask in enumerate(asks)
+        if ask.bias or ask.repetition != 1.0 or ask.presence or ask.frequency or len(ask.banned)
+    )
+    return SamplingRows(
+        temperature=np.array([ask.temperature for ask in asks], np.float32),
+        top_k=np.array([ask.top_k for ask in asks], np.int64),
+        top_p=np.array([ask.top_p for ask in asks], np.float32),
+        min_p=np.array([ask.min_p for ask in asks], np.float32),
+        seeds=np.array([ask.seed & (2**64 - 1) for ask in asks], np.uint64),
+        positions=np.array([ask.position for ask in asks], np.int64),
+        logprobs=np.array([ask.logprobs for ask in asks], np.int64),
+        edits=edits,
+    )
+
+
+def draws_of(ask: Ask, count: int) -> SamplingRows:
+    """``count`` rows that differ in seed (every second one) or position: both must give independent numbers."""
+    return rows_of(
+        [replace(ask, seed=n, position=11) if n % 2 else replace(ask, seed=7, position=n) for n in range(count)]
+    )
+
+
+def padded(logits: torch.Tensor) -> np.ndarray:
+    """[R, V] in whole groups, as the sampler's inner functions take it."""
+    return torch.nn.functional.pad(logits, (0, -logits.shape[1] % GROUP_TOKENS), value=-torch.inf).numpy()
+
+
+def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    """The noise of every token [vocab_size], by the definition in engine.gumbel and without any pruning."""
+    seeds, positions = np.array([seed & (2**64 - 1)], np.uint64), np.array([position], np.int64)
+    waits, firsts = group_waits(seeds, positions, -(-vocab_size // GROUP_TOKENS))
+    tokens = np.arange(vocab_size)
+    group = tokens // GROUP_TOKENS
+    many = np.ones(vocab_size, np.int64)
+    return -np.log(
+        token_waits(seeds * many.astype(np.uint64), positions * many, tokens, waits[0, group], firsts[0, group])
+    )
+
+
+def unpruned(logits: torch.Tensor, ask: Ask) -> int:
+    """The Gumbel-max token of one row [V] that needs no edits: the largest score + noise of what the cut leaves."""
+    table = padded(logits[None])
+    with np.errstate(all="ignore"):
+        cut = cuts(table, group_maxima(table), rows_of([ask]), np.array([0]))[0]
+        values = logits.numpy()
+        scores = (values - values.max()) / np.float32(ask.temperature)
+        totals = scores + all_noise(ask.seed, ask.position, len(values))
+    return int(np.where(values >= cut, totals, -np.inf).argmax())
+
+
+def warp(logits: torch.Tensor, ask: Ask) -> torch.Tensor:
+    """What transformers' warpers, in their order, make of logits [R, V]."""
+    warpers = [hf.TemperatureLogitsWarper(ask.temperature)]
+    if ask.top_k:
+        warpers.append(hf.TopKLogitsWarper(min(ask.top_k, logits.shape[1])))
+    if ask.top_p < 1.0:
+        warpers.append(hf.TopPLogitsWarper(ask.top_p))
+    if ask.min_p > 0.0:
+        warpers.append(hf.MinPLogitsWarper(ask.min_p))
+    for warper in warpers:
+        logits = warper(None, logits)
+    return logits
+
+
+def chi_square_fits(tokens: Sequence[int], probabilities: np.ndarray) -> bool:
+    """Whether ``tokens`` may be draws from ``probabilities`` [V]: a chi-square test at level ALPHA, impossible tokens
+    never drawn. Cells with few expected draws are thrown together, as the test wants it."""
+    seen = np.bincount(tokens, minlength=len(probabilities))
+    if seen[probabilities == 0].any():
+        return False
+    expected = probabilities * len(tokens)
+    large = expected >= 10
+    cells = [(seen[large], expected[large]), (seen[~large].sum(keepdims=True), expected[~large].sum(keepdims=True))]
+    cells = [(s, e) for s, e in cells if e.sum() > 1]
+    statistic = sum(((s - e) ** 2 / e).sum() for s, e in cells)
+    freedom = sum(len(e) for _, e in cells) - 1
+    return freedom == 0 or bool(statistic < _chi_square_quantile(freedom))
+
+
+def _chi_square_quantile(freedom: int) -> float:
+    """Wilson and Hilferty's approximation of the value exceeded with probability ALPHA."""
+    part = 2 / (9 * freedom)
+    return freedom * (1 - part + _Z * math.sqrt(part)) ** 3
