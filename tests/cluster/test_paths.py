@@ -1,0 +1,132 @@
+"""Every path through the scheduler gives the same tokens: transformers' for greedy ones, each other's for seeded ones.
+
+The line is real parts in one process over a real Redis, with a small random model in fp32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from pillion import AsyncClient, Delta
+from tests.support.fake_parts import until
+from tests.support.oracle import Oracle, first_difference
+from tests.support.parts import Parts, running_parts
+from tests.support.tiny_model import save_model
+
+EPSILON = 1e-3
+BLOCK_BYTES = 8192
+# Texts that repeat themselves, so that looking back finds something, and one that does not.
+PROMPTS = [[7, 8, 9, 10, 11] * 20, list(range(2, 72)), [5, 6, 7] * 11 + [9] * 30, [3]]
+SALTS = itertools.count()
+
+# What a decode worker may be told, and how the prompt is cut.
+PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "constant budget": ({}, {}),
+    "small budget": ({"max_num_batched_tokens": 8, "max_num_seqs": 4}, {"split_policy": "colocated"}),
+    "target": ({"target_itl_ms": 5.0}, {"split_policy": "colocated"}),
+    "guesses": ({"num_speculative_tokens": 5}, {"split_policy": "fraction:0.5", "chunk_size": 16}),
+    "guesses, small budget": (
+        {"num_speculative_tokens": 5, "max_num_batched_tokens": 24, "max_num_seqs": 4, "target_itl_ms": 5.0},
+        {"split_policy": "colocated"},
+    ),
+    "whole prompts": (
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 600},
+        {"enable_chunked_prefill": False, "split_policy": "fraction:0.5"},
+    ),
+    "no prefix caching": ({}, {"enable_prefix_caching": False, "chunk_size": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save_model(tmp_path_factory.mktemp("paths") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: pathlib.Path) -> Oracle:
+    torch.set_num_threads(1)
+    return Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+@asynccontextmanager
+async def line(model: pathlib.Path, **flags: Any) -> AsyncIterator[Parts]:
+    said = {"model": str(model), "dtype": "float32", "max_model_len": 512}
+    with tempfile.TemporaryDirectory(prefix="pil-") as short:
+        async with running_parts(pathlib.Path(short), model=said, **flags) as parts:
+            yield parts
+            pool = parts.kvnode.pool
+            await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+            pool.check_integrity()
+
+
+async def ask(client: AsyncClient, prompt: Sequence[int], **said: Any) -> list[Delta]:
+    said = {"max_tokens": 24, "ignore_eos": True, "cache_salt": f"salt {next(SALTS)}", **said}
+    return [delta async for delta in client.generate(prompt, **said)]
+
+
+def ids_of(deltas: Sequence[Delta], index: int = 0) -> list[int]:
+    return [one for delta in deltas if delta.index == index for one in delta.token_ids]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, oracle: Oracle) -> None:
+    decode, gateway = PATHS[path]
+    whole = {"enable_chunked_prefill": False, "max_num_batched_prefill_tokens": 512}
+    async with line(folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}) as parts:
+        # All at once and two answers each, so that remnants, decodes, forks and guesses share steps.
+        streams = [ask(parts.client, prompt, temperature=0.0, n=2) for prompt in PROMPTS]
+        for prompt, deltas in zip(PROMPTS, await asyncio.gather(*streams), strict=True):
+            expected = oracle.greedy(prompt, 24)
+            for index in range(2):
+                assert first_difference(expected, ids_of(deltas, index), EPSILON) == ""
+
+
+async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> None:
+    """Temperature, nucleus and penalties; guesses, preemption and company must not show."""
+    said = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.3, "repetition_penalty": 1.1, "max_tokens": 120}
+    found = []
+    for decode, slots in (
+        ({}, 2000),
+        ({"num_speculative_tokens": 5}, 2000),
+        ({"num_speculative_tokens": 3, "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
+    ):
+        async with line(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as parts:
+            assert parts.kvnode.pool.ledger.num_slots == slots
+            streams = [ask(parts.client, prompt, seed=11 + n, n=2, **said) for n, prompt in enumerate(PROMPTS)]
+            deltas = await asyncio.gather(*streams)
+            found.append([ids_of(stream, index) for stream in deltas for index in range(2)])
+            crowded = slots == 40
+            assert any(stream[-1].timings.preemptions for stream in deltas if stream[-1].timings) or not crowded
+    assert found[0] == found[1] == found[2]
+    assert all(len(tokens) == 120 for tokens in found[0])
+
+
+async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
+    folder: pathlib.Path, oracle: Oracle
+) -> None:
+    async with line(folder, decode={"num_speculative_tokens": 4}) as parts:
+        for prompt in PROMPTS:
+            deltas = await ask(parts.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
+            ids = torch.tensor([list(prompt)])
+            processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])
+            said = [one for delta in deltas for one in delta.logprobs]
+            assert [one.token_id for one in said] == ids_of(deltas)
+            for one in said:
+                with torch.inference_mode():
+                    logits = oracle.model(ids).logits[:, -1].float()
+                best = processors(ids, logits.clone())[0].topk(2)
+                assert one.token_id == int(best.indices[0]) or float(best.values[0] - best.values[1]) < EPSILON
+                raw = logits[0].log_softmax(-1)
+                assert one.logprob == pytest.approx(float(raw[one.token_id]), abs=1e-3)
+                assert list(one.top_logprobs) == pytest.approx(raw.topk(3).values.tolist(), abs=1e-3)
+                ids = torch.cat((ids, torch.tensor([[one.token_id]])), 1)
