@@ -3,21 +3,19 @@ this keeps a broken or older gateway from reaching the step loop."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.types import SamplingParams
+from pillion.ranges import range_violations
 from pillion.wire.decode import Submit
 
 ROOT_HASH_BYTES = 32
-MAX_TEMPERATURE = 100.0
 MAX_STOP_TOKEN_IDS = 1024
 
 
 def check_submit(submit: Submit, *, vocab_size: int, max_model_len: int) -> None:
     """Raises InvalidRequest with every violation."""
-    violations = (*_shape(submit, vocab_size, max_model_len), *_sampling(submit.sampling))
+    violations = (*_shape(submit, vocab_size, max_model_len), *_sampling(submit, vocab_size))
     if violations:
         raise InvalidRequest.of(*violations)
 
@@ -38,13 +36,12 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
 
 
-def _sampling(params: SamplingParams) -> Iterator[FieldViolation]:
+def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
+    """Fields that an older gateway does not know may be unsaid; they then do nothing."""
+    params = submit.sampling
     if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
         yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
         return
-    if not (math.isfinite(params.temperature) and 0.0 <= params.temperature <= MAX_TEMPERATURE):
-        yield FieldViolation("sampling.temperature", f"outside [0, {MAX_TEMPERATURE:g}]")
-    if not 0.0 < params.top_p <= 1.0:
-        yield FieldViolation("sampling.top_p", "outside (0, 1]")
-    if params.top_k < -1:
-        yield FieldViolation("sampling.top_k", "below -1")
+    yield from range_violations(params, vocab_size)
+    if not 0 <= (params.min_tokens or 0) <= submit.max_tokens:
+        yield FieldViolation("sampling.min_tokens", f"{params.min_tokens} is not in [0, {submit.max_tokens}]")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from itertools import chain
+
 import numpy as np
 
-from engine.batch import StepBatch
-from engine.plan import StepPlan
-from engine.sampler import SamplingRows
+from engine.batch import Int32, StepBatch
+from engine.plan import Piece, StepPlan
+from engine.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
+from engine.sequence import Sequence
+from pillion.types import SamplingParams
+
+_SEED_MASK = 2**64 - 1
 
 
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
@@ -19,36 +26,91 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     np.cumsum(counts, out=query_starts[1:])
     # Row r of sequence s is position starts[s] + (r - query_starts[s]).
     positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
-    token_ids = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces])
     num_blocks = -(-ends // block_size)
     tables = np.zeros((len(pieces), int(num_blocks.max())), dtype=np.int32)
     for row, piece, used in zip(tables, pieces, num_blocks.tolist(), strict=True):
         row[:used] = piece.sequence.table()[:used]
-    samples = np.array([piece.samples for piece in pieces], dtype=bool)
     return StepBatch(
-        token_ids=token_ids,
+        token_ids=np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces]),
         positions=positions,
         query_starts=query_starts,
         context_lens=ends,
         block_tables=tables,
-        sample_rows=query_starts[1:][samples] - np.int32(1),
+        sample_rows=_sample_rows(pieces, query_starts[1:]),
     )
+
+
+def _sample_rows(pieces: tuple[Piece, ...], ends: Int32) -> Int32:
+    """Of each piece its last ``samples`` rows, then the last one again for each fork."""
+    samples = np.array([piece.samples for piece in pieces], dtype=np.int32)
+    lasts = ends - np.int32(1)
+    if not (samples > 1).any() and not any(piece.fork_seeds for piece in pieces):
+        return lasts[samples > 0]
+    counts = samples + np.array([len(piece.fork_seeds) for piece in pieces], dtype=np.int32)
+    place = np.arange(counts.sum(), dtype=np.int32) - np.repeat(counts.cumsum(dtype=np.int32) - counts, counts)
+    back = np.repeat(samples, counts) - 1 - place
+    chosen: Int32 = np.repeat(lasts, counts) - np.maximum(back, 0)
+    return chosen
 
 
 def build_sampling(plan: StepPlan) -> SamplingRows:
-    """How each sampling row chooses its token, in the order of the batch's ``sample_rows``.
+    """How each sampling row chooses its tokens, in the order of the batch's ``sample_rows``.
 
     The position is the new token's own in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
-    sequences = [piece.sequence for piece in plan.pieces if piece.samples]
-    params = [s.spec.sampling for s in sequences if s.spec.sampling is not None]
+    rows = list(chain.from_iterable(_rows_of(piece) for piece in plan.pieces if piece.samples))
+    params = [p for _, p, _, _ in rows]
     return SamplingRows(
         temperature=np.array([_said(p.temperature, 1.0) for p in params], dtype=np.float32),
+        top_k=np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int64),
         top_p=np.array([_said(p.top_p, 1.0) for p in params], dtype=np.float32),
-        top_k=np.array([max(int(_said(p.top_k, 0)), 0) for p in params], dtype=np.int32),
-        seeds=np.array([int(p.seed or 0) & (2**64 - 1) for p in params], dtype=np.uint64),
-        positions=np.array([s.num_tokens for s in sequences], dtype=np.int64),
+        min_p=np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
+        seeds=np.array([seed & _SEED_MASK for _, _, seed, _ in rows], dtype=np.uint64),
+        positions=np.array([position for _, _, _, position in rows], dtype=np.int64),
+        logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], dtype=np.int64),
+        edits=tuple(_edits(rows)),
     )
+
+
+_Row = tuple[Sequence, SamplingParams, int, int]
+
+
+def _rows_of(piece: Piece) -> list[_Row]:
+    """Sequence, parameters, seed and position of each row that a piece samples."""
+    sequence, end = piece.sequence, piece.start + piece.count
+    params = sequence.spec.sampling
+    assert params is not None
+    seed = params.seed or 0
+    if piece.samples == 1 and not piece.fork_seeds:
+        return [(sequence, params, seed, end)]
+    own = [(sequence, params, seed, end - back) for back in range(piece.samples - 1, -1, -1)]
+    return own + [(sequence, params, fork_seed, end) for fork_seed in piece.fork_seeds]
+
+
+def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
+    """Of rows that change a logit, which few do."""
+    for row, (sequence, params, _, position) in enumerate(rows):
+        repetition = _said(params.repetition_penalty, 1.0)
+        presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+        prompt = sequence.spec.prompt_tokens
+        early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
+        if repetition == 1.0 and not (presence or frequency or params.logit_bias or early):
+            continue
+        yield RowEdit(
+            row=row,
+            biased=_ids(params.logit_bias),
+            bias=np.array([*params.logit_bias.values()], dtype=np.float32),
+            seen=sequence.tokens(0, position) if repetition != 1.0 else NO_IDS,
+            repetition=repetition,
+            answered=sequence.tokens(prompt, position) if presence or frequency else NO_IDS,
+            presence=presence,
+            frequency=frequency,
+            banned=_ids(sequence.spec.stop_token_ids) if early else NO_IDS,
+        )
+
+
+def _ids(ids: Collection[int]) -> Int64:
+    return np.fromiter(ids, dtype=np.int64, count=len(ids)) if ids else NO_IDS
 
 
 def _said(value: float | None, default: float) -> float:

@@ -1,147 +1,118 @@
-"""Chooses tokens, as a pure function of (logits, seed, position) (I6).
+"""Chooses tokens, as a pure function of (logits, history, seed, position) (I6).
 
-A row's random numbers come from Philox-4x32-10 with key = seed and counter = (position, token id / 4): nothing is
-drawn from a state, so nothing has to be carried along when a stream moves. The token is the largest of
-``logit / temperature + Gumbel noise`` over the row's candidates (the Gumbel-max trick: an exact draw from the softmax).
+What happens to a row of logits, in this order, which is that of Hugging Face's processors:
 
-Candidates, in this order, as Hugging Face's processors have it: ``top_k`` keeps the k largest logits, ``top_p`` of what
-is left the shortest head, by falling probability, whose mass reaches p. Tokens that tie with the last one kept are
-kept as well, so that the set depends on the logits alone and not on the order in which equals are sorted.
+    bias, repetition penalty, presence and frequency penalty, stop ids of a stream that may not stop yet   penalties.py
+    temperature, top_k, top_p, min_p: scores, and the cut below which nothing is drawn                    cuts.py
+    the token with the largest score + noise                                                              gumbel.py
 
-Rows are taken one by one, in numpy: a row is one vector of the vocabulary, long enough to be worth an array operation
-and short enough to stay in the cache, and what is in the batch beside it cannot reach it.
+Temperature 0 takes the largest logit, of equals the lowest id. The race between the others is run for all rows at once
+and gives exactly what the noise of every token would give, without drawing it: a group of 128 tokens is looked at only
+if its largest logit with its largest noise could still win, a token of it likewise. What is in the batch beside a row
+cannot reach it: whatever adds up several numbers does so within the row.
+
+A row whose largest logit is NaN or infinite cannot be drawn from: it gives its largest logit that is a number, and id
+0 where there is none. Nothing raises.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Float32 = npt.NDArray[np.float32]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
+from engine.cuts import cuts, gather_groups, group_maxima
+from engine.gumbel import GROUP_TOKENS, group_waits, token_waits
+from engine.logprobs import Report
+from engine.penalties import edited
+from engine.plan import Sampled
+from engine.sampling_rows import Float32, Int64, SamplingRows
 
 # Below this, logits / temperature leave float32; the limit of the softmax is the largest logit anyway.
 MIN_TEMPERATURE = 1e-5
-# A nucleus is first looked for among this many tokens; only a flatter distribution pays for sorting all.
-NUCLEUS_HEAD_TOKENS = 1024
-
-_WORD = 0xFFFFFFFF
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-_WORDS_PER_COUNTER = 4
+# In units of scores. A bound and what it bounds are rounded on different ways; this is far more than they differ by.
+_SLACK = np.float32(1e-3)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How R rows of logits are sampled.
+def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """One token for each row of logits [R, V] float32, and the log probabilities that rows asked for.
 
-    Attributes:
-        temperature: [R] float32; 0 is greedy.
-        top_p: [R] float32 in (0, 1]; 1 keeps all.
-        top_k: [R] int32; 0 keeps all.
-        seeds: [R] uint64.
-        positions: [R] int64, the position that the chosen token will have in its sequence.
+    While it runs it has ``logits`` for itself: edits are made in place and taken back.
     """
+    if not len(rows):
+        return Sampled()
+    table = _table(logits)
+    # Infinities and what comes of them are legal here.
+    with np.errstate(all="ignore"):
+        report = Report(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
+        with edited(table, rows.edits):
+            tokens = _choose(table, rows)
+        return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
 
-    temperature: Float32
-    top_p: Float32
-    top_k: Int32
-    seeds: UInt64
-    positions: Int64
+
+def _table(logits: torch.Tensor) -> Float32:
+    """The logits, C-contiguous, in whole groups: a vocabulary that is none is copied, with -inf behind it."""
+    missing = -logits.shape[1] % GROUP_TOKENS
+    if missing:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    table: Float32 = logits.contiguous().numpy()
+    return table
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> Int32:
-    """One token [R] int32 for each row of logits [R, V] float32. Reads its arguments only."""
-    table: Float32 = logits.numpy()
-    tokens = np.empty(len(table), np.int32)
-    for row, values in enumerate(table):
-        if rows.temperature[row] < MIN_TEMPERATURE:
-            tokens[row] = values.argmax()
-        else:
-            scores = (values - values.max()) / rows.temperature[row]
-            kept = candidates(scores, int(rows.top_k[row]), float(rows.top_p[row]))
-            seed, position = int(rows.seeds[row]), int(rows.positions[row])
-            if kept is None:
-                tokens[row] = (scores + gumbel_noise(seed, position, len(scores))).argmax()
-            else:
-                tokens[row] = kept[(scores[kept] + gumbel_noise_at(seed, position, kept)).argmax()]
+def _choose(table: Float32, rows: SamplingRows) -> Int64:
+    """Tokens [R] of edited logits."""
+    each = np.arange(len(table))
+    drawn = rows.temperature >= MIN_TEMPERATURE
+    if not drawn.any():
+        tokens: Int64 = table.argmax(axis=1)
+        broken = ~np.isfinite(table[each, tokens])
+    else:
+        maxima = group_maxima(table)
+        group = maxima.argmax(axis=1)
+        # The largest logit is wanted of all rows: of the drawn ones, for a first bound.
+        tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
+        broken = ~np.isfinite(table[each, tokens])
+        racing = np.flatnonzero(drawn & ~broken)
+        if len(racing):
+            tokens[racing] = _race(table, maxima[racing], rows, racing, tokens[racing])
+    for row in np.flatnonzero(broken):
+        tokens[row] = np.where(np.isnan(table[row]), -np.inf, table[row]).argmax()
     return tokens
 
 
-def candidates(scores: Float32, top_k: int, top_p: float) -> Int64 | None:
-    """Ids of the tokens that may be drawn, rising, at least one; None where all may. scores [V]: the largest is 0."""
-    kept: Int64 | None = None
-    if 0 < top_k < len(scores):
-        least = np.partition(scores, -top_k)[-top_k]
-        kept = np.flatnonzero(scores >= least)
-        scores = scores[kept]
-    if top_p < 1.0:
-        head = _nucleus(np.exp(scores), top_p)
-        kept = head if kept is None else kept[head]
-    return kept
+def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64) -> Int64:
+    """The winners [S] of rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S]."""
+    each, num_groups = np.arange(len(racing)), maxima.shape[1]
+    top, temperature = maxima.max(axis=1)[:, None], rows.temperature[racing][:, None]
+    cut = cuts(table, maxima, rows, racing)[:, None]
+    seeds, positions = rows.seeds[racing], rows.positions[racing]
+    waits, firsts = group_waits(seeds, positions, num_groups)
+    most_noise = -np.log(waits)
+
+    # What certainly takes part: the most likely token, and of each group the one with the largest noise.
+    group = likeliest // GROUP_TOKENS
+    own = token_waits(seeds, positions, likeliest, waits[each, group], firsts[each, group])
+    places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
+    values = table.reshape(-1).take(places)
+    totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
+    least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
+
+    # The smallest logit of each group with which a token could still win. Rounded down, so that none is lost.
+    floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
+    floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
+    able = np.flatnonzero(maxima >= floor)
+    place, groups = np.divmod(able, num_groups)
+    values = gather_groups(table, racing[place], groups)
+    found, within = np.divmod(np.flatnonzero(values >= floor.reshape(-1)[able, None]), GROUP_TOKENS)
+    row, group = place[found], groups[found]
+    tokens = group * GROUP_TOKENS + within
+    scores = (values[found, within] - top[row, 0]) / temperature[row, 0]
+    own = token_waits(seeds[row], positions[row], tokens, waits[row, group], firsts[row, group])
+    return _winners(row, tokens, scores - np.log(own), len(racing))
 
 
-def _nucleus(weights: Float32, top_p: float) -> Int64:
-    """Indices of the shortest head of weights [N] that has top_p of their sum, and of those that tie with its end."""
-    goal = top_p * weights.sum(dtype=np.float64)
-    head = weights
-    if len(weights) > NUCLEUS_HEAD_TOKENS:
-        head = np.partition(weights, -NUCLEUS_HEAD_TOKENS)[-NUCLEUS_HEAD_TOKENS:]
-        if head.sum(dtype=np.float64) < goal:
-            head = weights
-    falling = np.sort(head)[::-1]
-    reached = np.searchsorted(falling.cumsum(dtype=np.float64), goal)
-    return np.flatnonzero(weights >= falling[min(int(reached), len(falling) - 1)])
-
-
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> Float32:
-    """Noise [vocab_size] float32 of all tokens."""
-    counters = np.arange(-(-vocab_size // _WORDS_PER_COUNTER), dtype=np.uint64)
-    words = np.stack(philox(_counter(position, counters), _key(seed)), -1)
-    return _gumbel(words.reshape(-1)[:vocab_size])
-
-
-def gumbel_noise_at(seed: int, position: int, tokens: Int64) -> Float32:
-    """The same noise, of tokens [N] only."""
-    counters, which = np.divmod(tokens, _WORDS_PER_COUNTER)
-    words = philox(_counter(position, counters.astype(np.uint64)), _key(seed))
-    return _gumbel(np.choose(which, words))
-
-
-def _counter(position: int, counters: UInt64) -> tuple[UInt64, UInt64, UInt64, UInt64]:
-    low, high = np.array([position & _WORD], np.uint64), np.array([position >> 32 & _WORD], np.uint64)
-    return low, high, counters, np.zeros(1, np.uint64)
-
-
-def _key(seed: int) -> tuple[int, int]:
-    return seed & _WORD, seed >> 32 & _WORD
-
-
-def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[int, int]) -> tuple[UInt64, ...]:
-    """Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
-
-    Takes four 32-bit counter words in uint64 arrays that broadcast together, gives the four output words likewise.
-    """
-    word, half = np.uint64(_WORD), np.uint64(32)
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # Upper halves of c1 and c3 carry rubbish; only the low words count, and they are cut out before they multiply.
-        first, second = (c0 & word) * _MULTIPLIERS[0], (c2 & word) * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (second >> half) ^ c1 ^ np.uint64(k0), second, (first >> half) ^ c3 ^ np.uint64(k1), first
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return tuple(np.broadcast_arrays(c0 & word, c1 & word, c2 & word, c3 & word))
-
-
-def _gumbel(words: UInt64) -> Float32:
-    """Standard Gumbel numbers. Small words make the large ones, where float32 is fine; none is infinite."""
-    uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
-    noise: Float32 = -np.log(-np.log1p(-uniform))
-    return noise
+def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
+    """The token with the largest total of each row; rows rise, tokens rise within a row, the first of equals wins."""
+    best = np.maximum.reduceat(totals, np.searchsorted(row, np.arange(count)))
+    winning = np.flatnonzero(totals == best[row])
+    won: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]
+    return won

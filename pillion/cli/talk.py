@@ -51,7 +51,8 @@ def said(sampling: dict[str, Any]) -> dict[str, Any]:
 
 def show(deltas: Iterable[Delta]) -> str:
     """Prints the text as it comes, then log probabilities if they were asked for; returns the text."""
-    parts, logprobs = [], []
+    parts: list[str] = []
+    logprobs: list[TokenLogprob] = []
     for delta in deltas:
         sys.stdout.write(delta.text)
         sys.stdout.flush()
@@ -66,7 +67,8 @@ def show_each(deltas: Iterable[Delta]) -> None:
     """Prints each answer under a heading, in order, as soon as it and those before it are complete."""
     texts: dict[int, list[str]] = {}
     logprobs: dict[int, list[TokenLogprob]] = {}
-    complete, shown = set(), 0
+    complete: set[int] = set()
+    shown = 0
     for delta in deltas:
         texts.setdefault(delta.index, []).append(delta.text)
         logprobs.setdefault(delta.index, []).extend(delta.logprobs)

@@ -18,10 +18,10 @@ from pillion.cli import cluster, parts
 from pillion.cli.app import cli, part_command, with_model
 from pillion.cli.cluster import child_environ, part_specs, pick_port, threads_per_worker
 from pillion.cli.flags import env_name
-from pillion.cli.talk import pool_use, status_table, summary
+from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
-from pillion.types import ClusterStatus, PartStatus
+from pillion.types import ClusterStatus, Delta, FinishReason, PartStatus, SamplingParams, TokenLogprob
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -78,6 +78,9 @@ def test_every_flag_is_in_the_help(role: str) -> None:
         (["serve", "--config", "/nowhere.toml"], 2, "No such file"),
         (["decode", "/nowhere/at/all", "--attach-socket", "/nowhere/a.sock"], 2, "/nowhere/at/all"),
         (["frobnicate"], 2, "No such command"),
+        (["generate", "Once", "--logit-bias", "5"], 2, "'5' is not ID=VALUE"),
+        (["generate", "Once", "--logit-bias", "a=1"], 2, "'a=1' is not ID=VALUE"),
+        (["chat", "--n", "2"], 2, "No such option"),
         (["status", "--target", "127.0.0.1:1"], 1, "127.0.0.1:1"),
         (["generate", "Once", "--target", "127.0.0.1:1"], 1, "127.0.0.1:1"),
     ],
@@ -226,6 +229,66 @@ main(["kvnode"])
     living.terminate()
     out, _ = living.communicate(timeout=30)
     assert (living.returncode, out) == (0, "stopped\n")
+
+
+def test_sampling_options_are_the_fields_of_the_client() -> None:
+    argv = [
+        *("--max-tokens", "9", "--min-tokens", "2", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"),
+        *("--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "-1", "--frequency-penalty", "0.25"),
+        *("--logit-bias", "5=-2.5", "--logit-bias", "7=1", "--seed", "-3", "--stop", "a", "--stop", "b"),
+        *("--logprobs", "0", "--priority", "-5", "--n", "2", "--best-of", "3"),
+    ]
+    with cli.commands["generate"].make_context("generate", ["Once", *argv]) as ctx:
+        sampling = {name: value for name, value in ctx.params.items() if name not in ("prompt", "target")}
+    assert said(sampling) == {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.25,
+        "logit_bias": {5: -2.5, 7: 1.0},
+        "seed": -3,
+        "stop": ("a", "b"),
+        "logprobs": 0,
+        "priority": -5,
+        "n": 2,
+        "best_of": 3,
+    }
+    fields = {name for name in said(sampling) if name != "priority"}
+    assert fields <= set(SamplingParams.__dataclass_fields__)
+    with cli.commands["chat"].make_context("chat", []) as ctx:
+        assert said({name: value for name, value in ctx.params.items() if name not in ("system", "target")}) == {}
+
+
+def test_several_answers_are_shown_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    end = FinishReason.LENGTH
+    show_each(
+        [
+            Delta("r", "blue", index=1),
+            Delta("r", "re", index=0),
+            Delta("r", " sky", finish_reason=end, index=1),
+            Delta("r", "d", finish_reason=end, index=0, logprobs=(TokenLogprob(3, -0.5),)),
+            Delta("r", "", finish_reason=end, index=2),
+        ]
+    )
+    assert capsys.readouterr().out == (
+        "--- answer 1 ---\nred\n   token   logprob\n       3    -0.500\n"
+        "--- answer 2 ---\nblue sky\n--- answer 3 ---\n\n"
+    )
+
+
+def test_log_probabilities_follow_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = TokenLogprob(12345, -0.25, (12345, 8), (-0.25, -10.5))
+    assert show([Delta("r", "one "), Delta("r", "two", logprobs=(asked, TokenLogprob(7, -1.0)))]) == "one two"
+    assert capsys.readouterr().out == (
+        "one two\n   token   logprob\n   12345    -0.250   | 12345 -0.250  8 -10.500\n       7    -1.000\n"
+    )
+    show([Delta("r", "x")])
+    assert capsys.readouterr().out == "x\n"
 
 
 def test_status_as_a_table() -> None:

@@ -1,166 +1,228 @@
-"""Sampling against Random123's vectors, transformers' processors and the softmax itself."""
+"""Chosen tokens against transformers' processors, the softmax itself, and a draw without any pruning."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.sampler import SamplingRows, candidates, gumbel_noise, gumbel_noise_at, philox, sample
+from engine.cuts import cuts, group_maxima
+from engine.sampler import sample
+from tests.support.sampling import Ask, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
 
-# The probability with which a right sampler fails a chi-square test here. The draws are fixed by their seeds, so a
-# test that passes once passes always.
-ALPHA = 1e-4
-
-
-def rows(count, temperature=1.0, top_p=1.0, top_k=0, seed=0, position=0):
-    return SamplingRows(
-        temperature=np.broadcast_to(np.float32(temperature), count),
-        top_p=np.broadcast_to(np.float32(top_p), count),
-        top_k=np.broadcast_to(np.int32(top_k), count),
-        seeds=np.broadcast_to(np.asarray(seed, np.uint64), count),
-        positions=np.broadcast_to(np.asarray(position, np.int64), count),
-    )
+torch.set_num_threads(1)
 
 
-def shifted(logits, temperature):
-    return ((logits - logits.max()) / np.float32(temperature)).astype(np.float32)
+def random_logits(*shape: int, seed: int = 4, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "wanted"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
-def test_philox_known_answers(counter, key, wanted):
-    words = philox(tuple(np.array([word], np.uint64) for word in counter), key)
-    assert tuple(int(word[0]) for word in words) == wanted
+def chosen(logits: torch.Tensor, *asks: Ask) -> list[int]:
+    return list(sample(logits, rows_of(asks)).token_ids)
 
 
-def test_noise_of_some_tokens_is_a_part_of_the_noise_of_all():
-    everything = gumbel_noise(2**63 + 5, 2**40 + 3, 1001)
-    some = np.array([0, 1, 5, 6, 7, 500, 999, 1000])
-    assert everything.shape == (1001,)
-    assert np.isfinite(everything).all()
-    assert np.array_equal(gumbel_noise_at(2**63 + 5, 2**40 + 3, some), everything[some])
+def kept(logits: torch.Tensor, ask: Ask) -> np.ndarray:
+    """Which tokens [V] of one row may be drawn."""
+    table = padded(logits[None])
+    return logits.numpy() >= cuts(table, group_maxima(table), rows_of([ask]), np.array([0]))[0]
 
 
-def test_noise_depends_on_every_bit_of_seed_and_position():
-    base = gumbel_noise(1, 1, 8)
-    for seed, position in ((1 | 1 << 40, 1), (2, 1), (1, 2), (1, 1 | 1 << 40)):
-        assert not np.array_equal(gumbel_noise(seed, position, 8), base)
-
-
-def test_greedy_is_the_argmax():
-    logits = torch.randn(5, 300)
-    assert sample(logits, rows(5, temperature=0.0)).tolist() == logits.argmax(-1).tolist()
-    assert sample(logits, rows(5, temperature=1e-6, seed=3)).tolist() == logits.argmax(-1).tolist()
-    assert sample(logits, rows(5, top_k=1, seed=3)).tolist() == logits.argmax(-1).tolist()
-    assert sample(logits, rows(5, top_p=1e-6, seed=3)).tolist() == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.8, 0), (1.3, 1.0, 7), (0.9, 0.9, 12)]
-)
-def test_tokens_are_distributed_as_the_softmax_says(temperature, top_p, top_k):
-    logits = torch.randn(40, generator=torch.Generator().manual_seed(4)) * 2
-    draws = 6_000
-    # Half the draws vary the seed, half the position: both must give independent numbers.
-    number = np.arange(draws)
-    seeds, positions = np.where(number % 2, number, 7), np.where(number % 2, 11, number)
-    tokens = sample(logits.expand(draws, -1), rows(draws, temperature, top_p, top_k, seeds, positions))
-    warped = warp(logits[None], temperature, top_k, top_p)[0]
-    expected = warped.double().softmax(-1).numpy() * draws
-    seen = np.bincount(tokens, minlength=40)
-    assert not seen[expected == 0].any()
-    # Cells with few draws are thrown together, as the test wants it.
-    large = expected >= 20
-    cells = [(seen[large], expected[large]), (seen[~large].sum(keepdims=True), expected[~large].sum(keepdims=True))]
-    statistic = sum(((s - e) ** 2 / e).sum() for s, e in cells if e.sum() > 0)
-    freedom = sum(len(e) for _, e in cells if e.sum() > 0) - 1
-    assert statistic < chi_square_quantile(freedom)
-
-
-def chi_square_quantile(freedom):
-    """Wilson and Hilferty's approximation of the value exceeded with probability ALPHA (z = 3.719)."""
-    return freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
-
-
-def warp(logits, temperature, top_k, top_p):
-    for warper in (
-        TemperatureLogitsWarper(temperature),
-        *([TopKLogitsWarper(top_k)] if top_k else []),
-        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+@pytest.mark.parametrize("vocab_size", [97, 300, 1280])
+def test_greedy_is_the_argmax(vocab_size: int) -> None:
+    logits, wanted = random_logits(5, vocab_size), random_logits(5, vocab_size).argmax(-1).tolist()
+    for ask in (
+        Ask(temperature=0.0),
+        Ask(temperature=1e-6, seed=3),
+        Ask(top_k=1, seed=3),
+        Ask(top_p=1e-6, seed=3),
+        Ask(min_p=1.0, seed=3),
+        Ask(temperature=100.0, top_k=1, seed=3),
     ):
-        logits = warper(None, logits)
-    return logits
+        assert chosen(logits, *[ask] * 5) == wanted
+    # In mixed company too, where greedy rows take another way.
+    assert chosen(logits, *[Ask(temperature=0.0)] * 4, Ask())[:4] == wanted[:4]
 
 
-@settings(max_examples=100, deadline=None)
+FILTERS = [
+    Ask(),
+    Ask(temperature=0.6),
+    Ask(top_p=0.8),
+    Ask(temperature=1.3, top_k=7),
+    Ask(temperature=0.9, top_k=12, top_p=0.9),
+    Ask(min_p=0.1),
+    Ask(temperature=1.5, top_k=30, top_p=0.95, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("vocab_size", [40, 1000])
+@pytest.mark.parametrize("ask", FILTERS, ids=repr)
+def test_tokens_are_distributed_as_the_softmax_says(ask: Ask, vocab_size: int) -> None:
+    logits, draws = random_logits(vocab_size), 6_000
+    tokens = sample(logits.expand(draws, -1), draws_of(ask, draws)).token_ids
+    assert chi_square_fits(tokens, warp(logits[None], ask)[0].double().softmax(-1).numpy())
+
+
+def test_a_flat_and_a_steep_distribution() -> None:
+    """Flat: nearly every winner is the first of its group. Steep: nearly none is."""
+    draws = 8_000
+    for logits in (torch.zeros(640), torch.tensor([0.0, -1.0, *[-9.0] * 500])):
+        tokens = sample(logits.expand(draws, -1), draws_of(Ask(), draws)).token_ids
+        assert chi_square_fits(tokens, logits.double().softmax(-1).numpy())
+
+
+def test_the_chi_square_test_sees_a_wrong_temperature() -> None:
+    logits, draws = random_logits(40), 6_000
+    tokens = sample(logits.expand(draws, -1), draws_of(Ask(temperature=1.1), draws)).token_ids
+    assert not chi_square_fits(tokens, logits.double().softmax(-1).numpy())
+
+
+asks = st.builds(
+    Ask,
+    temperature=st.sampled_from([1e-5, 0.01, 0.3, 1.0, 2.5, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 50, 700, 5000]),
+    top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.9, 0.999, 1.0, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.2, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    position=st.integers(0, 2**33),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ask=asks,
+    seed=st.integers(0, 2**20),
+    size=st.sampled_from([1, 5, 127, 128, 129, 1000, 5003, 40_000]),
+    spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
+)
+def test_pruning_changes_nothing(ask: Ask, seed: int, size: int, spread: float) -> None:
+    logits = random_logits(size, seed=seed, spread=spread)
+    assert chosen(logits[None], ask) == [unpruned(logits, ask)]
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
-    size=st.sampled_from([5, 64, 3000]),
+    size=st.sampled_from([5, 64, 3000, 70_000]),
     spread=st.sampled_from([0.3, 2.0, 8.0]),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 3, 50, 5000]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3]),
 )
-def test_candidates_are_those_of_transformers(seed, size, spread, temperature, top_k, top_p):
-    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
-    kept = candidates(shifted(logits.numpy(), temperature), top_k, top_p)
-    ours = np.zeros(size, bool)
-    ours[slice(None) if kept is None else kept] = True
+def test_what_may_be_drawn_is_what_transformers_leaves(
+    seed: int, size: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = random_logits(size, seed=seed, spread=spread)
+    ask = Ask(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ours = kept(logits, ask)
     # transformers adds up from the small end in fp32; in float64 the two ways meet.
-    theirs = warp(logits[None].double(), temperature, min(top_k, size), top_p)[0].numpy() > -np.inf
-    unsure = ours != theirs
+    wide = logits[None].double()
+    unsure = ours != (warp(wide, ask)[0].numpy() > -np.inf)
     if unsure.any():
-        # Only a token at whose edge the mass is p to within fp32 rounding may be judged otherwise.
-        probabilities = warp(logits[None].double(), temperature, min(top_k, size), 1.0)[0].softmax(-1).numpy()
-        before = probabilities[probabilities > probabilities[unsure].max()].sum()
+        # Only a token at whose edge the mass is p, or the ratio min_p, to within fp32 rounding may be judged otherwise.
+        before_p = warp(wide, replace(ask, top_p=1.0, min_p=0.0))[0].softmax(-1).numpy()
+        edge = before_p[unsure].max()
+        mass = before_p[before_p > edge].sum()
         assert unsure.sum() == 1
-        assert abs(before - top_p) < 1e-5
+        assert abs(mass - top_p) < 1e-5 or abs(edge / before_p.max() - min_p) < 1e-6
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept():
-    scores = np.array([0.0, -1.0, -1.0, -1.0, -5.0], np.float32)
-    assert candidates(scores, 2, 1.0).tolist() == [0, 1, 2, 3]
-    assert candidates(scores, 0, 0.5).tolist() == [0, 1, 2, 3]
-    assert candidates(scores, 0, 0.3).tolist() == [0]
-    assert candidates(scores, 5, 1.0) is None
+def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
+    logits = torch.tensor([0.0, -1.0, -1.0, -1.0, -5.0])
+    assert kept(logits, Ask(top_k=2)).tolist() == [True, True, True, True, False]
+    assert kept(logits, Ask(top_p=0.5)).tolist() == [True, True, True, True, False]
+    assert kept(logits, Ask(top_p=0.3)).tolist() == [True, False, False, False, False]
+    assert kept(logits, Ask(top_k=5)).all()
+    # A whole vocabulary of equals: no short head to find, and each token may win.
+    flat = torch.zeros(50_000)
+    assert kept(flat, Ask(top_k=3)).all()
+    assert len({*chosen(flat.expand(20, -1), *[Ask(top_k=3, top_p=0.5, seed=n) for n in range(20)])}) > 10
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    """The same logits, seed and position give the same token alone, in any company and in any place (I6)."""
-    random = np.random.default_rng(0)
-    count = 12
-    logits = torch.randn(count, 5003) * 2
-    batch = SamplingRows(
-        temperature=random.choice([0.0, 0.7, 1.0, 1.5], count).astype(np.float32),
-        top_p=random.choice([0.5, 0.95, 1.0], count).astype(np.float32),
-        top_k=random.choice([0, 20, 2000], count).astype(np.int32),
-        seeds=random.integers(0, 2**64, count, np.uint64),
-        positions=random.integers(0, 10_000, count),
-    )
-    together = sample(logits, batch)
-    for order in (random.permutation(count), np.array([3]), np.array([7, 2])):
-        part = SamplingRows(
-            batch.temperature[order], batch.top_p[order], batch.top_k[order], batch.seeds[order], batch.positions[order]
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_long_nucleus(temperature: float, top_p: float) -> None:
+    """Thousands of tokens hold the mass: the cut is found by ranges of logits."""
+    logits = random_logits(60_000)
+    ask = Ask(temperature=temperature, top_p=top_p)
+    probabilities = (logits.double() / temperature).softmax(-1).numpy()
+    inside = kept(logits, ask)
+    least = probabilities[inside].min()
+    assert least > probabilities[~inside].max()
+    assert probabilities[inside].sum() >= top_p - 1e-5
+    assert probabilities[inside].sum() - least < top_p + 1e-5
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    """The same logits, parameters, seed and position give the same token and log probabilities alone, in any company
+    and in any place (I6)."""
+    random, count, vocab_size = np.random.default_rng(0), 24, 20_003
+    logits = random_logits(count, vocab_size)
+    batch = [
+        Ask(
+            temperature=float(random.choice([0.0, 0.7, 1.0, 1.5])),
+            top_k=int(random.choice([0, 20, 2000])),
+            top_p=float(random.choice([0.5, 0.95, 1.0])),
+            min_p=float(random.choice([0.0, 0.05])),
+            seed=int(random.integers(0, 2**63)),
+            position=int(random.integers(0, 10_000)),
+            logprobs=int(random.choice([-1, 0, 5])),
+            seen=random.integers(0, vocab_size, 50).tolist(),
+            repetition=float(random.choice([1.0, 1.3])),
+            bias={int(random.integers(vocab_size)): 5.0} if random.random() < 0.5 else {},
         )
-        assert sample(logits[order], part).tolist() == together[order].tolist()
+        for _ in range(count)
+    ]
+    together = sample(logits, rows_of(batch))
+    for order in (random.permutation(count), np.array([3]), np.array([7, 2]), *np.arange(count)[:, None]):
+        part = sample(logits[order], rows_of([batch[row] for row in order]))
+        assert part.token_ids == tuple(together.token_ids[row] for row in order)
+        if part.logprobs:
+            assert part.logprobs == tuple(together.logprobs[row] for row in order)
 
 
-def test_sampling_changes_nothing():
-    logits = torch.randn(3, 50)
-    before = logits.clone()
-    sample(logits, rows(3, top_k=5, top_p=0.5, seed=1))
-    assert torch.equal(logits, before)
+def test_sampling_changes_nothing() -> None:
+    for vocab_size in (50, 256):
+        logits = random_logits(3, vocab_size)
+        before = logits.clone()
+        ask = Ask(top_k=5, top_p=0.5, seen=[1, 2, 2], repetition=2.0, bias={2: 3.0}, banned=[1], logprobs=3)
+        sample(logits, rows_of([ask] * 3))
+        assert torch.equal(logits, before)
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(0, 300), rows_of([])).token_ids == ()
+
+
+ODD = [-torch.inf, torch.inf, torch.nan, 0.0, 1.0, 3e38, -3e38]
+
+
+@settings(max_examples=200, deadline=None)
+@example(values=[-torch.inf, torch.nan, 0.0, 1.0], ask=Ask(), logprobs=2, greedy=False)
+@example(values=[torch.nan, -torch.inf], ask=Ask(), logprobs=2, greedy=True)
+@given(
+    values=st.lists(st.sampled_from(ODD), min_size=1, max_size=300),
+    ask=asks,
+    logprobs=st.sampled_from([-1, 0, 20]),
+    greedy=st.booleans(),
+)
+def test_logits_that_are_no_numbers_neither_raise_nor_win(
+    values: list[float], ask: Ask, logprobs: int, greedy: bool
+) -> None:
+    logits = torch.tensor([values, [0.0] * len(values)])
+    ask = replace(ask, logprobs=logprobs, temperature=0.0 if greedy else ask.temperature)
+    said = sample(logits, rows_of([ask, ask]))
+    value = values[said.token_ids[0]]
+    numbers = [v for v in values if v > -torch.inf]
+    assert value in numbers or (not numbers and said.token_ids[0] == 0)
+    if numbers and (greedy or torch.inf in numbers):
+        assert value == max(numbers)
+    for entry in said.logprobs:
+        assert entry is not None
+        assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
+    # What the other row says is not touched by it.
+    assert said.token_ids[1] == sample(logits[1:], rows_of([ask])).token_ids[0]

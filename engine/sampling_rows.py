@@ -1,0 +1,73 @@
+"""What a step's rows of logits are sampled with, as arrays. No torch here: who plans a step needs none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+Ids = Int32 | Int64
+
+NO_IDS: Int64 = np.empty(0, np.int64)
+
+
+def _no_ids() -> Int64:
+    return NO_IDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowEdit:
+    """Changes of single logits of one row. Ids are int32 or int64 arrays, views where they can be.
+
+    Attributes:
+        row: which one.
+        bias: added to the logits of ``biased``, each id at most once.
+        repetition: divides or multiplies the logits of ``seen``, the tokens of prompt and answer; 1 does nothing.
+        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer, once and as often as
+            they occur; 0 does nothing.
+        banned: ids that may not be chosen.
+    """
+
+    row: int
+    biased: Int64 = field(default_factory=_no_ids)
+    bias: Float32 = field(default_factory=lambda: NO_IDS.astype(np.float32))
+    seen: Ids = field(default_factory=_no_ids)
+    repetition: float = 1.0
+    answered: Ids = field(default_factory=_no_ids)
+    presence: float = 0.0
+    frequency: float = 0.0
+    banned: Int64 = field(default_factory=_no_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How R rows of logits are sampled.
+
+    Attributes:
+        temperature: [R] float32; 0 is greedy.
+        top_k: [R] int64; 0 keeps all.
+        top_p: [R] float32 in (0, 1]; 1 keeps all.
+        min_p: [R] float32 in [0, 1]; 0 keeps all.
+        seeds: [R] uint64.
+        positions: [R] int64, the position that the chosen token will have in its sequence.
+        logprobs: [R] int64, alternatives to report beside the chosen token's log probability; -1: report nothing.
+        edits: of rows that have any, at most one each.
+    """
+
+    temperature: Float32
+    top_k: Int64
+    top_p: Float32
+    min_p: Float32
+    seeds: UInt64
+    positions: Int64
+    logprobs: Int64
+    edits: tuple[RowEdit, ...] = ()
+
+    def __len__(self) -> int:
+        """R."""
+        return len(self.positions)

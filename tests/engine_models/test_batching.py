@@ -1,0 +1,133 @@
+"""From plans to arrays: rows, positions, histories and seeds of decodes, drafts and forks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batching import build_batch, build_sampling
+from engine.plan import Piece, StepPlan
+from engine.sampler import sample
+from engine.sequence import Holding, Sequence, SequenceSpec
+from pillion.types import SamplingParams
+
+BLOCK = 4
+
+
+def sequence(seq_id: int, tokens: Seq[int], *, prompt: int | None = None, span: bool = False, **said: Any) -> Sequence:
+    params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
+    spec = SequenceSpec(
+        seq_id=seq_id,
+        token_ids=np.array(tokens, np.int32),
+        parent_hash=b"\7" * 32,
+        prompt_tokens=len(tokens) if prompt is None else prompt,
+        sampling=None if span else SamplingParams(**params | said),
+        stop_token_ids=frozenset({9, 11}),
+        max_tokens=50,
+        max_model_len=100,
+        chunk_ends=(len(tokens),) if span else (),
+    )
+    slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
+    return Sequence(spec, Holding(seq_id, (), slots), BLOCK, 0.0)
+
+
+def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
+    stream._tokens[stream.num_tokens : stream.num_tokens + len(drafts)] = drafts
+    return stream
+
+
+def test_a_mixed_step() -> None:
+    decode, remnant = sequence(1, range(10)), sequence(2, range(50, 57))
+    part, span = sequence(3, range(20)), sequence(4, range(8), span=True)
+    drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
+    plan = StepPlan(
+        (
+            Piece(decode, 9, 1, 1),
+            Piece(drafted, 5, 3, 3),
+            Piece(remnant, 4, 3, 1, fork_seeds=(7, -8)),
+            Piece(part, 8, 4, 0),
+            Piece(span, 0, 8, 0),
+        )
+    )
+    batch, rows = build_batch(plan, BLOCK), build_sampling(plan)
+    assert batch.token_ids.tolist() == [9, 35, 90, 91, 54, 55, 56, *range(8, 12), *range(8)]
+    assert batch.positions.tolist() == [9, 5, 6, 7, 4, 5, 6, *range(8, 12), *range(8)]
+    assert batch.query_starts.tolist() == [0, 1, 4, 7, 11, 19]
+    assert batch.context_lens.tolist() == [10, 8, 7, 12, 8]
+    assert batch.block_tables.tolist() == [
+        [1000, 1001, 1002],
+        [5000, 5001, 0],
+        [2000, 2001, 0],
+        [3000, 3001, 3002],
+        [4000, 4001, 0],
+    ]
+    assert batch.sample_rows.tolist() == [0, 1, 2, 3, 6, 6, 6]
+    assert all(values.dtype == np.int32 for values in (batch.token_ids, batch.sample_rows, batch.block_tables))
+    assert rows.positions.tolist() == [10, 6, 7, 8, 7, 7, 7]
+    assert rows.seeds.tolist() == [101, 105, 105, 105, 102, 7, 2**64 - 8]
+    assert len(rows) == 7
+    assert rows.edits == ()
+
+
+def test_rows_of_a_plain_step() -> None:
+    plan = StepPlan((Piece(sequence(1, range(10)), 9, 1, 1), Piece(sequence(2, range(8)), 2, 3, 0)))
+    assert build_batch(plan, BLOCK).sample_rows.tolist() == [0]
+    nothing = StepPlan(plan.pieces[1:])
+    assert build_batch(nothing, BLOCK).sample_rows.tolist() == []
+    assert len(build_sampling(nothing)) == 0
+
+
+def test_parameters_and_what_stands_for_those_not_said() -> None:
+    said = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
+    bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
+    rows = build_sampling(StepPlan((Piece(said, 0, 1, 1), Piece(bare, 0, 1, 1))))
+    assert rows.temperature.tolist() == [0.5, 1.0]
+    assert rows.top_p.tolist() == [0.25, 1.0]
+    assert rows.top_k.tolist() == [0, 0]
+    assert rows.min_p.tolist() == [0.125, 0.0]
+    assert rows.logprobs.tolist() == [4, -1]
+    assert rows.seeds.tolist() == [2**64 - 1, 0]
+
+
+def test_edits_know_their_history() -> None:
+    """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees what stands before the token it chooses."""
+    said = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
+    stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **said), [6, 7])
+    plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
+    rows = build_sampling(StepPlan((Piece(plain, 1, 1, 1), Piece(stream, 4, 3, 3))))
+    assert [edit.row for edit in rows.edits] == [1, 2, 3]
+    assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
+    assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
+    # Two are generated: the third and the fourth token may not end it, the fifth may.
+    assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[9, 11], [9, 11], []]
+    for edit in rows.edits:
+        assert dict(zip(edit.biased.tolist(), edit.bias.tolist(), strict=True)) == {8: 1.0, 1: -2.0}
+        assert (edit.repetition, edit.presence, edit.frequency) == (2.0, 0.0, 0.5)
+
+
+def test_only_what_a_row_asked_for_is_gathered() -> None:
+    only = {
+        "presence_penalty": ("answered", [3]),
+        "repetition_penalty": ("seen", [1, 2, 3]),
+        "min_tokens": ("banned", [9, 11]),
+    }
+    for name, (array, wanted) in only.items():
+        stream = sequence(1, [1, 2, 3], prompt=2, **{name: 2})
+        (edit,) = build_sampling(StepPlan((Piece(stream, 2, 1, 1),))).edits
+        for each in ("biased", "seen", "answered", "banned"):
+            assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
+
+
+def test_guesses_are_judged_as_single_steps_would_choose() -> None:
+    """A row of a lengthened piece chooses what a step of its own would: drafts change no token (I6)."""
+    said = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
+    history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    drafted = with_drafts(sequence(1, history, prompt=3, **said), [5, 6])
+    together = sample(logits, build_sampling(StepPlan((Piece(drafted, 3, 3, 3),)))).token_ids
+    for row in range(3):
+        alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **said)
+        plan = StepPlan((Piece(alone, 3 + row, 1, 1),))
+        assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]
