@@ -6,6 +6,8 @@ at any time, on memory of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -14,7 +16,7 @@ from engine.batch import Int32, StepBatch
 from engine.decoder import run_decoder
 from engine.model_config import load_config
 from engine.prepare import PreparedModel, kv_layout
-from engine.rope import make_rope
+from engine.rope import make_ropes
 from engine.weights import load_weights
 from kernels.torch_attention import StepAttention
 from pillion.errors import ConfigError, Internal
@@ -35,7 +37,7 @@ class TorchBackend:
         self._config = load_config(prepared.folder)
         self._layout = kv_layout(prepared, block_size)
         self._dtype = DTYPES[prepared.dtype]
-        self._rope = make_rope(self._config.rope, self._config.head_dim)
+        self._ropes = make_ropes(self._config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self._config, self._dtype)
         self._pool: torch.Tensor | None = None
 
@@ -66,6 +68,20 @@ class TorchBackend:
         if self._pool is None:
             raise Internal("forward before bind_pool")
         return self._run(self._pool, batch)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+
+        Raises Internal for lists of different length and for slots that the pool does not have.
+        """
+        if self._pool is None:
+            raise Internal("copy_blocks before bind_pool")
+        copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
+        slots = range(len(self._pool))
+        if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
+            raise Internal(f"cannot copy blocks {list(sources)} to {list(targets)} in a pool of {len(slots)}")
+        for source, target in copies:
+            self._pool[target].copy_(self._pool[source])
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch all weights and let the allocator see a full step, over scratch memory."""
@@ -100,13 +116,14 @@ class TorchBackend:
                 pool,
                 batch,
                 num_heads=config.num_heads,
-                scale=config.head_dim**-0.5,
+                scale=config.attention_scale,
                 windows=config.sliding_windows,
+                softcap=config.attention_softcap,
             )
             return run_decoder(
                 config,
                 self._weights,
-                self._rope,
+                self._ropes,
                 attention,
                 _indices(batch.token_ids),
                 _indices(batch.positions),

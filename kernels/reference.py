@@ -40,12 +40,20 @@ def write_kv(pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Ten
 
 
 def paged_attention(
-    queries: torch.Tensor, pool: torch.Tensor, layer: int, batch: RaggedBatch, *, scale: float, window: int = 0
+    queries: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Attention of queries [T, heads, head_dim] over what the pool holds; arithmetic in float32, result in their dtype.
 
     A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0). Query head h
-    reads KV head h // (heads / kv_heads).
+    reads KV head h // (heads / kv_heads). With a ``softcap`` (Gemma 2), scaled scores become
+    softcap * tanh(score / softcap) before the softmax.
     """
     _, _, _, kv_heads, block_size, head_dim = pool.shape
     group = queries.shape[1] // kv_heads
@@ -61,6 +69,9 @@ def paged_attention(
             first = max(0, last - window) if window else 0
             for head in range(queries.shape[1]):
                 query = queries[row, head].float()
-                weights = torch.softmax(keys[head // group, first:last] @ query * scale, 0)
+                scores = keys[head // group, first:last] @ query * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = torch.softmax(scores, 0)
                 out[row, head] = (weights @ values[head // group, first:last]).to(out.dtype)
     return out

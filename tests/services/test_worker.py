@@ -41,7 +41,10 @@ async def test_a_fenced_worker_dies_and_its_slots_come_back_when_it_is_gone() ->
         worker = workers.decode.worker
         workers.kvnode.pool.ledger.fence(worker._epoch)
         assert await asyncio.wait_for(workers.decode.wait_failed(), 10)
+        # Its last words: the error, and before it what was on its way. Then nothing.
+        await asyncio.wait_for(answer.over.wait(), 10)
         said = len(answer.token_ids)
+        await asyncio.sleep(0.2)
         await workers.decode.stop(0.0)
         assert len(answer.token_ids) == said
         await workers.release(ticket)
