@@ -3,6 +3,7 @@
 
 MODEL ?= demo
 ARGS ?=
+BENCH ?= cluster
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -39,8 +40,8 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)
 
-bench: setup-dev ## Tokens/s and latencies of the cluster beside transformers' generate
-	$(BIN)/python -m benchmarks.cluster $(ARGS)
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory or step measures those
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
