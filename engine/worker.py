@@ -46,6 +46,8 @@ ATTACH_TIMEOUT_S = 30.0
 # Longest time that stopping waits for the node to hear the last orders.
 DRAIN_TIMEOUT_S = 2.0
 SETTLE_POLL_S = 0.01
+# A step of a huge budget would make the start long; what it still has to allocate, it allocates when it comes.
+MAX_WARM_UP_TOKENS = 512
 
 
 class Owner(Protocol):
@@ -147,7 +149,7 @@ class Worker:
 
     def _bind(self, max_tokens: int) -> None:
         self.model.backend.bind_pool(self._attachment.memory, self._attachment.num_slots)
-        self.model.backend.warm_up(max_tokens)
+        self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
     def announce(self, address: str) -> None:
         """From now on the registry says that this worker serves at ``address``."""
