@@ -24,7 +24,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: Worker, max_streams: int) -> None:
         self._worker = worker
         self._max_streams = max_streams
-        self._adopting: set[asyncio.Task[None]] = set()
+        self._adopting: dict[asyncio.Task[None], int] = {}
         self._sessions: set[DecodeSession] = set()
 
     def finish(self) -> None:

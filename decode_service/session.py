@@ -77,6 +77,7 @@ class _Stream:
 
     def on_update(self, update: Update) -> None:
         self.generated += len(update.token_ids)
+        self.marks = update.marks or self.marks
         ending = update.ending
         if ending is not None and update.marks is not None:
             record_stream(self.trace, update.marks, self.generated)
@@ -89,10 +90,11 @@ class _Stream:
 class DecodeSession:
     """See above. Made per connection; :meth:`close` at its end, however it ends.
 
-    ``max_streams`` and ``adopting``, the streams whose ticket is being adopted, are over all connections of the worker.
+    ``max_streams`` and ``adopting``, how many streams each adoption under way is for, are over all connections of the
+    worker.
     """
 
-    def __init__(self, worker: Worker, max_streams: int, adopting: set[asyncio.Task[None]]) -> None:
+    def __init__(self, worker: Worker, max_streams: int, adopting: dict[asyncio.Task[None], int]) -> None:
         self._worker = worker
         self._max_streams = max_streams
         self._streams: dict[int, _Stream] = {}
@@ -113,8 +115,10 @@ class DecodeSession:
         """
         await self._room.wait()
         keys = (submit.key, *(fork.key for fork in submit.forks))
+        if len(set(keys)) < len(keys):
+            raise InvalidRequest("a submit and its forks need a key each")
         for key in keys:
-            if key in self._streams or key in self._news or keys.count(key) > 1:
+            if key in self._streams or key in self._news:
                 raise InvalidRequest(f"key {key} is in use on this connection")
         try:
             self._check(submit)
@@ -124,8 +128,8 @@ class DecodeSession:
         stream, *forks = (self._open(submit, key) for key in keys)
         stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
-        self._adopting.add(task)
-        task.add_done_callback(self._adopting.discard)
+        self._adopting[task] = len(keys)
+        task.add_done_callback(self._adopting.pop)
 
     def cancel(self, key: int) -> None:
         """End a stream in silence. Unknown keys are ignored: it may have ended by itself a moment ago."""
@@ -198,7 +202,7 @@ class DecodeSession:
         check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
         if submit.forks and submit.prompt_tokens != len(submit.token_ids):
             raise InvalidRequest("only a prompt without an answer forks")
-        if len(worker.owners) + len(self._adopting) + len(submit.forks) >= self._max_streams:
+        if len(worker.owners) + sum(self._adopting.values()) + len(submit.forks) >= self._max_streams:
             raise Overloaded(f"{worker.part_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)")
 
     async def _start(self, stream: _Stream) -> None:

@@ -9,7 +9,8 @@ both. Priority ages: who has waited PRIORITY_AGING_S longer counts one level mor
 
 The victim, when memory is out, is the newest of the least urgent, whatever line it stands in. Only the head, who is
 first by rank, is spared while there is anyone else: the rank of a request never changes and later requests have larger
-ones, so everybody is the head at last, and the head gets on (I5).
+ones, so everybody is the head at last, and the head gets on (I5). Who resumes holds no memory and stands in no line
+here, but in the node's.
 """
 
 from __future__ import annotations

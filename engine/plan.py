@@ -56,7 +56,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``marks`` come with the end."""
+    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``marks`` come with the end,
+    and with a fork's first token."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()

@@ -30,10 +30,10 @@ from collections.abc import Sequence as Seq
 
 from engine.books import Books
 from engine.drafts import Drafter, speculate
-from engine.forks import copy_tail
+from engine.forks import Forks
 from engine.lines import Lines
 from engine.plan import Load, Outcome, Piece, Sampled, StepPlan, Update
-from engine.sequence import MAX_DRAFT_TOKENS, Ending, ForkSpec, Holding, Sequence, State
+from engine.sequence import MAX_DRAFT_TOKENS, Ending, ForkSpec, Holding, Marks, Sequence, State
 from engine.step_cost import MIN_REMNANT_TOKENS, Budget
 from pillion.errors import ConfigError, NotFound, PillionError
 from pillion.types import FinishReason, TokenLogprob
@@ -81,7 +81,7 @@ class Scheduler:
         self._drafter = drafter
         self._books = Books(block_size)
         self._sequences: dict[int, Sequence] = {}
-        self._copies: list[tuple[int, int]] = []
+        self._forks = Forks(self.lines, self._books)
         self._starved = False
 
     # Events.
@@ -132,6 +132,7 @@ class Scheduler:
             self._close(sequence, now)
         else:
             self._books.order_commit(sequence, now)
+        self._forks.parent_heard(seq_id, self._sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
         """The node's answer to Outcome.lease_blocks."""
@@ -160,18 +161,18 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """The next step's work; empty when nothing can run."""
-        self._seat_forks()
         pieces = self._decodes(now)
+        begun, copies = self._forks.seat(now, self._sequences)
+        pieces += begun
         remnants = self.lines.remnants(now)
         if self._drafter is not None:
-            keep = MIN_REMNANT_TOKENS if remnants else 0
-            pieces = speculate(self._drafter, pieces, self.budget.left(pieces, 0) - keep)
+            spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(remnants)
+            pieces = speculate(self._drafter, pieces, spare)
         if remnants:
             left = self.budget.left(pieces, remnants[0].num_computed)
             pieces += self._remnant_pieces(remnants, left, now)
         self.budget.begin(pieces, now)
-        copies, self._copies = tuple(self._copies), []
-        return StepPlan(tuple(pieces), copies)
+        return StepPlan(tuple(pieces), tuple(copies))
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Take the results of a step."""
@@ -240,8 +241,9 @@ class Scheduler:
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
-            coming = any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values())
-            if coming or not self._books.stock.exhausted(now):
+            if not self._books.stock.exhausted(now):
+                return False
+            if any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values()):
                 return False
             victim = self.lines.victim()
             victim.marks.preemptions += 1
@@ -277,16 +279,11 @@ class Scheduler:
             return Piece(sequence, start, count, 0)
         return Piece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
 
-    def _seat_forks(self) -> None:
-        """Further answers take over the KV of their prompt; with it, and a seat, they are decodes."""
-        for child in [s for s in self.lines.swapped if s.parent is not None][: self.lines.free_seats]:
-            parent, child.parent = child.parent, None
-            if parent is not None and self._sequences.get(parent.seq_id) is parent:
-                copy = copy_tail(parent, child)
-                self._copies += [] if copy is None else [copy]
-            if child.left_to_compute == 1:
-                child.decoding = True
-                self.lines.seat(child)
+    def _owed(self, remnants: Seq[Sequence]) -> int:
+        """Tokens that stay free of guesses for a remnant: some, or all that it lacks where prompts run whole."""
+        if not remnants:
+            return 0
+        return remnants[0].left_to_compute if self._whole_prompts else MIN_REMNANT_TOKENS
 
     # Consequences.
 
@@ -325,12 +322,10 @@ class Scheduler:
         """Its first token, chosen from its parent's logits; then it needs a ticket of its own."""
         child = parent.fork(fork, now)
         reason = child.append(token)
-        self._sequences[child.seq_id] = child
-        self._tell_tokens(child, [(token, logprob)], reason, now)
+        self._tell_tokens(child, [(token, logprob)], reason, now, child.marks)
         if reason is None:
-            self._books.resume(child)
-        else:
-            del self._sequences[child.seq_id]
+            self._sequences[child.seq_id] = child
+            self._forks.ask(parent, child)
 
     def _tell_tokens(
         self,
@@ -338,11 +333,12 @@ class Scheduler:
         chosen: Seq[tuple[int, TokenLogprob | None]],
         reason: FinishReason | None,
         now: float,
+        marks: Marks | None = None,
     ) -> None:
         ids = tuple(token for token, _ in chosen)
         said = tuple(logprob for _, logprob in chosen if logprob is not None)
         if reason is None:
-            self._books.out.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=said))
+            self._books.out.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=said, marks=marks))
         else:
             self._tell_end(sequence, Ending(reason=reason), now, ids, said)
 

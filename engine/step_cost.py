@@ -120,14 +120,15 @@ class Budget:
         self.cost = StepCost()
         self._running: tuple[Float64, float] | None = None
 
-    def left(self, decodes: Seq[Piece], start: int) -> int:
-        """Tokens for remnants, the first of which begins at position ``start``, beside ``decodes``."""
+    def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
+        """Tokens for remnants, the first of which begins at position ``start``, beside ``decodes``. ``least_tokens``
+        are given however late the decodes are."""
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used
         if not self.target_s or not self.cost.steps:
             return most
         fitting = self.cost.tokens_within(self.target_s, decodes, start, most)
-        return min(most, max(fitting, MIN_REMNANT_TOKENS))
+        return min(most, max(fitting, least_tokens))
 
     def begin(self, pieces: Seq[Piece], now: float) -> None:
         """A step of these pieces starts."""

@@ -7,12 +7,14 @@ at any time, on memory of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.backend import KVLayout
-from engine.batch import Int32, StepBatch
+from engine.batch import StepBatch
 from engine.decoder import run_decoder
 from engine.model_config import load_config
 from engine.prepare import PreparedModel, kv_layout
@@ -120,16 +122,19 @@ class TorchBackend:
                 windows=config.sliding_windows,
                 softcap=config.attention_softcap,
             )
-            return run_decoder(
+            # Several answers to one prompt want the same row's logits: it is computed once.
+            rows, places = np.unique(batch.sample_rows, return_inverse=True)
+            logits = run_decoder(
                 config,
                 self._weights,
                 self._ropes,
                 attention,
                 _indices(batch.token_ids),
                 _indices(batch.positions),
-                _indices(batch.sample_rows),
+                _indices(rows),
             )
+            return logits if len(rows) == len(places) else logits[_indices(places)]
 
 
-def _indices(values: Int32) -> torch.Tensor:
+def _indices(values: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int64))

@@ -259,7 +259,9 @@ class Worker:
         self._cancel_tasks()
         for seq_id in tuple(self.owners):
             owner = self._forget(seq_id)
-            assert owner is not None
+            if owner is None:
+                # A fork that went with its stream.
+                continue
             owner.on_update(Update(seq_id=seq_id, ending=Ending(error=Unavailable(f"{self.part_id} died: {reason}"))))
 
     async def drain(self, grace_s: float) -> None:
@@ -349,8 +351,12 @@ class Worker:
     # The node's side.
 
     def _on_resume(self, order: ResumeOrder) -> None:
+        self._spawn(self._resume(order))
+
+    async def _resume(self, order: ResumeOrder) -> None:
+        # Asked in the task: a cancel that came before its first step found nothing in the node's line to take out.
         if order.seq_id in self.owners:
-            self._spawn(self.tickets.resume(order))
+            await self.tickets.resume(order)
 
     async def _serve_line(self) -> None:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from math import inf
 
 from kvstore.ledger import Ledger
 from pillion.errors import Conflict, InvalidRequest, Overloaded
@@ -58,7 +59,7 @@ class Grant:
 
 
 class WaitingLine:
-    """Bounded by ``max_waiting`` waiters."""
+    """Bounded: at most ``max_waiting`` new prompts and as many preempted streams."""
 
     def __init__(self, ledger: Ledger, max_waiting: int) -> None:
         self._ledger = ledger
@@ -80,7 +81,9 @@ class WaitingLine:
         first_in_line = not self._line or waiter.place < self._line[0].place
         if first_in_line and not self._ledger.shortage(waiter.hashes, waiter.total_blocks):
             return self._admit(waiter)
-        if len(self) >= self._max_waiting:
+        # Counted apart, so that new prompts do not shut out who comes back.
+        resuming = bisect_left(self._line, (True, -inf), key=lambda other: other.place)
+        if (resuming if waiter.resume else len(self) - resuming) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
         insort(self._line, waiter, key=lambda other: other.place)
         self._by_key[waiter.key] = waiter

@@ -41,6 +41,17 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length
     assert torch.equal(driver.step((fork, [3])), driver.step((other, [3])))
 
 
+def test_a_row_that_is_wanted_several_times_is_computed_once(driver, monkeypatch):
+    (number,) = driver.sequences.add()
+    computed, head = [], driver.backend._weights.lm_head
+    once = driver.step((number, [5, 6, 7, 8]), sample=[1, 3])
+    object.__setattr__(driver.backend._weights, "lm_head", lambda rows: computed.append(len(rows)) or head(rows))
+    (again,) = driver.sequences.add()
+    several = driver.step((again, [5, 6, 7, 8]), sample=[1, 1, 3, 3, 3])
+    assert computed == [2]
+    assert torch.equal(several, once[[0, 0, 1, 1, 1]])
+
+
 def test_many_blocks_are_copied_pair_by_pair(driver):
     """A target may be the source of a later pair."""
     pool = driver.backend._pool

@@ -13,6 +13,7 @@ from pillion.errors import Overloaded
 from pillion.priority import PRIORITY_AGING_S
 
 SLOTS = 8
+MAX_WAITING = 16
 
 
 class Line:
@@ -21,7 +22,7 @@ class Line:
     def __init__(self) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(SLOTS)
-        self.line = WaitingLine(self.ledger, 16)
+        self.line = WaitingLine(self.ledger, MAX_WAITING)
         self.epoch = self.ledger.attach("edge", SESSION)
         holding = self.line.ask(Waiter(epoch=self.epoch, nonce=1, hashes=(), total_blocks=SLOTS))
         assert holding is not None
@@ -94,3 +95,13 @@ def test_what_never_fits_is_refused_at_once() -> None:
     line = Line()
     with pytest.raises(Overloaded, match="9 KV blocks, the pool has 8"):
         line.ask(2, blocks=9)
+
+
+def test_new_prompts_do_not_shut_out_a_preempted_stream() -> None:
+    line = Line()
+    for nonce in range(2, 2 + MAX_WAITING):
+        line.ask(nonce)
+    with pytest.raises(Overloaded, match="wait for KV memory"):
+        line.ask(90)
+    line.ask(91, resume=True)
+    assert line.admitted() == [91, *range(2, 2 + MAX_WAITING)]

@@ -117,7 +117,7 @@ class NodeLife(RuleBasedStateMachine):
         try:
             grant = self.line.ask(waiter)
         except Overloaded:
-            assert total > NUM_SLOTS or len(self.resumed) + len(self.new) == MAX_WAITING
+            assert total > NUM_SLOTS or len(self.resumed if resume else self.new) == MAX_WAITING
             return
         if grant is None:
             line = self.resumed if resume else self.new

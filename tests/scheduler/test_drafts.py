@@ -74,6 +74,20 @@ def test_guesses_leave_room_for_remnants() -> None:
     line.check_answers()
 
 
+def test_guesses_do_not_starve_a_prompt_that_runs_whole() -> None:
+    line = SchedulerLine(slots=400, budget=68, max_num_seqs=6, drafter=Oracle(), max_whole_tokens=64)
+    for seed in range(5):
+        line.submit(prompt(seed, 3 + seed), 40)
+    for _ in range(3):
+        line.step()
+        while line.answer():
+            pass
+    late = line.submit(prompt(2, 60), 2)
+    assert late in [piece.sequence.seq_id for piece in line.step().pieces]
+    line.finish()
+    line.check_answers()
+
+
 def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
     tokens = answer(prompt(1, 9), 0, 12)
     at = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])

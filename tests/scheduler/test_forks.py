@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from engine.forks import copy_tail
-from engine.sequence import State
+from engine.plan import Sampled
+from engine.scheduler import Scheduler
+from engine.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
 from tests.support.fake_backend import greedy
-from tests.support.scheduler_line import BLOCK, SchedulerLine, answer, prompt, states
+from tests.support.scheduler_line import BLOCK, GREEDY, ROOT, SchedulerLine, answer, prompt, states
 
 
 def computed(line: SchedulerLine) -> int:
@@ -133,3 +138,79 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
     assert copy_tail(parent, child) is None
     parent.num_computed = kept_tokens
     assert copy_tail(parent, child) is not None
+
+
+def test_forks_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
+    line = SchedulerLine(slots=100, budget=16, max_num_seqs=4)
+    line.submit(prompt(1, 30), 9, fork_seeds=(5, 6, 7))
+    ran = 0
+    while line.scheduler.num_sequences:
+        # The node's answer comes while the next step runs, so the forks begin while a run is under way.
+        late = len(line.unheard)
+        ran += line.step().num_tokens
+        for _ in range(late):
+            line.answer()
+        line.hear_idle()
+    line.settle()
+    line.check_answers()
+    assert ran == 30 + 4 * 8
+
+
+def test_a_fork_is_not_more_urgent_than_its_request() -> None:
+    line = SchedulerLine(slots=200, budget=32, max_num_seqs=2)
+    line.submit(prompt(1, 10), 8, priority=1, fork_seeds=(5, 6, 7))
+    computed(line)
+    urgent = line.submit(prompt(2, 6), 4, priority=-1)
+    assert urgent in [piece.sequence.seq_id for piece in line.step().pieces]
+    line.finish()
+    line.check_answers()
+
+
+def stream(seq_id: int, length: int, slots: range, forks: tuple[ForkSpec, ...] = ()) -> Sequence:
+    spec = SequenceSpec(
+        seq_id=seq_id,
+        token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
+        parent_hash=ROOT,
+        prompt_tokens=length,
+        sampling=GREEDY,
+        max_tokens=50,
+        max_model_len=1000,
+        forks=forks,
+    )
+    return Sequence(spec, Holding(seq_id, (), tuple(slots)), BLOCK, 0.0)
+
+
+@pytest.mark.parametrize("recall", [0, 8])
+@pytest.mark.parametrize("victim", ["fork", "parent"])
+def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
+    """A decode needs memory, and takes it from the fork or its parent, in the very step that would seat the fork."""
+    scheduler = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=4)
+    scheduler.add(stream(1, 6, range(10, 12)), 0.0)
+    scheduler.add(stream(2, 11, range(20, 24), (ForkSpec(3, 5),)), 0.0)
+    if victim == "parent":
+        parent = scheduler._sequences[2]
+        parent.spec, parent.rank = replace(parent.spec, priority=1), 5.0
+    outcomes = []
+    for step in range(4):
+        now = step / 100
+        for outcome in outcomes:
+            # The node takes nothing and has nothing, but for the fork's ticket, at last.
+            for order in outcome.commits:
+                scheduler.committed(order.seq_id, (), "no", now)
+            if outcome.lease_blocks:
+                scheduler.granted((), now)
+        if step == 3:
+            child = scheduler._sequences[3]
+            child.spec = replace(child.spec, priority=0 if victim == "parent" else child.spec.priority)
+            scheduler.resumed(3, Holding(9, (30, 31), (32, 33)), now)
+        scheduler.recall(recall, now)
+        plan = scheduler.schedule(now)
+        outcomes = [scheduler.flush(now)]
+        owned = {slot for sequence in scheduler._sequences.values() for slot in sequence.owned_slots()}
+        for source, target in plan.copies:
+            assert {source, target} <= owned
+            assert not {source, target} & set(outcomes[0].give_back)
+        if plan.pieces:
+            tokens = sum(piece.samples + len(piece.fork_seeds) for piece in plan.pieces)
+            outcomes.append(scheduler.commit(plan, Sampled((1,) * tokens), now))
+    assert any(s.marks.preemptions for s in scheduler._sequences.values()), "nobody was preempted"

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from opentelemetry.context import Context
 
+from engine.plan import ResumeOrder
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.decode import Fork
+from pillion.wire.kvnode import Ticket
+from prefill_service.span import SpanRun
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -152,3 +156,51 @@ async def test_a_prompt_larger_than_the_pool_is_refused_for_good() -> None:
         assert not answer.last.error.retryable
         await workers.release(ticket)
         await workers.quiet()
+
+
+async def test_a_worker_that_dies_tells_every_stream() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        workers.decode_backend.gate.clear()
+        tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
+        first = await connection.submit(submit_of(1, tickets[0], PROMPT, 40, forks=(Fork(5, 12),)))
+        second = await connection.submit(submit_of(2, tickets[1], PROMPT, 40))
+        await until(lambda: len(workers.decode.worker.owners) == 3, "all three")
+        workers.decode.worker.fail("a test says so")
+        workers.decode_backend.gate.set()
+        await over([first, second])
+        await workers.release(*tickets)
+
+
+async def test_streams_are_bounded_with_their_forks() -> None:
+    flags = {"max_num_seqs": 4, "max_waiting_seqs": 4}
+    async with running_workers(decode=flags) as workers, connected(workers) as connection:
+        workers.decode_backend.gate.clear()
+        tickets = [await workers.ticket(PROMPT) for _ in range(6)]
+        answers = []
+        for number, ticket in enumerate(tickets):
+            forks = tuple(Fork(100 * (number + 1) + fork, fork) for fork in range(4))
+            for fork in forks:
+                connection.answers[fork.key] = Answer()
+            answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, forks=forks)))
+        await until(lambda: sum(answer.over.is_set() for answer in answers) == 5, "five refusals")
+        assert len(workers.decode.worker.owners) == 5
+        assert all(answer.last.error.code == 8 for answer in answers if answer.last and answer.last.error)
+        workers.decode_backend.gate.set()
+        await over(answers)
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_a_cancel_right_behind_the_order_to_resume_opens_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers:
+        worker, asked = workers.decode.worker, []
+
+        async def resume(order: ResumeOrder) -> None:
+            asked.append(order)
+
+        monkeypatch.setattr(worker.tickets, "resume", resume)
+        worker.owners[77] = SpanRun(workers.prefill.worker, workers.span(Ticket(1, 0), PROMPT, [4]), Context())
+        worker._on_resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
+        worker.cancel(77)
+        await asyncio.sleep(0.05)
+        assert not asked

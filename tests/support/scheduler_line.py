@@ -131,6 +131,14 @@ class SchedulerLine:
         before = {id(s) for s in self.scheduler.lines.running if s.decoding}
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
+        # As the step loop does it: what the events led to is told before the step runs.
+        before_run = self.scheduler.flush(self.now)
+        owned = {slot for s in self.scheduler._sequences.values() for slot in s.table().tolist()}
+        for source, target in plan.copies:
+            assert {source, target} <= owned, "a copy of a slot that nobody has"
+            assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
+        if not before_run.empty:
+            self.hear(before_run)
         self.hear(self.scheduler.commit(plan, self._run(plan), self.now))
         self.scheduler.check_integrity()
         return plan
@@ -214,6 +222,8 @@ class SchedulerLine:
         if outcome.lease_blocks:
             scheduler.granted(self.ledger.lease(self.worker, outcome.lease_blocks), self.now)
         self.resumes += outcome.resumes
+        # What nobody owns, anybody may write.
+        self.pool[self.ledger.free] = -1
         scheduler.check_integrity()
         self.ledger.check_integrity()
         return True
