@@ -21,8 +21,8 @@ class StepBatch:
         context_lens: [S] tokens that the last query row of s sees, itself included: its position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 behind its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R] rows of the T whose logits are wanted, rising; one may stand there several times. Empty for pure
-            prefill.
+        sample_rows: [R] rows of the T whose logits are wanted, rising; one may stand there several times. Empty for
+            pure prefill.
     """
 
     token_ids: Int32
