@@ -145,8 +145,12 @@ class Checkpoint:
         self._folder = folder
         self._family = config.family
         self._handles = handles
-        self._ways = self._choose(decoder_tensors(config))
-        self._check_names({"lm_head.weight"} if config.tie_word_embeddings else set())
+        wanted = decoder_tensors(config)
+        if config.tie_word_embeddings and "lm_head.weight" in handles:
+            # Written once more, or another one, whatever the config says: the weights decide.
+            wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._ways = self._choose(wanted)
+        self._check_names()
         self._check_shapes()
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -174,8 +178,8 @@ class Checkpoint:
             raise ConfigError(f"{self._folder} lacks {_names(missing)}, which a {self._family} model needs")
         return chosen
 
-    def _check_names(self, tied: set[str]) -> None:
-        known = {piece.name for way in self._ways.values() for piece in way} | tied
+    def _check_names(self) -> None:
+        known = {piece.name for way in self._ways.values() for piece in way}
         strange = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
         if strange:
             raise ConfigError(f"{self._folder} holds {_names(strange)}, which a {self._family} model does not have")

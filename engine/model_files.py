@@ -84,7 +84,7 @@ def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
             model,
             revision=revision,
             allow_patterns=list(HUB_PATTERNS),
-            ignore_patterns=["*/*"],
+            ignore_patterns=["*/*", "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
         )
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)

@@ -94,10 +94,20 @@ def parse_global_and_local(raw: Mapping[str, Any], head_dim: int) -> tuple[RopeC
 
 
 def _said(raw: Mapping[str, Any]) -> dict[str, Any]:
-    said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(said, dict):
-        raise ConfigError(f"config.json: rope parameters must be an object, not {said!r}")
-    return said
+    """Where both names are said, scaling was added by hand to what transformers 5 saved: it wins, as it does there."""
+    said, added = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    for found in (said, added):
+        if not isinstance(found, dict):
+            raise ConfigError(f"config.json: rope parameters must be an object, not {found!r}")
+    if not said or not added:
+        return said or added
+    if "full_attention" in said and "full_attention" not in added:
+        return {**said, "full_attention": {**_unscaled(said["full_attention"] or {}), **added}}
+    return {**_unscaled(said), **added}
+
+
+def _unscaled(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in said.items() if key in ("rope_theta", "partial_rotary_factor", *_LAYER_TYPES)}
 
 
 def _parse(

@@ -64,8 +64,16 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
             final_norm=Norm(
                 _norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain"
             ),
-            lm_head=Linear(embedding if config.tie_word_embeddings else checkpoint.take("lm_head", dtype)),
+            lm_head=Linear(_head(checkpoint, config, dtype, embedding)),
         )
+
+
+def _head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> torch.Tensor:
+    """The embedding where the model ties the two, unless the checkpoint holds another one: as transformers 5 has it."""
+    if not checkpoint.has("lm_head"):
+        return embedding
+    head = checkpoint.take("lm_head", dtype)
+    return embedding if config.tie_word_embeddings and torch.equal(head, embedding) else head
 
 
 def _layer(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, index: int) -> LayerWeights:

@@ -138,14 +138,22 @@ class Cluster:
     def capacity_tokens(self, model: str) -> int | None:
         """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
         with workers of the model."""
+        found = self._pools_tokens(model)
+        return max(found) if found and all(found) else None
+
+    def common_tokens(self, model: str) -> int | None:
+        """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
+        return min(filter(None, self._pools_tokens(model)), default=None)
+
+    def _pools_tokens(self, model: str) -> list[int]:
+        """What the pool behind each of the model's decode workers holds; 0 where that is not known."""
         records = self.view.records()
         blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
-        found = [
+        return [
             blocks.get(record.node_id, 0) * record.block_size_tokens
             for record in records
             if record.role == "decode" and record.model == model
         ]
-        return max(found) if found and all(found) else None
 
     def _expected(self, model: str) -> bool:
         """Whether the registry, or our memory of it, still knows all that the model needs."""

@@ -180,13 +180,18 @@ class Gateway:
         span: trace.Span,
     ) -> Generation:
         limits, options, asked = model.limits, self._options, request.sampling
+        cluster = self._cluster
         longest = check_pool(
             len(prompt),
             prompt_field(request),
             asked.max_tokens,
             limits.max_model_len_tokens,
-            self._cluster.capacity_tokens(limits.name),
+            cluster.capacity_tokens(limits.name),
         )
+        common = cluster.common_tokens(limits.name)
+        if asked.max_tokens is None and common is not None and len(prompt) < common:
+            # Every node can hold it, so whoever is lost, another one can go on.
+            longest = min(longest, common)
         bounds = replace(limits, max_model_len_tokens=longest)
         resolved = resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63))
         self._arrivals += 1
@@ -222,7 +227,7 @@ class Gateway:
             self._cached_tokens += usage.cached_tokens
             self._completion_tokens += usage.completion_tokens
 
-        generation = Generation(job, self._cluster, answers, span, ended)
+        generation = Generation(job, cluster, answers, span, ended)
         generation.start()
         return generation
 

@@ -104,6 +104,8 @@ class RequestMachine:
             case ev.StopHit():
                 del self.emitted[event.kept_tokens :]
                 return self._end(ev.Finish(FinishReason.STOP), now)
+            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
+                return self._decoding(event, now) if event.attempt == self.attempt else []
             case ev.Joined() | ev.Unjoined() | ev.Parted():
                 return self._follow(event, now) if self.state is State.FOLLOWING else []
             case _ if event.attempt != self.attempt:
@@ -119,8 +121,6 @@ class RequestMachine:
                 return self._prefilling(event, now)
             case ev.Adopted() if self.state is State.DECODING:
                 return self._let_go()
-            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
-                return self._decoding(event, now)
             case ev.WentSilent():
                 return self._silent(now)
         return []

@@ -27,9 +27,12 @@ class StopMatcher:
         if not self._stops:
             return piece
         text, held = self._held + piece, len(self._held)
-        # A match ends in the new text: what ended before that was passed.
-        firsts = ((stop, text.find(stop, max(0, held - len(stop) + 1))) for stop in self._stops)
-        found = [(start + len(stop), start) for stop, start in firsts if start >= 0]
+        found: list[tuple[int, int]] = []
+        for stop in self._stops:
+            # A match ends in the new text: what ended before that was passed.
+            start = text.find(stop, max(0, held - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start))
         if found:
             self.stopped = True
             self._held = ""

@@ -26,6 +26,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 # Answers that one prompt may be asked for.
 MAX_ANSWERS = 128
+# Answers times the log probabilities of each token: what a request may pile up here while nobody reads it.
+MAX_REPORTED = 512
 MAX_CACHE_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 # A list of a million wrong ids is one mistake, not a million violations.
@@ -217,6 +219,10 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
             yield FieldViolation(f"sampling.{name}", f"{count} is not in [1, {MAX_ANSWERS}]")
     if sampling.best_of is not None and sampling.best_of < (sampling.n or 1):
         yield FieldViolation("sampling.best_of", f"{sampling.best_of} is less than n, which is {sampling.n or 1}")
+    reported = max(sampling.n or 1, sampling.best_of or 1) * (1 + (sampling.logprobs or 0))
+    if reported > MAX_REPORTED:
+        said = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
+        yield FieldViolation("sampling.logprobs", said)
     yield from _stops(sampling, limits)
 
 

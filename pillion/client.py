@@ -19,6 +19,7 @@ is freed. Errors are those of :mod:`pillion.errors`. A call made inside an OpenT
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -284,10 +285,10 @@ def _chat_request(
 def _sampling(sampling: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
     if sampling is not None and fields:
         raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
-    if isinstance(fields.get("stop"), str):
-        # Else every letter of it would be a stop string.
-        fields = {**fields, "stop": (fields["stop"],)}
-    return sampling if sampling is not None else SamplingParams(**fields)
+    said = sampling if sampling is not None else SamplingParams(**fields)
+    stop: Any = said.stop
+    # Else every letter of it would be a stop string.
+    return replace(said, stop=(stop,)) if isinstance(stop, str) else said
 
 
 def _to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:

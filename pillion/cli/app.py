@@ -191,6 +191,10 @@ samples = options(
     ),
     click.option("--seed", type=int, help="Makes sampling repeatable."),
     click.option("--stop", multiple=True, help="Text that ends the answer. May be said more than once."),
+    click.option(
+        "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Id that ends the answer. Again for more."
+    ),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end-of-text token."),
     click.option("--logprobs", type=int, help="Show each token's log probability and so many alternatives."),
     click.option("--priority", type=int, help="Smaller is more urgent, from -100 to 100; 0 is the usual."),
 )

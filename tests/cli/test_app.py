@@ -236,6 +236,7 @@ def test_sampling_options_are_the_fields_of_the_client() -> None:
         *("--max-tokens", "9", "--min-tokens", "2", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"),
         *("--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "-1", "--frequency-penalty", "0.25"),
         *("--logit-bias", "5=-2.5", "--logit-bias", "7=1", "--seed", "-3", "--stop", "a", "--stop", "b"),
+        *("--stop-token-id", "4", "--stop-token-id", "6", "--ignore-eos"),
         *("--logprobs", "0", "--priority", "-5", "--n", "2", "--best-of", "3"),
     ]
     with cli.commands["generate"].make_context("generate", ["Once", *argv]) as ctx:
@@ -253,6 +254,8 @@ def test_sampling_options_are_the_fields_of_the_client() -> None:
         "logit_bias": {5: -2.5, 7: 1.0},
         "seed": -3,
         "stop": ("a", "b"),
+        "stop_token_ids": (4, 6),
+        "ignore_eos": True,
         "logprobs": 0,
         "priority": -5,
         "n": 2,

@@ -262,3 +262,23 @@ def test_files_that_are_no_config_are_refused(tmp_path):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": [4, 5], "bos_token_id": 1}))
     assert load_config(tmp_path).eos_token_ids == (4, 5)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_scaling_that_is_added_by_hand_counts(key: str) -> None:
+    """As model cards say it, in a config that transformers 5 saved; that goes by rope_scaling where both are said."""
+    saved = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 258,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    }
+    scaling = {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    found = parse_config({**saved, "rope_scaling": scaling})
+    assert (found.ropes[0].kind, found.ropes[0].theta, found.max_position_embeddings) == ("yarn", 1e6, 131072)

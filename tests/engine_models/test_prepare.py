@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import engine.prepare
 from engine.model_cache import ModelCache
 from engine.model_config import load_config
+from engine.model_files import locate
 from engine.prepare import kv_layout, prepare, resolve_dtype
 from engine.torch_backend import TorchBackend
 from engine.weights import load_weights
@@ -263,3 +266,15 @@ def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
     assert dataclasses.replace(exact.backend.layout, dtype="bfloat16") == kv_layout(
         prepare(flags(narrow, dtype="bfloat16")), 16
     )
+
+
+def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
+    """Mistral's repositories hold all weights once more, in a format of their own."""
+    listing = ["config.json", "model.safetensors.index.json", "tokenizer.json", "consolidated.safetensors"]
+    listing += [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    said = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **more: said.update(more) or str(tmp_path))
+    locate("mistralai/Mistral-7B-Instruct-v0.3", "main", lambda line: None)
+    allowed = {key: said[key] for key in ("allow_patterns", "ignore_patterns")}
+    fetched = set(filter_repo_objects(listing, **allowed))
+    assert fetched == set(listing) - {"consolidated.safetensors"}

@@ -193,6 +193,13 @@ async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
         assert len(line.decode.cancelled) == (per_delta != 50)
 
 
+async def test_a_stop_that_is_one_text_is_not_its_letters() -> None:
+    async with running_line("one two three four") as line:
+        for said in ({"stop": " th"}, {"sampling": SamplingParams(stop=" th")}):  # type: ignore[arg-type]
+            assert text_of(await read(line.client.generate(PROMPT, **said))) == "one two"
+        await line.settled()
+
+
 async def test_limits_and_stop_ids() -> None:
     async with running_line("one. two.") as line:
         deltas = await read(line.client.generate(PROMPT, max_tokens=3))

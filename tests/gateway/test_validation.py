@@ -98,6 +98,7 @@ BAD = {
     "many logprobs": (sampled(logprobs=21), ["sampling.logprobs"]),
     "no answers": (sampled(n=0), ["sampling.n"]),
     "many answers": (sampled(n=129, best_of=129), ["sampling.n", "sampling.best_of"]),
+    "reported": (sampled(n=25, logprobs=20), ["sampling.logprobs"]),
     "best_of": (sampled(n=3, best_of=2), ["sampling.best_of"]),
     "negative min_tokens": (sampled(min_tokens=-1), ["sampling.min_tokens"]),
     "min_tokens": (sampled(min_tokens=6, max_tokens=5), ["sampling.min_tokens"]),
