@@ -6,8 +6,9 @@ times as likely as the most likely one. Each of them keeps what is above some va
 Tokens that tie with the last one kept are kept as well: the set depends on the logits, not on how equals are sorted.
 
 What is large in a row is found by the largest logits of its groups: the k largest tokens are among those that reach
-the k-th largest of these. So top_k costs a look at some groups, not at the vocabulary; a nucleus of all tokens has to
-know their whole mass, and takes a pass over its row.
+the k-th largest of these. So top_k costs a look at some groups, not at the vocabulary. A nucleus of all tokens has to
+know their whole mass. Its cut is sought only where it matters: mostly the token that wins among all is inside, which
+one sum over the row can tell (:func:`in_nucleus`), and then it wins among those inside too.
 """
 
 from __future__ import annotations
@@ -69,20 +70,39 @@ def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_group
     return padded, tokens, touched
 
 
-def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64) -> Float32:
-    """The cut of each row of ``drawn`` [S], -inf where all may be drawn. ``maxima`` [S, G] are the drawn rows'."""
+def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
+    """Which of ``drawn`` [S] have a nucleus of all their ``width`` tokens."""
+    unlimited = (rows.top_k[drawn] == 0) | (rows.top_k[drawn] >= width)
+    found: Int64 = np.flatnonzero((rows.top_p[drawn] < 1.0) & unlimited)
+    return found
+
+
+def in_nucleus(row: Float32, top: np.float32, temperature: np.float32, top_p: float, token: int) -> bool:
+    """Whether ``token`` is among those of row [W] that ``top_p`` keeps: the mass of likelier ones does not reach p."""
+    weights = _weights(row, top, temperature)
+    likelier = weights[weights > weights[token]].sum(dtype=np.float64)
+    return bool(likelier < top_p * float(weights.sum()))
+
+
+def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, lone: bool = True) -> Float32:
+    """The cut of each row of ``drawn`` [S], -inf where all may be drawn. ``maxima`` [S, G] are the drawn rows'.
+
+    ``lone``: whether :func:`lone_nuclei` are cut too.
+    """
     top, temperature = maxima.max(axis=1), rows.temperature[drawn]
     top_p, min_p = rows.top_p[drawn], rows.min_p[drawn]
     top_k = np.where(rows.top_k[drawn] < table.shape[1], rows.top_k[drawn], 0)
     cut = np.full(len(drawn), -np.inf, np.float32)
-    alone = (top_p < 1.0) & (top_k == 0)
+    alone = np.zeros(len(drawn), dtype=bool)
+    if lone:
+        alone[lone_nuclei(rows, drawn, table.shape[1])] = True
     some = np.flatnonzero(top_k > 0)
     if len(some):
         values, _, touched = heads(table, maxima[some], drawn[some], top_k[some], MAX_HEAD_GROUPS)
         cut[some] = _head_cuts(-np.sort(-values, axis=1), top[some], temperature[some], top_k[some], top_p[some])
         alone[some[touched > MAX_HEAD_GROUPS]] = True
     for row in np.flatnonzero(alone):
-        cut[row] = _row_cut(table[drawn[row]], top[row], temperature[row], int(top_k[row]), float(top_p[row]))
+        cut[row] = row_cut(table[drawn[row]], top[row], temperature[row], int(top_k[row]), float(top_p[row]))
     relative = np.flatnonzero(min_p > 0.0)
     if len(relative):
         floor = top[relative] + temperature[relative] * np.log(min_p[relative])
@@ -108,7 +128,7 @@ def _head_cuts(falling: Float32, top: Float32, temperature: Float32, top_k: Int6
     return cut
 
 
-def _row_cut(row: Float32, top: np.float32, temperature: np.float32, top_k: int, top_p: float) -> np.float32:
+def row_cut(row: Float32, top: np.float32, temperature: np.float32, top_k: int, top_p: float) -> np.float32:
     """The cut of one row [W] by top_k (0: all) and top_p."""
     cut = np.float32(-np.inf)
     if top_k > 0:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.cuts import cuts, gather_groups, group_maxima
+from engine.cuts import cuts, gather_groups, group_maxima, in_nucleus, lone_nuclei, row_cut
 from engine.gumbel import GROUP_TOKENS, group_waits, token_waits
 from engine.logprobs import Report
 from engine.penalties import edited
@@ -73,17 +73,37 @@ def _choose(table: Float32, rows: SamplingRows) -> Int64:
         broken = ~np.isfinite(table[each, tokens])
         racing = np.flatnonzero(drawn & ~broken)
         if len(racing):
-            tokens[racing] = _race(table, maxima[racing], rows, racing, tokens[racing])
+            tokens[racing] = _race_in_nuclei(table, maxima[racing], rows, racing, tokens[racing])
     for row in np.flatnonzero(broken):
         tokens[row] = np.where(np.isnan(table[row]), -np.inf, table[row]).argmax()
     return tokens
 
 
-def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64) -> Int64:
-    """The winners [S] of rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S]."""
+def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64) -> Int64:
+    """The winners [S] of rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
+
+    Where the only cut that takes a look at all tokens is a nucleus, they race without it first. Mostly the winner is
+    inside, and so the winner of those inside; where it is not, these race again.
+    """
+    cut = cuts(table, maxima, rows, racing, lone=False)
+    winners = _race(table, maxima, rows, racing, likeliest, cut)
+    outside = []
+    for at in lone_nuclei(rows, racing, table.shape[1]).tolist():
+        row, top = table[racing[at]], maxima[at].max()
+        temperature, top_p = rows.temperature[racing[at]], float(rows.top_p[racing[at]])
+        if not in_nucleus(row, top, temperature, top_p, int(winners[at])):
+            cut[at] = max(cut[at], row_cut(row, top, temperature, 0, top_p))
+            outside.append(at)
+    if outside:
+        winners[outside] = _race(table, maxima[outside], rows, racing[outside], likeliest[outside], cut[outside])
+    return winners
+
+
+def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64, cut: Float32) -> Int64:
+    """The winners [S] among tokens that reach ``cut`` [S]."""
     each, num_groups = np.arange(len(racing)), maxima.shape[1]
     top, temperature = maxima.max(axis=1)[:, None], rows.temperature[racing][:, None]
-    cut = cuts(table, maxima, rows, racing)[:, None]
+    cut = cut[:, None]
     seeds, positions = rows.seeds[racing], rows.positions[racing]
     waits, firsts = group_waits(seeds, positions, num_groups)
     most_noise = -np.log(waits)
