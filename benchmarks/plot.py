@@ -33,18 +33,6 @@ class Chart:
     log_x: bool = False
 
 
-def line_chart(
-    path: pathlib.Path,
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Mapping[str, Sequence[Point]],
-    log_x: bool = False,
-) -> None:
-    """Write one chart to ``path``. Raises ValueError where there is no point to draw."""
-    line_charts(path, [Chart(title, x_label, y_label, series, log_x)])
-
-
 def line_charts(path: pathlib.Path, charts: Sequence[Chart]) -> None:
     """Write charts side by side to ``path``. Raises ValueError for a chart without a point."""
     legend = max(len(chart.series) for chart in charts) * LEGEND_ROW

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks.plot import Chart, line_chart, line_charts
+from benchmarks.plot import Chart, line_charts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,7 +21,7 @@ def texts(root):
 
 def test_points_stand_where_their_numbers_say(tmp_path):
     path = tmp_path / "new" / "chart.svg"
-    line_chart(path, "T", "x", "y", {"a": [(0, 0), (5, 50), (10, 100)]})
+    line_charts(path, [Chart("T", "x", "y", {"a": [(0, 0), (5, 50), (10, 100)]})])
     (x0, y0), (x1, y1), (x2, y2) = dots(ElementTree.parse(path).getroot())
     assert x0 < x1 < x2
     assert y0 > y1 > y2
@@ -31,7 +31,7 @@ def test_points_stand_where_their_numbers_say(tmp_path):
 
 def test_log_axis_spaces_doublings_evenly_and_names_them_as_flags_do(tmp_path):
     path = tmp_path / "chart.svg"
-    line_chart(path, "T", "x", "y", {"a": [(512, 1), (1024, 1), (2048, 1)]}, log_x=True)
+    line_charts(path, [Chart("T", "x", "y", {"a": [(512, 1), (1024, 1), (2048, 1)]}, log_x=True)])
     root = ElementTree.parse(path).getroot()
     (x0, _), (x1, _), (x2, _) = dots(root)
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
@@ -51,7 +51,7 @@ def test_charts_stand_side_by_side_and_names_are_escaped(tmp_path):
 @pytest.mark.parametrize("values", [[(1, 0.0)], [(1, 0.0), (2, 0.0)], [(7, 1e-9)], [(3, 12345678.0), (4, 1.0)]])
 def test_odd_ranges_are_drawn(tmp_path, values):
     path = tmp_path / "chart.svg"
-    line_chart(path, "T", "x", "y", {"a": values})
+    line_charts(path, [Chart("T", "x", "y", {"a": values})])
     root = ElementTree.parse(path).getroot()
     height = float(root.get("height"))
     assert all(0 < y < height for _, y in dots(root))
@@ -59,4 +59,4 @@ def test_odd_ranges_are_drawn(tmp_path, values):
 
 def test_an_empty_chart_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no point"):
-        line_chart(tmp_path / "chart.svg", "T", "x", "y", {"a": []})
+        line_charts(tmp_path / "chart.svg", [Chart("T", "x", "y", {"a": []})])
