@@ -15,6 +15,7 @@ import numpy as np
 from engine.batch import Int32
 from engine.plan import Piece
 from engine.sequence import Sequence
+from pillion.ranges import MAX_SPECULATIVE_TOKENS
 
 
 class Drafter(Protocol):
@@ -30,7 +31,8 @@ def speculate(drafter: Drafter, decodes: Seq[Piece], left: int) -> list[Piece]:
     for piece in decodes:
         sequence = piece.sequence
         # One more than twice what was right the last time: a text that cannot be guessed soon costs a token a step.
-        most = min(left, sequence.room_for_drafts, 2 * sequence.right_guesses + 1)
+        hopeful = min(2 * sequence.right_guesses + 1, MAX_SPECULATIVE_TOKENS)
+        most = min(left, sequence.room_for_drafts, hopeful)
         guess = drafter.draft(sequence, most)[:most] if most > 0 else ()
         if not len(guess):
             pieces.append(piece)

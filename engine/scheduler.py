@@ -33,7 +33,7 @@ from engine.drafts import Drafter, speculate
 from engine.forks import Forks
 from engine.lines import Lines
 from engine.plan import Load, Outcome, Piece, Sampled, StepPlan, Update
-from engine.sequence import MAX_DRAFT_TOKENS, Ending, ForkSpec, Holding, Marks, Sequence, State
+from engine.sequence import Ending, ForkSpec, Holding, Marks, Sequence, State
 from engine.step_cost import MIN_REMNANT_TOKENS, Budget
 from pillion.errors import ConfigError, NotFound, PillionError
 from pillion.types import FinishReason, TokenLogprob
@@ -202,8 +202,10 @@ class Scheduler:
         """What happened since the last outcome."""
         lines = self.lines
         out = self._books.close((s for s in lines.running if s.decoding), now, urgent=self._starved)
-        line = (*lines.swapped, *lines.waiting)
-        out.load = Load(len(lines.running), len(line), sum(s.left_to_compute for s in line))
+        if not out.empty:
+            # Nobody reads the load of an empty one, and there is one before most steps.
+            line = (*lines.swapped, *lines.waiting)
+            out.load = Load(len(lines.running), len(line), sum(s.left_to_compute for s in line))
         return out
 
     @property
@@ -258,9 +260,10 @@ class Scheduler:
                 return
             if sequence.state is not State.RUNNING and not self.lines.free_seats:
                 continue
-            count = min(left, sequence.step_end() - sequence.num_computed)
-            if self._whole_prompts and count < sequence.step_end() - sequence.num_computed:
+            wanted = sequence.step_end() - sequence.num_computed
+            if self._whole_prompts and wanted > left:
                 return
+            count = min(left, wanted)
             yield self._remnant_piece(sequence, count, now)
             left -= count
 
@@ -274,8 +277,7 @@ class Scheduler:
         if sequence.is_span:
             mark = sequence.chunk_at(start)
             mark.started_s = mark.started_s or now
-            return Piece(sequence, start, count, 0)
-        if start + count < sequence.num_tokens:
+        if sequence.is_span or start + count < sequence.num_tokens:
             return Piece(sequence, start, count, 0)
         return Piece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
 
@@ -306,7 +308,7 @@ class Scheduler:
                 break
         sequence.num_computed -= piece.samples - taken
         if guesses:
-            sequence.right_guesses = min(taken - 1, MAX_DRAFT_TOKENS)
+            sequence.right_guesses = taken - 1
         sequence.extend_hashes(sequence.num_computed)
         self._tell_tokens(sequence, chosen[:taken], reason, now)
         if reason is not None:

@@ -31,10 +31,8 @@ from engine.batch import Int32
 from kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.errors import PillionError
 from pillion.priority import rank
+from pillion.ranges import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, SamplingParams
-
-# Most tokens that one stream may guess in one step.
-MAX_DRAFT_TOKENS = 16
 
 
 class State(Enum):
@@ -159,7 +157,7 @@ class Sequence:
         self.parent: Sequence | None = None
         self.num_drafts = 0
         # Of the last guess, how many tokens were right; at first, hope.
-        self.right_guesses = MAX_DRAFT_TOKENS
+        self.right_guesses = MAX_SPECULATIVE_TOKENS
         self.hold(holding)
         self.marks.remnant_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)

@@ -10,6 +10,8 @@ from pillion.types import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+# Most tokens that one stream may guess in one step.
+MAX_SPECULATIVE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 from pillion.cli.flags import option_name
 from pillion.errors import ConfigError
+from pillion.ranges import MAX_SPECULATIVE_TOKENS
 
 MAX_PORT = 65535
 MAX_WORKERS = 64
 MAX_BLOCK_SIZE_TOKENS = 1024
 MAX_PERCENT = 90
-MAX_SPECULATIVE_TOKENS = 16
 
 # Least and most of each number; None: no upper bound.
 _RANGES: dict[str, tuple[int, int | None]] = {

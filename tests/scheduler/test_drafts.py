@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Int32
+from engine.drafts import speculate
 from engine.ngram import NGramDrafter
+from engine.plan import Piece
 from engine.sequence import Holding, Sequence, SequenceSpec
+from pillion.ranges import MAX_SPECULATIVE_TOKENS
 from tests.support.scheduler_line import GREEDY, SchedulerLine, answer, prompt
 
 
@@ -168,3 +171,18 @@ def test_a_guess_stood_in_the_text_behind_the_same_tokens(text: list[int], most:
         pair = text[-2:]
         places = [i for i in range(2, len(text)) if text[i - 2 : i] == pair]
         assert any(text[i : i + len(guess)] == guess for i in places)
+
+
+class Eager:
+    """Guesses as much as it may."""
+
+    def draft(self, sequence: Sequence, most: int) -> Int32:
+        return np.zeros(most, dtype=np.int32)
+
+
+def test_no_guess_is_longer_than_the_bound() -> None:
+    sequence = sequence_of([1, 2, 3])
+    sequence.num_computed = 2
+    assert sequence.room_for_drafts > MAX_SPECULATIVE_TOKENS
+    (piece,) = speculate(Eager(), [Piece(sequence, 2, 1, 1)], 100)
+    assert piece.count == piece.samples == 1 + MAX_SPECULATIVE_TOKENS
