@@ -38,7 +38,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.priority import MAX_PRIORITY
+from pillion.priority import bounded
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
 
@@ -63,11 +63,13 @@ class _News:
 class _Stream:
     """One submit that is alive, or one of its forks. An Owner of its sequence (:mod:`engine.worker`)."""
 
-    def __init__(self, session: DecodeSession, submit: Submit, key: int, seq_id: int) -> None:
+    def __init__(self, session: DecodeSession, submit: Submit, key: int, fork: ForkSpec) -> None:
+        """``key`` and ``fork``: what it goes by on the connection, and on the worker."""
         self.session = session
         self.submit = submit
         self.key = key
-        self.seq_id = seq_id
+        self.fork = fork
+        self.seq_id = fork.seq_id
         self.forks: tuple[_Stream, ...] = ()
         self.trace: Context = telemetry.from_traceparent(submit.traceparent)
         self.timer: asyncio.TimerHandle | None = None
@@ -125,7 +127,8 @@ class DecodeSession:
         except PillionError as error:
             self._fail(submit.key, error)
             return
-        stream, *forks = (self._open(submit, key) for key in keys)
+        stream = self._open(submit, submit.key, submit.sampling.seed or 0)
+        forks = [self._open(submit, fork.key, fork.seed) for fork in submit.forks]
         stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
         self._adopting[task] = len(keys)
@@ -211,13 +214,12 @@ class DecodeSession:
         try:
             total_blocks = len(submit.token_ids) // worker.block_size + 1
             holding, tail_hash = await worker.tickets.adopt(submit.ticket_id, total_blocks)
+            stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
             sequence = worker.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
             if self._streams.get(submit.key) is not stream:
                 worker.tickets.let_go(holding)
                 return
             stream.marks = sequence.marks
-            stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
-            sequence.forks = tuple(ForkSpec(fork.seq_id, _seed_of(submit, fork.key)) for fork in stream.forks)
             worker.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
             if self._drop(submit.key) is not None:
@@ -226,8 +228,8 @@ class DecodeSession:
         # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
         self._news_of(submit.key)
 
-    def _open(self, submit: Submit, key: int) -> _Stream:
-        stream = self._streams[key] = _Stream(self, submit, key, self._worker.next_id())
+    def _open(self, submit: Submit, key: int, seed: int) -> _Stream:
+        stream = self._streams[key] = _Stream(self, submit, key, ForkSpec(self._worker.next_id(), seed))
         if submit.timeout_ms:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
@@ -273,12 +275,9 @@ def _spec_of(stream: _Stream, max_model_len: int) -> SequenceSpec:
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
         max_model_len=max_model_len,
-        priority=max(-MAX_PRIORITY, min(submit.priority, MAX_PRIORITY)),
+        priority=bounded(submit.priority),
+        forks=tuple(other.fork for other in stream.forks),
     )
-
-
-def _seed_of(submit: Submit, key: int) -> int:
-    return next(fork.seed for fork in submit.forks if fork.key == key)
 
 
 def _error_of(error: PillionError) -> DecodeError:

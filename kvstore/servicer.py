@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from kvstore.pool import Pool
-from pillion.priority import MAX_PRIORITY
+from pillion.priority import bounded
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire import kvnode as wire
 from pillion.wire.common import check_hello, hello_to_pb
@@ -49,7 +49,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
             request.block_hashes,
             request.total_blocks,
             resume=request.resume,
-            priority=max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY)),
+            priority=bounded(request.priority),
         )
         return wire.ticket_to_pb(ticket)
 

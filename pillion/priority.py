@@ -13,3 +13,8 @@ def rank(priority: int, arrived_s: float) -> float:
     """Smaller goes first. A rank never changes while a request waits, so a line that is sorted stays sorted: of two
     requests the one that is one level less urgent counts as having arrived PRIORITY_AGING_S later."""
     return arrived_s + priority * PRIORITY_AGING_S
+
+
+def bounded(priority: int) -> int:
+    """What an internal caller said, within what a request may say: the edge has judged it, a broken peer has not."""
+    return max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))

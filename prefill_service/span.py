@@ -18,7 +18,7 @@ from engine.sequence import SequenceSpec
 from engine.spans import record
 from engine.worker import Worker
 from pillion.errors import PillionError
-from pillion.priority import MAX_PRIORITY
+from pillion.priority import bounded
 from pillion.wire.prefill import ChunkAck, Span
 
 
@@ -73,7 +73,7 @@ class SpanRun:
             parent_hash=span.parent_hash,
             start_tokens=span.start_tokens,
             chunk_ends=ends,
-            priority=max(-MAX_PRIORITY, min(span.priority, MAX_PRIORITY)),
+            priority=bounded(span.priority),
         )
         sequence = worker.make(spec, holding, tail_hash)
         if self._over:
