@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.cluster import prompts
 from benchmarks.plot import Chart, line_charts
-from benchmarks.report import percentile, save
+from benchmarks.report import percentile, save, show_table
 from pillion import AsyncClient
 
 PICTURE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "budget.svg"
@@ -155,9 +155,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['itl_ms']['worst_of_a_stream_p50']:.0f}",
             f"{row['output_tokens_per_s']:.0f}",
         )
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
+    show_table(table)
 
 
 def main() -> None:

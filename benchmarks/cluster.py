@@ -19,13 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import percentile, save, spread
+from benchmarks.report import percentile, save, show_table, spread
 from pillion import AsyncClient
 
 MODEL = "demo"
 # Ordinary vocabulary of the demo model; special tokens come first in it.
 TOKEN_RANGE = (1000, 40_000)
-TABLE_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +130,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             "{p50:.0f} / {p99:.0f}".format(**row["ttft_ms"]),
             "{p50:.1f} / {p99:.1f}".format(**row["itl_ms"]),
         )
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(table)
+    show_table(table)
 
 
 def main() -> None:

@@ -12,6 +12,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+TABLE_WIDTH = 110
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
@@ -49,3 +53,10 @@ def save(name: str, result: dict[str, Any]) -> pathlib.Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
     return path
+
+
+def show_table(table: Table) -> None:
+    """On the terminal; where there is none, with the width that it needs."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table)

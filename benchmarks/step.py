@@ -12,10 +12,9 @@ import time
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import save
+from benchmarks.report import save, show_table
 from engine.batching import build_batch, build_sampling
 from engine.loading import torch_backend
 from engine.sampler import sample
@@ -105,9 +104,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells = [f"{row[phase]:.2f}" for phase in PHASES]
         table.add_row(str(row["batch"]), row["sampling"], *cells, f"{row['overhead_share']:.1%}")
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
+    show_table(table)
 
 
 def main() -> None:
