@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from decode_service.servicer import SERVICE_NAME, DecodeServicer
-from engine.loading import BackendFactory, torch_backend
+from engine.loading import BackendFactory, load_model
 from engine.part import WorkerPart, serve
 from engine.worker import Worker
 from pillion.config import DecodeFlags
 
 
-async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = torch_backend) -> WorkerPart:
+async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = load_model) -> WorkerPart:
     """Start a decode worker. Raises ConfigError for what cannot work."""
     worker = await Worker.start(
         flags,

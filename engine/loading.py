@@ -6,21 +6,32 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.backend import Backend
+from engine.model_config import load_config
+from engine.model_files import Progress
 from engine.prepare import PreparedModel, prepare
+from kernels.cpu.isa import Isa, choose_isa, host_features
 from kvstore.hashing import namespace_base
-from pillion.config import WorkerFlags
+from pillion.config import ComputeFlags, WorkerFlags
+from pillion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.cpu_backend import CpuModel
 
 log = logging.getLogger("pillion.worker")
+
+MAX_CPU_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and the backend that runs it."""
+    """A model and the backend that runs it. ``operators``: which kernels run what, for those who watch."""
 
     prepared: PreparedModel
     backend: Backend
+    operators: str = "torch"
 
     def namespace(self) -> bytes:
         """32 bytes over which a request's root hash is made (I2)."""
@@ -37,15 +48,92 @@ class LoadedModel:
 BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 
 
-def torch_backend(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """The default factory: prepare the model of ``flags`` and load it into torch."""
+def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
+    """The default factory: the CPU kernels where they run the model, torch where they do not; says which, and why."""
+    prepared = prepare(flags, log.info)
+    isa, reason = choose_kernels(flags, prepared)
+    if isa is None:
+        log.info("all operators run on torch, %d threads: %s", threads, reason)
+        return torch_backend(flags, threads, prepared)
+    import torch
+
+    from engine.cpu_backend import CpuBackend
+
+    # Torch only hands arrays over: its own threads have no part in a step.
+    torch.set_num_threads(1)
+    model = load_cpu_model(flags, prepared, isa, log.info)
+    log.info(
+        "all operators run on the CPU kernels %s, %d threads; weights %.0f MiB, shared by the workers of this host",
+        isa.name,
+        threads,
+        model.weights.nbytes / 2**20,
+    )
+    return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
+
+
+def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | None = None) -> LoadedModel:
+    """The backend that runs anywhere."""
     import torch
 
     from engine.torch_backend import TorchBackend
 
     torch.set_num_threads(threads)
-    prepared = prepare(flags, log.info)
+    prepared = prepared or prepare(flags, log.info)
     return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
+
+
+def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
+    """Everything that is made once: the model, and for the CPU kernels packed weights and machine code."""
+    prepared = prepare(flags, progress)
+    isa, _ = choose_kernels(flags, prepared)
+    if isa is not None:
+        load_cpu_model(flags, prepared, isa, progress)
+    return prepared
+
+
+def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
+    """The instruction set whose kernels run the model, or None and why it runs on torch.
+
+    Raises ConfigError for kernels that this processor cannot run, and for int8 where no kernels run.
+    """
+    from engine.cpu_model import unsupported
+
+    isa = choose_isa(flags.cpu_kernels, host_features())
+    if isa is None:
+        said = flags.cpu_kernels == "torch"
+        reason = "--cpu-kernels torch" if said else "there are no kernels for this processor"
+    else:
+        reason = unsupported(load_config(prepared.folder), flags.block_size)
+    if isa is not None and not reason:
+        return isa, ""
+    if flags.quantization != "none":
+        raise ConfigError(f"--quantization {flags.quantization} needs the CPU kernels: {reason}")
+    return None, reason
+
+
+def load_cpu_model(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:
+    """Weights and kernels of a model that :func:`choose_kernels` found kernels for."""
+    from engine.cpu_backend import load_cpu_model as load
+
+    return load(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """ "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a list that is none, or of cores that this process lacks."""
+    cores: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or (not last and "-" in part):
+            raise ConfigError(f"--cpu-affinity {text!r} is not a list of cores; write 0,1 or 4-7")
+        begin, end = int(first), int(last or first)
+        if end < begin or end - begin >= MAX_CPU_THREADS:
+            raise ConfigError(f"--cpu-affinity {text!r}: {part} is not a range of cores")
+        cores += range(begin, end + 1)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    missing = [core for core in cores if core not in mine]
+    if missing:
+        raise ConfigError(f"--cpu-affinity: this process may not use core {missing[0]}")
+    return tuple(cores)
 
 
 def thread_count(flags: WorkerFlags) -> int:

@@ -2,6 +2,8 @@
 
 $PILLION_CACHE or ~/.cache/pillion
 |-- prepare.lock          one process prepares at a time
+|-- packed/               weights in the layout of the CPU kernels (engine/cpu_weights.py)
+|-- kernels/              machine code of the CPU kernels (kernels/cpu/cache.py)
 |-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
 `-- records/<key>.json    what is known of a source, valid while all its files keep size and time
 """
@@ -113,6 +115,11 @@ class ModelCache:
                     told = True
                 time.sleep(LOCK_POLL_S)
             yield
+
+    def make(self, name: str) -> Path:
+        """A folder of the cache for something else."""
+        self._make(self._root / name)
+        return self._root / name
 
     def _make(self, folder: Path) -> None:
         try:

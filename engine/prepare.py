@@ -83,8 +83,8 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
     )
 
 
-def kv_layout(prepared: PreparedModel, block_size: int) -> KVLayout:
-    """How the torch backend cuts a slot for this model. Imports no torch.
+def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION) -> KVLayout:
+    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece. Imports no torch.
 
     The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
     serve such a model at two lengths share no block that only one of them could have computed (I2).
@@ -94,7 +94,7 @@ def kv_layout(prepared: PreparedModel, block_size: int) -> KVLayout:
     config = load_config(prepared.folder)
     rope = served_variant(config.ropes, prepared.max_model_len)
     return KVLayout(
-        version=f"{LAYOUT_VERSION}/rope-{rope}" if rope else LAYOUT_VERSION,
+        version=f"{inside}/rope-{rope}" if rope else inside,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

@@ -6,6 +6,7 @@ and packed ones are this process's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from engine.model_config import ModelConfig
 from engine.moe import MoeWeights
 from engine.rope import partial_order
 from kernels.torch_linear import Linear
+
+
+# What becomes of a matrix [out, in] and its bias [out].
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class LayerWeights:
 class ModelWeights:
     """``embedding`` is [vocab, hidden]; where the model ties them, ``lm_head`` is made of the same tensor.
 
-    ``embedding_scale`` is the config's, rounded to the type of the weights as transformers does it.
+    ``embedding_scale``: see :func:`embedding_scale`.
     """
 
     embedding: torch.Tensor
@@ -59,16 +64,24 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
         embedding = checkpoint.take("embedding", dtype)
         return ModelWeights(
             embedding=embedding,
-            embedding_scale=float(torch.tensor(config.embedding_scale, dtype=dtype)),
-            layers=tuple(_layer(checkpoint, config, dtype, index) for index in range(config.num_layers)),
-            final_norm=Norm(
-                _norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain"
-            ),
-            lm_head=Linear(_head(checkpoint, config, dtype, embedding)),
+            embedding_scale=embedding_scale(config, dtype),
+            layers=tuple(load_layer(checkpoint, config, dtype, index) for index in range(config.num_layers)),
+            final_norm=load_final_norm(checkpoint, config, dtype),
+            lm_head=Linear(load_head(checkpoint, config, dtype, embedding)),
         )
 
 
-def _head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> torch.Tensor:
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """The config's, rounded to the type of the weights as transformers does it."""
+    return float(torch.tensor(config.embedding_scale, dtype=dtype))
+
+
+def load_final_norm(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Norm:
+    """The norm before the head."""
+    return Norm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
+
+
+def load_head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> torch.Tensor:
     """The embedding where the model ties the two, unless the checkpoint holds another one: as transformers 5 has it."""
     if not checkpoint.has("lm_head"):
         return embedding
@@ -76,7 +89,10 @@ def _head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embed
     return embedding if config.tie_word_embeddings and torch.equal(head, embedding) else head
 
 
-def _layer(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, index: int) -> LayerWeights:
+def load_layer(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear = Linear
+) -> LayerWeights:
+    """One layer, its matrices made by ``linear``."""
     prefix = f"layers.{index}."
 
     def norm(key: str) -> Norm | None:
@@ -94,18 +110,18 @@ def _layer(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, inde
         q_norm = k_norm = None
     return LayerWeights(
         attention_norm=norm("attention_norm"),
-        qkv=_qkv(checkpoint, config, dtype, prefix),
+        qkv=_qkv(checkpoint, config, dtype, prefix, linear),
         qk_norm=qk_norm,
         q_norm=q_norm,
         k_norm=k_norm,
-        o=_linear(checkpoint, dtype, prefix + "o"),
+        o=_linear(checkpoint, dtype, prefix + "o", linear),
         attention_post_norm=norm("attention_post_norm"),
         mlp_norm=norm("mlp_norm"),
-        mlp=_moe(checkpoint, config, dtype, prefix)
+        mlp=_moe(checkpoint, config, dtype, prefix, linear)
         if checkpoint.has(prefix + "router")
         else GatedMLP(
-            _linear(checkpoint, dtype, prefix + "mlp.gate_up"),
-            _linear(checkpoint, dtype, prefix + "mlp.down"),
+            _linear(checkpoint, dtype, prefix + "mlp.gate_up", linear),
+            _linear(checkpoint, dtype, prefix + "mlp.down", linear),
             GATED[config.activation],
         ),
         mlp_post_norm=norm("mlp_post_norm"),
@@ -120,16 +136,16 @@ def _norm_weight(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     return weight.float() + 1.0 if config.norm == "offset" else weight.float()
 
 
-def _linear(checkpoint: Checkpoint, dtype: torch.dtype, key: str) -> Linear:
+def _linear(checkpoint: Checkpoint, dtype: torch.dtype, key: str, linear: MakeLinear) -> Linear:
     bias = checkpoint.take(key + ".bias", dtype) if checkpoint.has(key + ".bias") else None
-    return Linear(checkpoint.take(key + ".weight", dtype), bias)
+    return linear(checkpoint.take(key + ".weight", dtype), bias)
 
 
-def _qkv(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str) -> Linear:
+def _qkv(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
     """Queries and keys of a model that turns a part of each head are put in the order that turns it as a whole."""
     rotary_dim = config.ropes[0].rotary_dim
     if rotary_dim == config.head_dim:
-        return _linear(checkpoint, dtype, prefix + "qkv")
+        return _linear(checkpoint, dtype, prefix + "qkv", linear)
     turned = config.num_heads + config.num_kv_heads
     order = partial_order(config.head_dim, rotary_dim)
 
@@ -139,15 +155,17 @@ def _qkv(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix
 
     key = prefix + "qkv."
     bias = reordered(checkpoint.take(key + "bias", dtype)) if checkpoint.has(key + "bias") else None
-    return Linear(reordered(checkpoint.take(key + "weight", dtype)), bias)
+    return linear(reordered(checkpoint.take(key + "weight", dtype)), bias)
 
 
-def _moe(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str) -> MoeWeights:
+def _moe(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear
+) -> MoeWeights:
     assert config.moe is not None
 
     def expert(index: int) -> GatedMLP:
         gate_up, down = (checkpoint.take(f"{prefix}experts.{index}.{key}", dtype) for key in ("gate_up", "down"))
-        return GatedMLP(Linear(gate_up), Linear(down), GATED[config.activation])
+        return GatedMLP(linear(gate_up, None), linear(down, None), GATED[config.activation])
 
     return MoeWeights(
         router=checkpoint.take(prefix + "router", dtype),

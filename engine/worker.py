@@ -23,7 +23,7 @@ from opentelemetry.context import Context
 
 from engine.batching import build_batch, build_sampling
 from engine.heartbeat import Heartbeat
-from engine.loading import BackendFactory, LoadedModel, thread_count, torch_backend
+from engine.loading import BackendFactory, LoadedModel, load_model, thread_count
 from engine.ngram import NGramDrafter
 from engine.node_line import NodeLine, describe
 from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Sampled, StepPlan, Update
@@ -113,7 +113,7 @@ class Worker:
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
         num_speculative_tokens: int = 0,
-        backend_factory: BackendFactory = torch_backend,
+        backend_factory: BackendFactory = load_model,
     ) -> Worker:
         """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))

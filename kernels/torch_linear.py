@@ -40,6 +40,23 @@ class Linear:
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
 
+    @classmethod
+    def plain(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """As it is in the checkpoint: for those who pack in their own way."""
+        return cls(weight, bias, pack=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], of a plain layer only."""
+        assert not self._packed
+        found: torch.Tensor = self._weight
+        return found
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out], where there is one."""
+        return self._bias
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [T, in] -> [T, out]."""
         if not self._packed:

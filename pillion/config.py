@@ -18,6 +18,12 @@ from pillion.errors import ConfigError
 # Flags that several parts take and pillion serve hands on.
 CHUNKED_PREFILL = "Cut prompts into chunks. Without it a prompt runs whole, in one step."
 TARGET_ITL = "Inter-token latency to aim at; --max-num-batched-tokens is then the most a step may take. 0: off."
+CPU_THREADS = "Threads of the forward pass on a CPU. 0: this worker's share of the cores."
+CPU_AFFINITY = "Cores of those threads, one after the other, such as 0,1 or 4-7. Empty: the system chooses."
+CPU_KERNELS = "Kernels of the forward pass on a CPU, by instruction set; auto: the best it has, torch: torch's own."
+QUANTIZATION = "int8 keeps the weights of linear layers in 8 bits, with a scale for each output."
+CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
+QUANTIZATION_CHOICES = ("none", "int8")
 SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -64,6 +70,14 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeFlags(ModelFlags):
+    """How the model is computed: what is made ready beside it, and what all workers of a cluster must agree on."""
+
+    cpu_kernels: str = flag("auto", CPU_KERNELS, choices=CPU_KERNEL_CHOICES)
+    quantization: str = flag("none", QUANTIZATION, choices=QUANTIZATION_CHOICES)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVNodeFlags(CommonFlags):
     """``pillion kvnode``: the owner of one memory domain's pool."""
 
@@ -77,14 +91,15 @@ class KVNodeFlags(CommonFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFlags(CommonFlags, ModelFlags):
+class WorkerFlags(CommonFlags, ComputeFlags):
     """What prefill and decode workers share."""
 
     part_id: str = flag("", "Name of this worker, unique in the cluster. Default: role and process id.")
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).")
     advertise: str = flag("", "Address that gateways reach this worker at. Default: the listen address.")
     attach_socket: str = flag("/run/pillion/kvnode.sock", "The KV node's Unix socket.")
-    cpu_threads: int = flag(0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.")
+    cpu_threads: int = flag(0, CPU_THREADS)
+    cpu_affinity: str = flag("", CPU_AFFINITY)
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
 
 
@@ -124,7 +139,7 @@ class GatewayFlags(CommonFlags, ModelFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFlags(GatewayFlags):
+class ServeFlags(GatewayFlags, ComputeFlags):
     """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
 
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
@@ -136,4 +151,4 @@ class ServeFlags(GatewayFlags):
     max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
     target_itl_ms: float = flag(0.0, TARGET_ITL)
     num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
-    cpu_threads: int = flag(0, "Threads of a worker's forward pass on a CPU. 0: its share of the cores.")
+    cpu_threads: int = flag(0, CPU_THREADS)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.loading import BackendFactory, torch_backend
+from engine.loading import BackendFactory, load_model
 from engine.part import WorkerPart, serve
 from engine.worker import Worker
 from pillion.config import PrefillFlags
 from prefill_service.servicer import SERVICE_NAME, PrefillServicer
 
 
-async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory = torch_backend) -> WorkerPart:
+async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory = load_model) -> WorkerPart:
     """Start a prefill worker. Raises ConfigError for what cannot work."""
     worker = await Worker.start(
         flags,

@@ -74,6 +74,20 @@ class Kernel:
         """Whether accesses are checked."""
         return self._fault is not None
 
+    @property
+    def fault(self) -> Any:
+        """Address of the fault cell, None if accesses are not checked."""
+        return self._fault
+
+    @property
+    def number(self) -> int:
+        """What this kernel writes into the fault cell."""
+        return self._number
+
+    def inside(self, builder: ir.IRBuilder, fault: Any) -> Kernel:
+        """The same in another function, which knows the fault cell as ``fault``; its strays are this kernel's."""
+        return Kernel(builder, self.isa, fault, self._number)
+
     # -- numbers
 
     def int(self, value: Int | int) -> Int:

@@ -27,6 +27,8 @@ SIGNATURE = ir.FunctionType(ir.VoidType(), [_I64] * 6)
 COUNTER_BYTES = 64
 # Scratch of each thread.
 SCRATCH_BYTES = 2**20
+# What the fault cell is called in the compiled code.
+FAULT_CELL = "fault_cell"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class KernelModule:
         self.module = ir.Module("pillion")
         self.names: list[str] = []
         # Two words that say which kernel strayed and where to, then a line that strays may use (checked mode).
-        self._fault = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), 3 * 64), "fault_cell")
+        self._fault = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), 3 * 64), FAULT_CELL)
         self._fault.initializer = ir.Constant(self._fault.value_type, None)
         self._fault.align = 64
 

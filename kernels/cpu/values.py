@@ -138,5 +138,5 @@ class Variable:
         return self._kind(self._k, self._k.builder.load(self._cell))
 
     @value.setter
-    def value(self, value: Vec | Int | Pairs) -> None:
+    def value(self, value: Any) -> None:
         self._k.builder.store(value.ir, self._cell)

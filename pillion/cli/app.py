@@ -13,7 +13,7 @@ import click
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.cli.flags import flag_options
-from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 
 EXIT_FAILED = 1
@@ -124,15 +124,15 @@ part_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's p
 
 @cli.command()
 @takes_model
-@flag_options(ModelFlags)
+@flag_options(ComputeFlags)
 def prepare(**said: Any) -> None:
     """Make MODEL ready in the cache, so that parts start at once."""
     from pillion.cli.parts import find_server_code
 
     find_server_code()
-    from engine.prepare import prepare as prepare_model
+    from engine.loading import make_ready
 
-    prepared = prepare_model(with_model(ModelFlags, said), lambda line: click.echo(line))
+    prepared = make_ready(with_model(ComputeFlags, said), click.echo)
     click.echo(f"{prepared.name} is ready at {prepared.folder}")
 
 

@@ -25,7 +25,7 @@ from pillion.cli.lifeline import PARENT_PID_VARIABLE
 from pillion.cli.parts import find_server_code
 from pillion.cli.runtime_dir import RuntimeDir
 from pillion.cli.supervisor import PartSpec, Supervisor
-from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError
 
 PREPARE_STOP_GRACE_S = 2.0
@@ -182,7 +182,7 @@ def pick_port(host: str, name: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-async def prepare_in_child(flags: ModelFlags, step: Callable[[str], None]) -> None:
+async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:
     """Make the model ready in a process of its own: what it imports goes with it, and Ctrl-C ends it at once.
 
     Raises ConfigError with the child's last line.
@@ -193,7 +193,7 @@ async def prepare_in_child(flags: ModelFlags, step: Callable[[str], None]) -> No
         lines.append(line)
         step(line)
 
-    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ModelFlags, flags))]
+    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
     # Only its own lines are progress, not the libraries' warnings and bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     child = await Child.start(argv, environ, hear)

@@ -1,13 +1,15 @@
-"""Drives a TorchBackend by hand, over a pool in plain memory."""
+"""Drives a backend by hand, over a pool in plain memory."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.backend import Backend
 from engine.prepare import PreparedModel
 from engine.torch_backend import TorchBackend
 from tests.support.batches import Sequences
@@ -27,8 +29,15 @@ def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
 class Driver:
     """One backend, one pool of NaN, any number of texts."""
 
-    def __init__(self, prepared: PreparedModel, block_size: int = 16, num_slots: int = 64, seed: int = 0) -> None:
-        self.backend = TorchBackend(prepared, block_size, 1)
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        block_size: int = 16,
+        num_slots: int = 64,
+        seed: int = 0,
+        backend: Backend | None = None,
+    ) -> None:
+        self.backend: Any = backend or TorchBackend(prepared, block_size, 1)
         # Every byte 0xff reads as NaN in bf16 and fp32: whoever reads a row that was not written gives himself away.
         self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
         self.backend.bind_pool(memoryview(self._memory), num_slots)
@@ -36,7 +45,9 @@ class Driver:
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one batch; gives the logits of each part's last token, or of ``sample``."""
-        return self.backend.forward(self.sequences.step(parts, sample))
+        # Backends may give the same memory again.
+        logits: torch.Tensor = self.backend.forward(self.sequences.step(parts, sample)).clone()
+        return logits
 
     def run_all(self, number: int, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
         """Runs a text in chunks of these sizes and the rest in one; gives the logits of all its tokens."""

@@ -1,0 +1,200 @@
+"""The backend of the CPU kernels (:mod:`kernels.cpu`): one native call for each step, by a team of threads.
+
+Life: made (weights mapped, kernels compiled or loaded, team started) -> bind_pool -> forward, forward, ... ->
+unbind_pool; close ends the team. warm_up may come at any time, on memory of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.backend import KVLayout
+from engine.batch import StepBatch
+from engine.cpu_model import ModelPlan, attention_planner, plan_model
+from engine.cpu_weights import CpuWeights, load_cpu_weights
+from engine.model_cache import ModelCache
+from engine.model_config import ModelConfig, load_config
+from engine.model_files import Progress
+from engine.prepare import PreparedModel, kv_layout
+from kernels.cpu.compiler import CompiledKernels, compile_kernels
+from kernels.cpu.isa import Isa
+from kernels.cpu.kv_layout import LAYOUT_VERSION
+from kernels.cpu.program import Bounds, Program, StepRecord, Workspace, aligned_bytes, check_batch
+from kernels.cpu.team import Team
+from pillion.errors import ConfigError, Internal
+
+CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CpuModel:
+    """A model with its kernels: all that does not depend on threads and pools."""
+
+    config: ModelConfig
+    isa: Isa
+    layout: KVLayout
+    max_model_len: int
+    weights: CpuWeights
+    plan: ModelPlan
+    kernels: CompiledKernels
+    checked: bool
+
+
+def load_cpu_model(
+    prepared: PreparedModel,
+    block_size: int,
+    isa: Isa,
+    *,
+    quantization: str = "none",
+    progress: Progress = lambda line: None,
+    checked: bool | None = None,
+    cache: ModelCache | None = None,
+) -> CpuModel:
+    """Maps the weights (packs them, the first time) and gets the kernels (compiles them, the first time).
+
+    ``checked``: kernels with bounds checks; None: if PILLION_CHECK_KERNELS is 1. :func:`engine.cpu_model.unsupported`
+    must have found nothing. Raises ConfigError for weights that do not fit the config.
+    """
+    checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
+    cache = cache or ModelCache()
+    config = load_config(prepared.folder)
+    version = LAYOUT_VERSION if quantization == "none" else f"{LAYOUT_VERSION}/{quantization}"
+    layout = kv_layout(prepared, block_size, version)
+    weights = load_cpu_weights(prepared, config, quantization, progress, cache)
+    plan = plan_model(config, weights, layout, isa, prepared.max_model_len)
+    specs = [operation.spec for operation in plan.operations]
+    kernels = compile_kernels(specs, isa, checked=checked, cache_folder=cache.make("kernels"), progress=progress)
+    return CpuModel(config, isa, layout, prepared.max_model_len, weights, plan, kernels, checked)
+
+
+class CpuBackend:
+    """Implements ``engine.backend.Backend``; its docstring says who may call what."""
+
+    def __init__(self, model: CpuModel, threads: int, affinity: Sequence[int] = ()) -> None:
+        """Starts ``threads`` - 1 native threads. ``affinity``: the core of each thread, or nothing."""
+        self.model = model
+        self._config = model.config
+        self._layout = model.layout
+        self._workspace = Workspace()
+        self._workspace.reserve("steps", 1)
+        self._planner = attention_planner(model.config, model.isa, threads)
+        self._program = Program(model.plan.operations, model.kernels, self._workspace)
+        self._team = Team(model.kernels, threads, affinity)
+        self._step = StepRecord()
+        self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
+        self._pool: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        """How this backend cuts a slot."""
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._config.vocab_size
+
+    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small, read-only or not aligned."""
+        needed = num_slots * self._layout.block_bytes
+        if memory.nbytes < needed or memory.readonly:
+            raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
+        pool = np.frombuffer(memory.cast("B"), np.uint8, count=needed).reshape(num_slots, -1)
+        self._pool = pool
+
+    def unbind_pool(self) -> None:
+        """Forget the pool, so that its mapping can be closed."""
+        self._pool = None
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the batch's KV, give float32 logits [R, vocab_size], which the next forward overwrites."""
+        if self._pool is None:
+            raise Internal("forward before bind_pool")
+        return self._run(self._pool, batch)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+
+        Raises Internal for lists of different length and for slots that the pool does not have.
+        """
+        if self._pool is None:
+            raise Internal("copy_blocks before bind_pool")
+        copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
+        slots = range(len(self._pool))
+        if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
+            raise Internal(f"cannot copy blocks {list(sources)} to {list(targets)} in a pool of {len(slots)}")
+        for source, target in copies:
+            self._pool[target] = self._pool[source]
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Touch all weights and let the buffers grow to a full step, over scratch memory."""
+        block_size, max_tokens = self._layout.block_size, min(max_tokens, self.model.max_model_len)
+        blocks = -(-max_tokens // block_size)
+        pool = aligned_bytes(blocks * self._layout.block_bytes, PAGE_BYTES).reshape(blocks, -1)
+        for count in (max_tokens, 1):
+            positions = np.arange(count, dtype=np.int32)
+            self._run(
+                pool,
+                StepBatch(
+                    token_ids=np.zeros(count, np.int32),
+                    positions=positions,
+                    query_starts=np.array([0, count], np.int32),
+                    context_lens=np.array([count], np.int32),
+                    block_tables=np.arange(blocks, dtype=np.int32)[None],
+                    sample_rows=positions[-1:],
+                ),
+            )
+
+    def close(self) -> None:
+        """End the team's threads. Idempotent."""
+        self._team.close()
+
+    def check_integrity(self) -> None:
+        """Raises Internal where a kernel wrote behind the end of a buffer."""
+        self._workspace.check_integrity()
+
+    def _run(self, pool: npt.NDArray[np.uint8], batch: StepBatch) -> torch.Tensor:
+        vocab_size, logits = self._config.vocab_size, self.model.plan.logits
+        check_batch(batch, replace(self._bounds, num_slots=len(pool)))
+        # Several answers to one prompt want the same row's logits: it is computed once.
+        rows, places = batch.sample_rows, None
+        if len(rows) > 1 and (rows[1:] == rows[:-1]).any():
+            rows, places = np.unique(rows, return_inverse=True)
+        self._fill(pool, batch, rows)
+        self._team.run(self._program.entries, self._step.words)
+        if self.model.checked:
+            self.check_integrity()
+        table = self._workspace.array(logits).view(np.float32).reshape(-1, logits.stride // 4)
+        found = torch.from_numpy(table[: len(rows), :vocab_size])
+        return found if places is None else found[torch.from_numpy(places)]
+
+    def _fill(self, pool: npt.NDArray[np.uint8], batch: StepBatch, rows: npt.NDArray[np.int32]) -> None:
+        """The step's record; buffers grow where this step is larger than all before it."""
+        plan = self._planner.plan(batch)
+        grown = [self._workspace.reserve("tokens", batch.num_tokens), self._workspace.reserve("samples", len(rows))]
+        if any(grown):
+            self._program.bind()
+        step, lengths = self._step, batch.query_starts[1:] - batch.query_starts[:-1]
+        step.point("token_ids", batch.token_ids)
+        step.point("positions", batch.positions)
+        step.point("row_seqs", np.repeat(np.arange(batch.num_seqs, dtype=np.int32), lengths))
+        step.point("query_starts", batch.query_starts)
+        step.point("context_lens", batch.context_lens)
+        step.point("block_tables", batch.block_tables)
+        step.point("sample_rows", rows)
+        step.point("items", plan.items)
+        step.point("merges", plan.merges)
+        step.point_pool(pool.__array_interface__["data"][0], pool.nbytes)
+        step.count("num_tokens", batch.num_tokens)
+        step.count("num_seqs", batch.num_seqs)
+        step.count("num_samples", len(rows))
+        step.count("table_stride", batch.block_tables.shape[1])
+        step.count("num_items", len(plan.items))
+        step.count("num_merges", len(plan.merges))

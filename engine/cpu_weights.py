@@ -1,0 +1,191 @@
+"""Weights as the CPU kernels want them: packed once per model and kind, kept in the model cache, mapped by every worker.
+
+    checkpoint --layer by layer--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
+
+A second worker, and every later start, maps what the first one packed. Layer by layer, so that packing a large model
+needs the memory of one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint import open_checkpoint
+from engine.layers import GatedMLP, Norm
+from engine.model_cache import ModelCache
+from engine.model_config import ModelConfig
+from engine.model_files import Progress
+from engine.moe import MoeWeights
+from engine.packed_file import PackedFile, PackedWriter, write_packed
+from engine.prepare import PreparedModel
+from engine.weights import LayerWeights, load_final_norm, load_head, load_layer
+from kernels.cpu.packing import PackedWeight, pack_bias, pack_gated, pack_gated_bias, pack_linear
+from kernels.torch_linear import Linear
+
+# Grows when the packed layout changes: old files are then of no use, and removed.
+PACKING_VERSION = 1
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLinear:
+    """A packed matrix. Of experts: ``num_groups`` of them, ``group_bytes`` apart.
+
+    Attributes:
+        data: packed weights; layouts in :mod:`kernels.cpu.packing`.
+        scales, bias: float32 [columns], or None.
+        depth, pairs: padded inputs; pairs of 16 columns, padding included.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    depth: int
+    pairs: int
+    num_groups: int = 0
+    group_bytes: int = 0
+
+
+class CpuWeights:
+    """The mapped file of a model."""
+
+    def __init__(self, file: PackedFile) -> None:
+        self._file = file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, shared by the workers of a host."""
+        return self._file.nbytes
+
+    def has(self, name: str) -> bool:
+        """Whether the model has such a tensor or matrix."""
+        return self._file.has(name) or self._file.has(f"{name}.data")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """An embedding or a norm's weight."""
+        return self._file.tensor(name)
+
+    def linear(self, name: str) -> CpuLinear:
+        """A matrix."""
+        file, numbers = self._file, self._file.numbers
+        optional = [
+            file.tensor(f"{name}.{part}") if file.has(f"{name}.{part}") else None for part in ("scales", "bias")
+        ]
+        return CpuLinear(
+            data=file.tensor(f"{name}.data"),
+            scales=optional[0],
+            bias=optional[1],
+            depth=numbers[f"{name}.depth"],
+            pairs=numbers[f"{name}.pairs"],
+            num_groups=numbers.get(f"{name}.num_groups", 0),
+            group_bytes=numbers.get(f"{name}.group_bytes", 0),
+        )
+
+
+def load_cpu_weights(
+    prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
+) -> CpuWeights:
+    """Maps the packed weights of a model, packing them first where nobody has. Raises ConfigError as load_weights."""
+    cache = cache or ModelCache()
+    folder = cache.make("packed")
+    path = folder / f"{prepared.fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
+    found = _mapped(path)
+    if found is None:
+        with cache.lock(progress):
+            found = _mapped(path)
+            if found is None:
+                _remove_older(path)
+                progress("packing weights for the CPU kernels")
+                kind = "int8" if quantization == "int8" else {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
+                with write_packed(path) as writer:
+                    _pack(prepared.folder, config, _DTYPES[prepared.dtype], kind, writer)
+                found = PackedFile(path)
+    return CpuWeights(found)
+
+
+def _mapped(path: Path) -> PackedFile | None:
+    try:
+        return PackedFile(path)
+    except OSError:
+        return None
+
+
+def _remove_older(path: Path) -> None:
+    """Files of this model in layouts of other versions, and drafts of packers that died. Called under the lock."""
+    model = path.name.split("-")[0]
+    for other in path.parent.glob(f"{model}-*"):
+        version = other.name.rpartition("-")[2]
+        if version != f"{PACKING_VERSION}.weights":
+            with contextlib.suppress(OSError):
+                other.unlink()
+
+
+def _pack(folder: Path, config: ModelConfig, dtype: torch.dtype, kind: str, writer: PackedWriter) -> None:
+    with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
+        embedding = checkpoint.take("embedding", dtype)
+        writer.tensor("embedding", embedding)
+        for index in range(config.num_layers):
+            _pack_layer(
+                writer, f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain), config, kind
+            )
+        _norm(writer, "final_norm", load_final_norm(checkpoint, config, dtype))
+        _linear(writer, "lm_head", Linear.plain(load_head(checkpoint, config, dtype, embedding)), kind)
+
+
+def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: ModelConfig, kind: str) -> None:
+    _norm(writer, prefix + "attention_norm", layer.attention_norm)
+    _norm(writer, prefix + "attention_post_norm", layer.attention_post_norm)
+    _norm(writer, prefix + "mlp_norm", layer.mlp_norm)
+    _norm(writer, prefix + "mlp_post_norm", layer.mlp_post_norm)
+    if layer.qk_norm is not None:
+        # One row for each head, all of the queries' and all of the keys' alike.
+        writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
+        writer.tensor(prefix + "k_norm", layer.qk_norm.weight[config.num_heads].float())
+    _norm(writer, prefix + "q_norm", layer.q_norm)
+    _norm(writer, prefix + "k_norm", layer.k_norm)
+    _linear(writer, prefix + "qkv", layer.qkv, kind)
+    _linear(writer, prefix + "o", layer.o, kind)
+    if isinstance(layer.mlp, MoeWeights):
+        # The router chooses: it stays in the model's own type.
+        router_kind = "fp32" if kind == "fp32" else "bf16"
+        _write(writer, prefix + "router", [pack_linear(layer.mlp.router, router_kind)])
+        _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
+        _write(writer, prefix + "experts.down", [pack_linear(expert.down.weight, kind) for expert in layer.mlp.experts])
+        return
+    _write(writer, prefix + "gate_up", [_gated(layer.mlp, kind)])
+    if layer.mlp.gate_up.bias is not None:
+        writer.tensor(prefix + "gate_up.bias", pack_gated_bias(*layer.mlp.gate_up.bias.chunk(2)))
+    _linear(writer, prefix + "down", layer.mlp.down, kind)
+
+
+def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
+    gate, up = mlp.gate_up.weight.chunk(2)
+    return pack_gated(gate, up, kind)
+
+
+def _norm(writer: PackedWriter, name: str, norm: Norm | None) -> None:
+    if norm is not None:
+        writer.tensor(name, norm.weight.float())
+
+
+def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
+    packed = pack_linear(linear.weight, kind)
+    _write(writer, name, [packed])
+    if linear.bias is not None:
+        writer.tensor(name + ".bias", pack_bias(linear.bias))
+
+
+def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:
+    """One matrix, or those of all experts behind each other."""
+    first = packed[0]
+    writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
+    if first.scales is not None:
+        writer.tensor(name + ".scales", torch.stack([one.scales for one in packed if one.scales is not None]))
+    writer.number(name + ".depth", first.depth)
+    writer.number(name + ".pairs", first.pairs)
+    writer.number(name + ".num_groups", len(packed))
+    writer.number(name + ".group_bytes", first.data.numel() * first.data.element_size())

@@ -1,0 +1,124 @@
+"""The innermost products: a few rows with one panel of packed weights (32 outputs), all of its depth.
+
+A tile keeps its sums in registers: 2 vectors for each row. Each output has one chain of additions, in the order of the
+inputs, whatever the number of rows: so a row's result has the same bits in every tile. There is one function for every
+number of rows, so that rows can be cut into tiles of even height (:mod:`kernels.cpu.gemm`), and finished sums go to
+memory, so that all epilogues share these functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.emit import VECTOR_BYTES, Kernel
+from kernels.cpu.int8 import widen
+from kernels.cpu.packing import PANEL_COLUMNS, PackedWeight, unpack
+from kernels.cpu.subroutines import call_subroutine
+from kernels.cpu.values import Int, Pairs, Ptr, Variable, Vec
+
+# A step of a tile is a pair of bfloat16 inputs or one float32: 4 bytes of a row.
+ROW_STEP_BYTES = 4
+# Bytes of a panel that meet a step.
+PANEL_STEP_BYTES = {"bf16": 128, "fp32": 128, "int8": 64}
+SUMS_ROW_BYTES = 4 * PANEL_COLUMNS
+_LINE_BYTES = 64
+_STEPS_PER_TURN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TileArgs:
+    """What a tile works on.
+
+    Attributes:
+        x: the first row: bfloat16, or float32 for "fp32" weights.
+        x_stride: bytes from row to row.
+        panel: the weights.
+        steps: of the depth.
+        ahead: memory that is wanted next, for instance the next panel.
+        ahead_step: how many bytes of it are asked for with each step.
+        sums: float32 [rows, 32], written.
+    """
+
+    x: Ptr
+    x_stride: Int
+    panel: Ptr
+    steps: Int
+    ahead: Ptr
+    ahead_step: Int
+    sums: Ptr
+
+
+def reference_tile(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """x [T, depth] times a whole packed matrix -> float64 [T, pairs * 32]; scales are not applied."""
+    return x.double() @ unpack(packed).double().T
+
+
+def multiply_rows(k: Kernel, kind: str, rows: Int, args: TileArgs) -> None:
+    """``rows``, 1 to the most that the instruction set has a tile for, times a panel."""
+    b = k.builder
+    behind = b.append_basic_block("behind")
+    cases = [b.append_basic_block("rows") for _ in range(k.isa.gemm_rows[0])]
+    choice = b.switch(rows.ir, cases[0])
+    for height, block in enumerate(cases, 1):
+        if height > 1:
+            choice.add_case(height, block)
+        b.position_at_end(block)
+        _call_tile(k, kind, height, args)
+        b.branch(behind)
+    b.position_at_end(behind)
+
+
+def _call_tile(k: Kernel, kind: str, rows: int, args: TileArgs) -> None:
+    def body(inner: Kernel, seen: list[Int | Ptr]) -> None:
+        _Tile(inner, kind, rows, TileArgs(*seen)).write()
+
+    values = (args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
+    call_subroutine(k, f"gemm_tile_{kind}_{rows}", values, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    k: Kernel
+    kind: str
+    rows: int
+    args: TileArgs
+
+    def write(self) -> None:
+        k, args = self.k, self.args
+        sums = [[k.variable(k.vector(0.0)) for _ in range(2)] for _ in range(self.rows)]
+        rows = [args.x + args.x_stride * row for row in range(self.rows)]
+        with k.range(args.steps, step=_STEPS_PER_TURN) as turn:
+            for step in range(_STEPS_PER_TURN):
+                at = turn + step
+                weights = self._weights(args.panel + at * PANEL_STEP_BYTES[self.kind])
+                self._prefetch(args.ahead + at * args.ahead_step)
+                for row, totals in zip(rows, sums, strict=True):
+                    self._add(totals, row + at * ROW_STEP_BYTES, weights)
+        for number, pair in enumerate(sums):
+            for half, total in enumerate(pair):
+                k.store(args.sums + (number * SUMS_ROW_BYTES + half * VECTOR_BYTES), total.value)
+
+    def _weights(self, line: Ptr) -> tuple[Vec, Vec] | tuple[Pairs, Pairs]:
+        k, half = self.k, line + VECTOR_BYTES
+        if self.kind == "fp32":
+            return k.load(line), k.load(half)
+        if self.kind == "bf16":
+            return k.load_pairs(line), k.load_pairs(half)
+        return widen(k, line)
+
+    def _prefetch(self, line: Ptr) -> None:
+        for at in range(0, PANEL_STEP_BYTES[self.kind], _LINE_BYTES):
+            self.k.prefetch(line + at)
+
+    def _add(self, totals: list[Variable], x: Ptr, weights: tuple[Vec, Vec] | tuple[Pairs, Pairs]) -> None:
+        k = self.k
+        if self.kind == "fp32":
+            value = k.broadcast(x)
+            for total, weight in zip(totals, weights, strict=True):
+                total.value = k.fma(weight, value, total.value)
+        else:
+            pair = k.broadcast_pair(x)
+            for total, weight in zip(totals, weights, strict=True):
+                total.value = k.dot(total.value, weight, pair)

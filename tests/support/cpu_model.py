@@ -1,0 +1,47 @@
+"""Drives the CPU kernels by hand, as :mod:`tests.support.torch_model` drives torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.cpu_backend import CpuBackend, load_cpu_model
+from engine.prepare import PreparedModel
+from kernels.cpu.isa import choose_isa, host_features
+from kernels.cpu.program import aligned_bytes
+from tests.support.torch_model import Driver
+
+ISA = choose_isa("auto", host_features())
+needs_kernels = pytest.mark.skipif(ISA is None, reason="there are no kernels for this processor")
+
+
+def cpu_backend(
+    prepared: PreparedModel,
+    block_size: int = 16,
+    threads: int = 1,
+    kernels: str = "auto",
+    quantization: str = "none",
+    checked: bool | None = None,
+) -> CpuBackend:
+    """A backend of the kernels for this processor, or of another instruction set that it has."""
+    isa = choose_isa(kernels, host_features())
+    assert isa is not None
+    return CpuBackend(load_cpu_model(prepared, block_size, isa, quantization=quantization, checked=checked), threads)
+
+
+class CpuDriver(Driver):
+    """One backend, one pool of NaN, any number of texts."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        block_size: int = 16,
+        num_slots: int = 64,
+        seed: int = 0,
+        backend: CpuBackend | None = None,
+    ) -> None:
+        backend = backend or cpu_backend(prepared, block_size)
+        super().__init__(prepared, block_size, num_slots, seed, backend)
+        pool = aligned_bytes(num_slots * backend.layout.block_bytes)
+        pool[:] = np.uint8(0xFF)
+        backend.bind_pool(memoryview(pool), num_slots)

@@ -1,0 +1,90 @@
+"""Runs single CPU kernels on arrays, as a program of one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from kernels.cpu.compiler import compile_kernels
+from kernels.cpu.isa import BY_NAME, Isa, choose_isa, host_features
+from kernels.cpu.module import KernelSpec
+from kernels.cpu.program import StepRecord
+from kernels.cpu.team import ENTRY_WORDS, Team
+from pillion.errors import ConfigError
+
+# Rows of the table that differ in what the emitter writes: with the bf16 instruction, and without.
+ISAS = ("avx512_bf16", "avx2")
+BOTH_MODES = [(name, checked) for name in ISAS for checked in (False, True)]
+
+
+def isa_or_skip(name: str) -> Isa:
+    """A row of the table; skips the test where this processor does not have it."""
+    import pytest
+
+    try:
+        isa = choose_isa(name, host_features())
+    except ConfigError as lacking:
+        pytest.skip(str(lacking))
+    assert isa == BY_NAME[name]
+    return BY_NAME[name]
+
+
+class Runner:
+    """Kernels compiled for one row of the table, and teams of one and of three threads."""
+
+    def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
+        self.kernels = compile_kernels(specs, isa, checked=checked)
+        self._teams = {threads: Team(self.kernels, threads) for threads in (1, 3)}
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for team in self._teams.values():
+            team.close()
+
+    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: StepRecord, threads: int = 3) -> None:
+        """Runs one kernel."""
+        args = np.zeros(spec.layout.num_words, np.int64)
+        spec.layout.fill(args, values)
+        program = np.array([[self.kernels.address(spec.name), args.ctypes.data, -1, 0]], np.int64)
+        assert program.shape[1] == ENTRY_WORDS
+        self._teams[threads].run(program, step.words)
+
+
+def rows_step(tokens: int, samples: int = 0) -> StepRecord:
+    """A step that says how many rows there are, and nothing else."""
+    step = StepRecord()
+    step.count("num_tokens", tokens)
+    step.count("num_samples", samples)
+    return step
+
+
+def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> StepRecord:
+    """What kernels see of a batch."""
+    step = rows_step(batch.num_tokens, len(batch.sample_rows))
+    for name in ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "sample_rows"):
+        step.point(name, getattr(batch, name))
+    step.point("row_seqs", np.repeat(np.arange(batch.num_seqs, dtype=np.int32), np.diff(batch.query_starts)))
+    step.count("num_seqs", batch.num_seqs)
+    step.count("table_stride", batch.block_tables.shape[1])
+    if pool is not None:
+        step.point_pool(pool.data_ptr(), pool.nbytes)
+    return step
+
+
+def padded(values: torch.Tensor, extra: int = 0, filler: float = 0.0) -> torch.Tensor:
+    """values [rows, width], padded by zeros to whole cache lines, and ``extra`` rows of ``filler`` behind them."""
+    per_line = 64 // values.element_size()
+    width = -(-values.shape[1] // per_line) * per_line
+    found = torch.zeros((len(values) + extra, width), dtype=values.dtype)
+    found[: len(values), : values.shape[1]] = values
+    found[len(values) :] = filler
+    return found
+
+
+def stride(buffer: torch.Tensor) -> int:
+    """Bytes from row to row."""
+    return buffer.stride(0) * buffer.element_size()
