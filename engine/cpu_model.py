@@ -106,20 +106,22 @@ class Parts:
         """Attention's result."""
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
-    def norm(self, name: str, kind: str = "rms") -> Operation:
-        """hidden -> normed, or only its type where the model has no such norm."""
+    def norm(self, name: str, out: Buffer | None = None) -> Operation:
+        """hidden -> normed, or only its type where the model has no such norm; ``out``: a buffer of float32 instead."""
         weight = self.weights.tensor(name) if self.weights.has(name) else None
+        bf16 = self.bf16 and out is None
+        out = out or self.normed
         values = {
             "x": self.hidden,
             "weight": weight,
             "bias": None,
-            "out": self.normed,
+            "out": out,
             "width": self.config.hidden_size,
             "x_stride": self.hidden.stride,
-            "out_stride": self.normed.stride,
+            "out_stride": out.stride,
             "eps": self.config.rms_norm_eps,
         }
-        return Operation(Norm("none" if weight is None else kind, self.bf16, self.rows_of), values, self.when)
+        return Operation(Norm("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
 
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None

@@ -24,6 +24,7 @@ def moe_operations(parts: Parts, prefix: str) -> Iterator[Operation]:
     config, moe = parts.config, parts.config.moe
     assert moe is not None
     chosen = moe.experts_per_token
+    unrounded = parts.buffer("unrounded", config.hidden_size, "float32")
     routing = parts.buffer("routing", moe.num_experts, "float32")
     scores, experts, places = (parts.buffer(name, chosen, "int32") for name in ("scores", "experts", "places"))
     sources = parts.buffer("sources", chosen, "int32")
@@ -35,7 +36,8 @@ def moe_operations(parts: Parts, prefix: str) -> Iterator[Operation]:
     post_norm = prefix + "mlp_post_norm"
     out = parts.found if parts.weights.has(post_norm) else parts.hidden
 
-    yield parts.gemm(prefix + "router", parts.normed, routing, "store")
+    yield parts.norm(prefix + "mlp_norm", unrounded)
+    yield parts.gemm(prefix + "router", unrounded, routing, "store")
     route = {"logits": routing, "scores": scores, "experts": experts, "stride": routing.stride}
     yield Operation(Route(moe.num_experts, chosen, moe.normalize, parts.rows_of), route, parts.when)
     group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}

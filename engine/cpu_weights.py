@@ -1,4 +1,4 @@
-"""Weights as the CPU kernels want them: packed once per model and kind, kept in the model cache, mapped by every worker.
+"""Weights as the CPU kernels want them: packed once per model and kind, and mapped by every worker.
 
     checkpoint --layer by layer--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
 
@@ -150,9 +150,8 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
     _linear(writer, prefix + "qkv", layer.qkv, kind)
     _linear(writer, prefix + "o", layer.o, kind)
     if isinstance(layer.mlp, MoeWeights):
-        # The router chooses: it stays in the model's own type.
-        router_kind = "fp32" if kind == "fp32" else "bf16"
-        _write(writer, prefix + "router", [pack_linear(layer.mlp.router, router_kind)])
+        # The router chooses, and a choice cannot be a little wrong: it sees rows that nobody rounded.
+        _write(writer, prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
         _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
         _write(writer, prefix + "experts.down", [pack_linear(expert.down.weight, kind) for expert in layer.mlp.experts])
         return

@@ -19,7 +19,6 @@ from engine.moe import MoeWeights
 from engine.rope import partial_order
 from kernels.torch_linear import Linear
 
-
 # What becomes of a matrix [out, in] and its bias [out].
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 

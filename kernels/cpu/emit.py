@@ -34,6 +34,8 @@ _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _VH, _VB = ir.VectorType(_I16, LANES), ir.VectorType(_I8, LANES)
+# A Python number; :meth:`Kernel.int` hides the name inside the class.
+Count = int
 _LOG2E = 1.4426950408889634
 # exp2 on [-0.5, 0.5]: Taylor of 2**x to the sixth power, within 1e-7 of the true value; highest power first.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
@@ -61,7 +63,7 @@ BFLOAT = _BFloat()
 class Kernel:
     """Appends instructions to one function."""
 
-    def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, number: int = 0) -> None:
+    def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, number: Count = 0) -> None:
         """``fault``: address of the fault cell in checked mode, else None; ``number`` is what this kernel writes."""
         self.builder = builder
         self.isa = isa
@@ -74,23 +76,9 @@ class Kernel:
         """Whether accesses are checked."""
         return self._fault is not None
 
-    @property
-    def fault(self) -> Any:
-        """Address of the fault cell, None if accesses are not checked."""
-        return self._fault
-
-    @property
-    def number(self) -> int:
-        """What this kernel writes into the fault cell."""
-        return self._number
-
-    def inside(self, builder: ir.IRBuilder, fault: Any) -> Kernel:
-        """The same in another function, which knows the fault cell as ``fault``; its strays are this kernel's."""
-        return Kernel(builder, self.isa, fault, self._number)
-
     # -- numbers
 
-    def int(self, value: Int | int) -> Int:
+    def int(self, value: Int | Count) -> Int:
         """A number as a value."""
         return value if isinstance(value, Int) else Int(self, _I64(value))
 
@@ -102,7 +90,7 @@ class Kernel:
         """A number, as sixteen float32."""
         return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32), _VF))
 
-    def lanes(self, start: Int | int = 0) -> Any:
+    def lanes(self, start: Int | Count = 0) -> Any:
         """start, start + 1 ... start + 15, as 16 numbers of 32 bits for :meth:`below`."""
         counted = ir.Constant(_VI, list(range(LANES)))
         return self.builder.add(counted, self._splat(self.builder.trunc(self.int(start).ir, _I32), _VI))
@@ -112,12 +100,12 @@ class Kernel:
         bound = self._splat(self.builder.trunc(limit.ir, _I32), _VI)
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
-    def least(self, a: Int, b: Int | int) -> Int:
+    def least(self, a: Int, b: Int | Count) -> Int:
         """The smaller one."""
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, a.ir, b.ir))
 
-    def most(self, a: Int, b: Int | int) -> Int:
+    def most(self, a: Int, b: Int | Count) -> Int:
         """The larger one."""
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, b.ir, a.ir))
@@ -133,7 +121,7 @@ class Kernel:
     # -- control
 
     @contextmanager
-    def range(self, end: Int | int, begin: Int | int = 0, step: int = 1) -> Iterator[Int]:
+    def range(self, end: Int | Count, begin: Int | Count = 0, step: Count = 1) -> Iterator[Int]:
         """begin, begin + step ... below end."""
         b, first, last = self.builder, self.int(begin).ir, self.int(end).ir
         before, body, behind = b.block, b.append_basic_block("body"), b.append_basic_block("behind")
@@ -172,31 +160,38 @@ class Kernel:
 
     # -- memory
 
-    def _checked(self, ptr: Ptr, size: int) -> Any:
+    def holds(self, ptr: Ptr, size: Int | Count) -> Bool:
+        """Whether ``size`` bytes at ``ptr`` may be used, noted if not. Kernels that are not checked believe so."""
         if self._fault is None:
-            return ptr.ir
+            return Bool(self, _I1(1))
         assert ptr.begin is not None, "checked kernels need pointers with bounds"
         b = self.builder
-        inside = b.and_(
-            b.icmp_unsigned(">=", ptr.ir, ptr.begin), b.icmp_unsigned("<=", b.add(ptr.ir, _I64(size)), ptr.end)
-        )
+        behind = b.add(ptr.ir, self.int(size).ir)
+        inside = b.and_(b.icmp_unsigned(">=", ptr.ir, ptr.begin), b.icmp_unsigned("<=", behind, ptr.end))
         with b.if_then(b.not_(inside), likely=False):
             b.store(_I64(self._number), b.inttoptr(self._fault, _I64.as_pointer()))
             b.store(b.sub(ptr.ir, ptr.begin), b.inttoptr(b.add(self._fault, _I64(8)), _I64.as_pointer()))
-        # The line behind the cell is there to be read and written by strays.
-        return b.select(inside, ptr.ir, b.add(self._fault, _I64(VECTOR_BYTES)))
+        return Bool(self, inside)
 
-    def read(self, ptr: Ptr, kind: Any, align: int) -> Any:
+    def _checked(self, ptr: Ptr, size: Count) -> Any:
+        if self._fault is None:
+            return ptr.ir
+        # The line behind the cell is there to be read and written by strays.
+        stray = self.builder.add(self._fault, _I64(VECTOR_BYTES))
+        return self.builder.select(self.holds(ptr, size).ir, ptr.ir, stray)
+
+    def read(self, ptr: Ptr, kind: Any, align: Count) -> Any:
         """An LLVM value of type ``kind``."""
         size = _bytes_of(kind)
         loaded = self.builder.load(self.builder.inttoptr(self._checked(ptr, size), kind.as_pointer()))
         loaded.align = align
         return loaded
 
-    def write(self, ptr: Ptr, value: Any, align: int) -> None:
+    def write(self, ptr: Ptr, value: Any, align: Count) -> None:
         """Stores an LLVM value."""
         size = _bytes_of(value.type)
-        self.builder.store(value, self.builder.inttoptr(self._checked(ptr, size), value.type.as_pointer())).align = align
+        address = self.builder.inttoptr(self._checked(ptr, size), value.type.as_pointer())
+        self.builder.store(value, address).align = align
 
     def load(self, ptr: Ptr) -> Vec:
         """16 float32."""
@@ -235,12 +230,12 @@ class Kernel:
         """Two bfloat16, sixteen times."""
         return Pairs(self, self._splat(self.read(ptr, _I32, 4), _VI))
 
-    def load_int(self, ptr: Ptr, bits: int = 64) -> Int:
+    def load_int(self, ptr: Ptr, bits: Count = 64) -> Int:
         """A signed number of 8, 16, 32 or 64 bits."""
         raw = self.read(ptr, ir.IntType(bits), bits // 8)
         return Int(self, raw if bits == 64 else self.builder.sext(raw, _I64))
 
-    def store_int(self, ptr: Ptr, value: Int | int, bits: int = 64) -> None:
+    def store_int(self, ptr: Ptr, value: Int | Count, bits: Count = 64) -> None:
         """The low bits of a number."""
         raw = self.int(value).ir
         self.write(ptr, raw if bits == 64 else self.builder.trunc(raw, ir.IntType(bits)), bits // 8)
@@ -258,7 +253,7 @@ class Kernel:
         address = self.builder.inttoptr(ptr.ir, _I8.as_pointer())
         self.builder.call(function, [address, _I32(0), _I32(3), _I32(1)])
 
-    def fetch_add(self, ptr: Ptr, amount: Int | int) -> Int:
+    def fetch_add(self, ptr: Ptr, amount: Int | Count) -> Int:
         """Adds atomically; gives what was there before."""
         cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
@@ -268,7 +263,7 @@ class Kernel:
         cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
         return Int(self, self.builder.load_atomic(cell, "acquire", 8))
 
-    def store_release(self, ptr: Ptr, value: Int | int) -> None:
+    def store_release(self, ptr: Ptr, value: Int | Count) -> None:
         """A number that another thread reads."""
         cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
         self.builder.store_atomic(self.int(value).ir, cell, "release", 8)
@@ -363,7 +358,7 @@ class Kernel:
         found = self._module.globals.get(name)
         return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
 
-    def _rotated(self, value: Vec, distance: int) -> Vec:
+    def _rotated(self, value: Vec, distance: Count) -> Vec:
         order = ir.Constant(_VI, [(lane + distance) % LANES for lane in range(LANES)])
         return Vec(self, self.builder.shuffle_vector(value.ir, value.ir, order))
 
@@ -372,7 +367,7 @@ class Kernel:
         first = self.builder.insert_element(empty, scalar, _I32(0))
         return self.builder.shuffle_vector(first, empty, ir.Constant(_VI, [0] * LANES))
 
-    def _ints(self, value: int) -> Any:
+    def _ints(self, value: Count) -> Any:
         return ir.Constant(_VI, [value] * LANES)
 
 

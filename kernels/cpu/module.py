@@ -58,7 +58,7 @@ class Call:
 
 
 class KernelSpec(Protocol):
-    """What a kernel is made from: a frozen dataclass of parameters, such as a head's size. Equal specs are one kernel."""
+    """What a kernel is made from: a frozen dataclass of its parameters. Equal specs are one kernel."""
 
     @property
     def name(self) -> str:
