@@ -7,7 +7,8 @@ unbind_pool; close ends the team. warm_up may come at any time, on memory of its
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +26,7 @@ from engine.prepare import PreparedModel, kv_layout
 from kernels.cpu.compiler import CompiledKernels, compile_kernels
 from kernels.cpu.isa import Isa
 from kernels.cpu.kv_layout import LAYOUT_VERSION
-from kernels.cpu.program import Bounds, Program, StepRecord, Workspace, aligned_bytes, check_batch
+from kernels.cpu.program import Bounds, Operation, Program, StepRecord, Workspace, aligned_bytes, check_batch
 from kernels.cpu.team import Team
 from pillion.errors import ConfigError, Internal
 
@@ -90,6 +91,8 @@ class CpuBackend:
         self._step = StepRecord()
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
         self._pool: npt.NDArray[np.uint8] | None = None
+        # Of the last step: what it took beside this is the host's part.
+        self.kernel_seconds = 0.0
 
     @property
     def layout(self) -> KVLayout:
@@ -156,6 +159,11 @@ class CpuBackend:
         """End the team's threads. Idempotent."""
         self._team.close()
 
+    def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
+        """Runs ``operations`` over the record of the last step, again and again: for those who measure one kernel."""
+        program = Program(operations, self.model.kernels, self._workspace)
+        return lambda: self._team.run(program.entries, self._step.words)
+
     def check_integrity(self) -> None:
         """Raises Internal where a kernel wrote behind the end of a buffer."""
         self._workspace.check_integrity()
@@ -168,7 +176,9 @@ class CpuBackend:
         if len(rows) > 1 and (rows[1:] == rows[:-1]).any():
             rows, places = np.unique(rows, return_inverse=True)
         self._fill(pool, batch, rows)
+        begin = time.perf_counter()
         self._team.run(self._program.entries, self._step.words)
+        self.kernel_seconds = time.perf_counter() - begin
         if self.model.checked:
             self.check_integrity()
         table = self._workspace.array(logits).view(np.float32).reshape(-1, logits.stride // 4)

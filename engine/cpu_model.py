@@ -28,6 +28,7 @@ from kernels.cpu.attention_rows import Shape
 from kernels.cpu.gemm import Gemm
 from kernels.cpu.isa import Isa
 from kernels.cpu.kv_layout import LANES
+from kernels.cpu.packing import DTYPES
 from kernels.cpu.program import Buffer, HeadStride, Operation
 from kernels.cpu.rotate import RotateWrite
 from kernels.cpu.rows import Embed, GatherRows, Norm, NormAdd, SoftCapScale
@@ -128,7 +129,7 @@ class Parts:
     ) -> Operation:
         """The product with the matrix ``name``; ``group_starts`` for experts."""
         linear = self.weights.linear(name)
-        kind = {torch.int8: "int8", torch.bfloat16: "bf16", torch.float32: "fp32"}[linear.data.dtype]
+        kind = {dtype: kind for kind, dtype in DTYPES.items()}[linear.data.dtype]
         spec = Gemm(kind, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
         values: dict[str, Any] = {
             "x": x,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
             writer = PackedWriter(file)
             yield writer
             writer.finish()
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"packed weights cannot be kept in {path.parent}: {error.strerror or error}") from None

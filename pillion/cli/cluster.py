@@ -162,8 +162,9 @@ def compute_environ(threads: int) -> dict[str, str]:
 
 
 def threads_per_worker(flags: ServeFlags, cores: int) -> int:
-    """A worker's share of ``cores``."""
-    return max(1, cores // (flags.prefill_workers + flags.decode_workers))
+    """A worker's share of ``cores``: of those that compute at the same time. Co-located, prefill workers are idle."""
+    prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
+    return max(1, cores // (prefill_workers + flags.decode_workers))
 
 
 def pick_port(host: str, name: str, port: int) -> int:

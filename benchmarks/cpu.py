@@ -1,0 +1,196 @@
+"""The CPU kernels beside their limits: decode and prefill steps, attention beside a streaming read, host overhead.
+
+Rounds alternate between bfloat16 weights, int8 weights and torch, so that a drift of the machine's speed meets all of
+them; a figure is the median of its rounds' medians, with the least and the greatest one. The limits are measured in the
+same rounds: attention's is a kernel that reads the same bytes in the same pieces and order, and a step's weights are
+set against the rate at which all threads read memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.cpu_steps import BLOCK_SIZE, Bench, attention_alone, kernels_bench, torch_bench
+from benchmarks.report import save, show_table, spread
+from benchmarks.step import Line
+from engine.cpu_backend import CpuBackend
+from engine.prepare import PreparedModel, prepare
+from pillion.config import ModelFlags
+from pillion.types import SamplingParams
+
+CONTEXT_TOKENS = 264
+CHUNK_TOKENS = 256
+PREFIX_TOKENS = 768
+# What the issue of the CPU engine asked for on two cores with AVX-512 BF16, in ms and tokens/s.
+TARGETS = {
+    "decode 1": 5.5,
+    "decode 16": 10.5,
+    "decode 32": 19.0,
+    "prefill 256": 4000.0,
+    "prefill 256 behind 768": 3300.0,
+    "int8 decode 1": 3.5,
+}
+DECODES = (1, 2, 4, 8, 16, 32)
+
+
+def cases(bench: Bench) -> dict[str, tuple[Any, int, float]]:
+    """Name -> batch, repeats, tokens if it is a rate (0: a time)."""
+    found: dict[str, tuple[Any, int, float]] = {
+        f"decode {batch}": (bench.decode(batch, CONTEXT_TOKENS), 15, 0.0) for batch in DECODES
+    }
+    found["decode 16 at 1024"] = (bench.decode(16, 1024), 9, 0.0)
+    found["decode 1 at 8192"] = (bench.decode(1, 8192), 9, 0.0)
+    found["prefill 256"] = (bench.chunk(CHUNK_TOKENS, 0), 5, CHUNK_TOKENS)
+    found["prefill 256 behind 768"] = (bench.chunk(CHUNK_TOKENS, PREFIX_TOKENS), 5, CHUNK_TOKENS)
+    found["prefill 512 behind 512"] = (bench.chunk(512, 512), 5, 512.0)
+    return found
+
+
+def measure_steps(engines: dict[str, Bench], rounds: int) -> dict[str, dict[str, Any]]:
+    """Figures of every engine and case: ms, or tokens/s of a prefill."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
+    for number in range(rounds):
+        for name, bench in engines.items():
+            for case, (batch, repeats, tokens) in cases(bench).items():
+                few = repeats if name != "torch" else max(3, repeats // 3)
+                middle = statistics.median(bench.seconds(batch, few))
+                found[name].setdefault(case, []).append(tokens / middle if tokens else middle * 1000)
+        print(f"round {number + 1} of {rounds} done", flush=True)
+    return {name: {case: spread(values) for case, values in by_case.items()} for name, by_case in found.items()}
+
+
+def measure_attention(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    """Decode attention of all layers beside the streaming read of what it reads."""
+    rows = []
+    backend: CpuBackend = bench.backend
+    for batch, context in ((16, CONTEXT_TOKENS), (16, 1024), (1, 8192)):
+        step = bench.decode(batch, context)
+        backend.forward(step)
+        run_attention, run_read = attention_alone(backend)
+        shares, attends, streams = [], [], []
+        for _ in range(rounds * 3):
+            attend, stream = _fastest(run_attention, 5), _fastest(run_read, 5)
+            attends.append(attend * 1000)
+            streams.append(stream * 1000)
+            shares.append(stream / attend)
+        rows.append(
+            {
+                "batch": batch,
+                "context": context,
+                "attention_ms": spread(attends),
+                "stream_ms": spread(streams),
+                "share_of_stream": spread(shares),
+            }
+        )
+    return rows
+
+
+def _fastest(call: Callable[[], None], repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def measure_host(bench: Bench, batch: int, steps: int) -> dict[str, Any]:
+    """Share of a step that is not in the kernels: schedule, build, plan, sample, commit."""
+    sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
+    line = Line(bench.backend, BLOCK_SIZE, batch, CONTEXT_TOKENS, sampling)
+    line.step()
+    shares, phases = [], []
+    for _ in range(steps):
+        times = line.step()
+        inside = bench.backend.kernel_seconds
+        shares.append(1 - inside / sum(times.values()))
+        phases.append({**{name: value * 1000 for name, value in times.items()}, "kernels": inside * 1000})
+    middle = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
+    return {"batch": batch, "share": spread(shares), "ms": middle}
+
+
+def memory_rate(threads: int, megabytes: int = 256) -> float:
+    """Bytes a second at which one thread reads memory that no cache holds, by numpy; times ``threads`` is a bound."""
+    data = np.ones(megabytes * 2**20 // 8)
+    best = min(_timed(lambda: float(data.sum())) for _ in range(5))
+    return data.nbytes / best * threads
+
+
+def _timed(call: Callable[[], float]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def show(steps: dict[str, dict[str, Any]], attention: list[dict[str, Any]], host: dict[str, Any]) -> None:
+    """The tables on the terminal."""
+    table = Table(title="steps: ms, prefill tokens/s; median of rounds (least .. greatest)")
+    for heading in ("case", *steps, "target"):
+        table.add_column(heading, justify="right")
+    for case in next(iter(steps.values())):
+        cells = [_cell(by_case[case]) for by_case in steps.values()]
+        table.add_row(case, *cells, str(TARGETS.get(case, "")))
+    show_table(table)
+    table = Table(title="decode attention beside a streaming read of the same bytes, all layers")
+    for heading in ("streams", "context", "attention ms", "read ms", "share of the read's rate"):
+        table.add_column(heading, justify="right")
+    for row in attention:
+        cells = [_cell(row[key]) for key in ("attention_ms", "stream_ms", "share_of_stream")]
+        table.add_row(str(row["batch"]), str(row["context"]), *cells)
+    show_table(table)
+    phases = ", ".join(f"{name} {value:.3f}" for name, value in host["ms"].items())
+    print(f"outside the kernels at {host['batch']} streams: {_cell(host['share'])}; ms: {phases}")
+
+
+def _cell(found: dict[str, float]) -> str:
+    return f"{found['median']:.4g} ({found['min']:.4g} .. {found['max']:.4g})"
+
+
+def load(prepared: PreparedModel, threads: int) -> dict[str, Bench]:
+    """The engines that are measured side by side."""
+    return {
+        "bf16": kernels_bench(prepared, threads),
+        "int8": kernels_bench(prepared, threads, quantization="int8"),
+        "torch": torch_bench(prepared, threads),
+    }
+
+
+def main() -> None:
+    """Measure, print, write results/cpu.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    prepared = prepare(ModelFlags(model=args.model), print)
+    engines = load(prepared, args.threads)
+    steps = measure_steps(engines, args.rounds)
+    attention = measure_attention(engines["bf16"], args.rounds)
+    host = measure_host(engines["bf16"], 16, 40)
+    show(steps, attention, host)
+    save(
+        "cpu",
+        {
+            "model": args.model,
+            "threads": args.threads,
+            "context_tokens": CONTEXT_TOKENS,
+            "rounds": args.rounds,
+            "steps": steps,
+            "attention": attention,
+            "host": host,
+            "targets": TARGETS,
+            "numpy_read_bytes_per_s": memory_rate(args.threads),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Batches and timers for measuring steps of a CPU backend without any service around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from engine.cpu_backend import CpuBackend, load_cpu_model
+from engine.cpu_model import attention_shape
+from engine.prepare import PreparedModel
+from engine.torch_backend import TorchBackend
+from kernels.cpu.attention import Attention, AttentionMerge
+from kernels.cpu.compiler import compile_kernels
+from kernels.cpu.isa import choose_isa, host_features
+from kernels.cpu.program import Operation, aligned_bytes
+from kernels.cpu.stream import Stream
+from pillion.errors import ConfigError
+
+BLOCK_SIZE = 16
+SLOTS = 1280
+PAGE_BYTES = 4096
+# Of bfloat16: all of the pool is this small number, so that nothing is denormal and nothing overflows.
+FILLED_WITH = 0x3C00
+SINK_THREADS = 256
+
+
+class Bench:
+    """A backend over a filled pool whose blocks are dealt out in a scrambled order."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        pool = aligned_bytes(SLOTS * backend.layout.block_bytes, PAGE_BYTES)
+        pool.view(np.uint16)[:] = FILLED_WITH
+        backend.bind_pool(pool.data, SLOTS)
+        self._order = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
+
+    def decode(self, batch: int, context: int) -> StepBatch:
+        """``batch`` streams, each at its token number ``context``; all logits are wanted."""
+        blocks = -(-context // BLOCK_SIZE)
+        tables = self._order[np.arange(batch * blocks) % SLOTS].reshape(batch, blocks)
+        return StepBatch(
+            token_ids=np.full(batch, 5, np.int32),
+            positions=np.full(batch, context - 1, np.int32),
+            query_starts=np.arange(batch + 1, dtype=np.int32),
+            context_lens=np.full(batch, context, np.int32),
+            block_tables=tables.copy(),
+            sample_rows=np.arange(batch, dtype=np.int32),
+        )
+
+    def chunk(self, tokens: int, prefix: int, sample: bool = False) -> StepBatch:
+        """A chunk of a prompt behind ``prefix`` tokens."""
+        blocks = -(-(tokens + prefix) // BLOCK_SIZE)
+        return StepBatch(
+            token_ids=np.full(tokens, 5, np.int32),
+            positions=np.arange(prefix, prefix + tokens, dtype=np.int32),
+            query_starts=np.array([0, tokens], np.int32),
+            context_lens=np.array([tokens + prefix], np.int32),
+            block_tables=self._order[:blocks].reshape(1, blocks).copy(),
+            sample_rows=np.array([tokens - 1] if sample else [], np.int32),
+        )
+
+    def seconds(self, batch: StepBatch, repeats: int) -> list[float]:
+        """Of ``repeats`` steps, after one that nobody times."""
+        self.backend.forward(batch)
+        found = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self.backend.forward(batch)
+            found.append(time.perf_counter() - begin)
+        return found
+
+
+def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none") -> Bench:
+    """Of the CPU kernels. Raises ConfigError where this processor has none."""
+    isa = choose_isa(kernels, host_features())
+    if isa is None:
+        raise ConfigError("there are no kernels for this processor")
+    model = load_cpu_model(prepared, BLOCK_SIZE, isa, quantization=quantization)
+    specs = [operation.spec for operation in model.plan.operations]
+    stream = Stream(attention_shape(model.config, model.layout))
+    return Bench(CpuBackend(replace(model, kernels=compile_kernels([*specs, stream], isa)), threads))
+
+
+def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Attention of all layers over the last step, and the streaming read of what it reads."""
+    operations = [each for each in backend.model.plan.operations if isinstance(each.spec, Attention | AttentionMerge)]
+    # The last layer's attention waits for a sampled row, as the others do not: here all of them run.
+    attend = [replace(each, when="" if isinstance(each.spec, Attention) else each.when) for each in operations]
+    stream = Stream(attention_shape(backend.model.config, backend.model.layout))
+    sink = aligned_bytes(64 * SINK_THREADS)
+    read = [
+        Operation(stream, {name: {**each.values, "sink": sink}[name] for name in stream.layout.place})
+        for each in operations
+        if isinstance(each.spec, Attention)
+    ]
+    return backend.again(attend), backend.again(read)
+
+
+def torch_bench(prepared: PreparedModel, threads: int) -> Bench:
+    """Of torch with packed oneDNN weights: the second-best path."""
+    torch.set_num_threads(threads)
+    return Bench(TorchBackend(prepared, BLOCK_SIZE, threads))

@@ -1,0 +1,220 @@
+"""The backend of CPU kernels: the same bits whatever the batch, and no step that could leave its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.prepare import prepare
+from pillion.config import ModelFlags
+from pillion.errors import ConfigError, Internal
+from tests.support.batches import Sequences
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.tiny_model import save_model
+from tests.support.torch_model import Driver, perturb_vectors
+
+torch.set_num_threads(1)
+pytestmark = needs_kernels
+
+MODELS = {
+    "llama": {},
+    "gemma2": {
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def folder(request, own_cache, tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model") / request.param, **MODELS[request.param])
+    perturb_vectors(folder)
+    return folder
+
+
+@pytest.fixture(params=["float32", "bfloat16"], scope="module")
+def prepared(request, folder):
+    return prepare(ModelFlags(model=str(folder), dtype=request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(own_cache, tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model") / "llama")
+    return prepare(ModelFlags(model=str(folder), dtype="bfloat16"))
+
+
+def text_of(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(prepared):
+    """What makes migrated streams exact: logits depend on the text before them and on nothing else."""
+    text = text_of(600, 1)
+    alone = CpuDriver(prepared, num_slots=400)
+    wanted = alone.run_all(alone.sequences.add()[0], text, [])
+    for threads, checked, chunks in ((2, False, [1] * 40 + [90, 16, 300]), (3, True, [511, 2])):
+        driver = CpuDriver(prepared, num_slots=400, backend=cpu_backend(prepared, threads=threads, checked=checked))
+        mine, *others = driver.sequences.add(5)
+        begin = 0
+        for step, count in enumerate([*chunks, len(text) - sum(chunks)]):
+            parts = [(other, text_of(1 + (step * 7 + other) % 20, step)) for other in others]
+            parts.insert(step % 5, (mine, text[begin : begin + count]))
+            first = sum(len(tokens) for _, tokens in parts[: step % 5])
+            found = driver.step(*parts, sample=range(first, first + count))
+            assert torch.equal(found, wanted[begin : begin + count]), f"{threads} threads, tokens from {begin}"
+            begin += count
+        driver.backend.check_integrity()
+        driver.backend.close()
+
+
+@pytest.mark.parametrize("kernels", ["avx512", "avx2"])
+def test_other_instruction_sets_agree(llama, kernels):
+    """With the features of the better one switched off."""
+    try:
+        backend = cpu_backend(llama, kernels=kernels)
+    except ConfigError as error:
+        pytest.skip(error.message)
+    text = text_of(90, 3)
+    reference, driver = Driver(llama), CpuDriver(llama, backend=backend)
+    wanted = reference.run_all(reference.sequences.add()[0], text, [40])
+    found = driver.run_all(driver.sequences.add()[0], text, [40])
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std()
+
+
+def test_what_is_written_is_the_batch_and_nothing_else(prepared):
+    driver = CpuDriver(prepared, num_slots=12)
+    pool = driver.backend._pool
+    (number,) = driver.sequences.add()
+    driver.step((number, text_of(40, 2)))
+    mine = {int(slot) for slot in driver.sequences._tables[number]}
+    assert len(mine) == 3
+    for slot in range(12):
+        assert (pool[slot] == 0xFF).all() == (slot not in mine)
+
+
+@pytest.mark.parametrize("length", [37, 32, 5])
+def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, length):
+    driver = CpuDriver(prepared)
+    prompt = [7 * i % 250 for i in range(length)]
+    alone, shared = driver.sequences.add(2)
+    driver.step((alone, prompt))
+    driver.step((shared, prompt))
+    fork, sources, targets = driver.sequences.fork(shared)
+    driver.backend.copy_blocks(sources, targets)
+    first = driver.step((alone, [11, 12, 13]))
+    driver.step((fork, [200, 201, 202]))
+    assert torch.equal(driver.step((shared, [11, 12, 13])), first)
+
+
+def test_a_row_that_is_wanted_several_times(llama):
+    driver = CpuDriver(llama)
+    one, two = driver.sequences.add(2)
+    once = driver.step((one, [5, 6, 7, 8]), sample=[1, 3])
+    several = driver.step((two, [5, 6, 7, 8]), sample=[1, 1, 3, 3, 3])
+    assert torch.equal(several, once[[0, 0, 1, 1, 1]])
+
+
+def test_steps_that_sample_nothing_and_steps_that_grow(llama):
+    driver = CpuDriver(llama, num_slots=300)
+    reference = Driver(llama, num_slots=300)
+    text = text_of(900, 4)
+    for drive in (driver, reference):
+        (number,) = drive.sequences.add()
+        assert drive.step((number, text[:3]), sample=[]).shape == (0, 258)
+        assert drive.step((number, text[3:700]), sample=[]).shape == (0, 258)
+        drive.last = drive.step((number, text[700:]))
+    assert (driver.last - reference.last).abs().max() < 0.05 * reference.last.std()
+
+
+def broken(batch: StepBatch):
+    """A batch with one thing wrong each, and what the refusal says."""
+    far = np.array([10**6], np.int32)
+    yield dataclasses.replace(batch, token_ids=np.concatenate((batch.token_ids[:-1], far))), "vocabulary"
+    yield dataclasses.replace(batch, token_ids=batch.token_ids - 1000), "vocabulary"
+    yield dataclasses.replace(batch, token_ids=batch.token_ids[:-1]), "lengths"
+    yield dataclasses.replace(batch, token_ids=batch.token_ids.astype(np.int64)), "int32"
+    yield dataclasses.replace(batch, positions=batch.positions + 1), "positions"
+    yield dataclasses.replace(batch, context_lens=batch.context_lens + 100_000), "positions"
+    yield dataclasses.replace(batch, context_lens=batch.context_lens - 30), "positions"
+    yield dataclasses.replace(batch, query_starts=batch.query_starts + 1), "divide"
+    yield dataclasses.replace(batch, query_starts=batch.query_starts[::-1].copy()), "divide"
+    yield dataclasses.replace(batch, block_tables=batch.block_tables + 64), "leaves the pool"
+    yield dataclasses.replace(batch, block_tables=batch.block_tables - 64), "leaves the pool"
+    yield dataclasses.replace(batch, block_tables=batch.block_tables[:, :1].copy()), "longer than its table"
+    yield dataclasses.replace(batch, sample_rows=batch.sample_rows + 40), "not of the batch"
+    yield dataclasses.replace(batch, sample_rows=batch.sample_rows - 40), "not of the batch"
+
+
+def test_a_batch_that_could_leave_its_memory_is_refused(llama):
+    driver = CpuDriver(llama)
+    (number,) = driver.sequences.add()
+    batch = driver.sequences.step([(number, text_of(20, 5))])
+    for wrong, words in broken(batch):
+        with pytest.raises(Internal, match=words):
+            driver.backend.forward(wrong)
+    assert driver.backend.forward(batch).shape == (1, 258)
+
+
+def test_texts_end_where_the_model_does(own_cache, tmp_path):
+    folder = save_model(tmp_path / "model")
+    prepared = prepare(ModelFlags(model=str(folder), dtype="float32", max_model_len=48))
+    driver = CpuDriver(prepared)
+    (number,) = driver.sequences.add()
+    driver.step((number, text_of(48, 6)))
+    with pytest.raises(Internal, match="longer than"):
+        driver.step((number, [1]))
+
+
+def test_pools_that_do_not_fit(llama):
+    backend = cpu_backend(llama)
+    sequences = Sequences(5, 16)
+    with pytest.raises(Internal, match="bind_pool"):
+        backend.forward(sequences.step([(sequences.add()[0], [1])]))
+    with pytest.raises(ConfigError, match="needs"):
+        backend.bind_pool(memoryview(bytearray(100)), 5)
+    with pytest.raises(ConfigError, match="writable"):
+        backend.bind_pool(memoryview(bytes(5 * backend.layout.block_bytes)), 5)
+    with pytest.raises(Internal, match="bind_pool"):
+        backend.copy_blocks([0], [1])
+
+
+@pytest.mark.parametrize(("sources", "targets"), [([1], []), ([0], [64]), ([-1], [3])])
+def test_bad_copies_are_refused_before_anything_is_copied(llama, sources, targets):
+    with pytest.raises(Internal, match="cannot copy blocks"):
+        CpuDriver(llama).backend.copy_blocks(sources, targets)
+
+
+def test_int8_weights_are_close(llama):
+    text = text_of(120, 7)
+    exact, rounded = CpuDriver(llama), CpuDriver(llama, backend=cpu_backend(llama, quantization="int8"))
+    wanted = exact.run_all(exact.sequences.add()[0], text, [50])
+    found = rounded.run_all(rounded.sequences.add()[0], text, [50])
+    assert not torch.equal(found, wanted)
+    assert (found - wanted).abs().mean() < 0.05 * wanted.std()
+    assert exact.backend.layout.version != rounded.backend.layout.version
+
+
+def test_a_write_behind_a_buffer_is_noticed(llama):
+    driver = CpuDriver(llama, backend=cpu_backend(llama, checked=True))
+    (number,) = driver.sequences.add()
+    driver.step((number, [1, 2, 3]))
+    hidden = next(iter(driver.backend._workspace._arrays.values()))
+    whole = hidden.base
+    whole[hidden.ctypes.data - whole.ctypes.data + hidden.nbytes] = 0
+    with pytest.raises(Internal, match="behind the end"):
+        driver.step((number, [4]))

@@ -1,0 +1,190 @@
+"""Packed weights: made once, mapped by everybody, refused when damaged. And which backend a model gets."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cpu_weights import PACKING_VERSION, load_cpu_weights
+from engine.loading import choose_kernels, load_model, make_ready, parse_cores
+from engine.model_cache import ModelCache
+from engine.model_config import load_config
+from engine.packed_file import PackedFile, write_packed
+from engine.prepare import prepare
+from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
+from pillion.errors import ConfigError
+from tests.support.cpu_model import needs_kernels
+from tests.support.tiny_model import save_model
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "b": torch.arange(5000, dtype=torch.int32).to(torch.int8),
+    "c": torch.randn(7).bfloat16(),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    with write_packed(tmp_path / "x.weights") as writer:
+        for name, tensor in TENSORS.items():
+            writer.tensor(name, tensor)
+        writer.number("n", 7)
+    return tmp_path / "x.weights"
+
+
+def test_what_is_written_is_read(path):
+    file = PackedFile(path)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(file.tensor(name), tensor)
+        assert file.tensor(name).data_ptr() % 4096 == 0
+    assert file.numbers == {"n": 7}
+    assert file.nbytes == 48 + 5000 + 14
+    assert not file.has("d")
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "long", "magic", "header", "offset"])
+def test_damaged_files_are_refused(path, damage):
+    content = path.read_bytes()
+    if damage == "empty":
+        content = b"\0"
+    elif damage == "short":
+        content = content[:-1]
+    elif damage == "long":
+        content += b"\0"
+    elif damage == "magic":
+        content = b"X" + content[1:]
+    elif damage == "header":
+        content = content[:20] + b"\xff" + content[21:]
+    else:
+        content = content.replace(b'"float32", [3, 4], 1048576', b'"float32", [3, 4], 9948576')
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="damaged"):
+        PackedFile(path)
+
+
+def test_a_packer_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="twice"), write_packed(tmp_path / "y.weights") as writer:
+        writer.tensor("a", TENSORS["a"])
+        writer.tensor("a", TENSORS["a"])
+    assert not list(tmp_path.glob("y*"))
+
+
+def test_weights_are_packed_once(tmp_path):
+    prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="bfloat16"))
+    config, lines = load_config(prepared.folder), []
+    first = load_cpu_weights(prepared, config, "none", lines.append)
+    again = load_cpu_weights(prepared, config, "none", lines.append)
+    other = load_cpu_weights(prepared, config, "int8", lines.append)
+    assert lines == ["packing weights for the CPU kernels"] * 2
+    assert torch.equal(first.linear("lm_head").data, again.linear("lm_head").data)
+    assert other.linear("lm_head").data.dtype == torch.uint8
+    files = list(ModelCache().make("packed").iterdir())
+    assert len(files) == 2
+    # What another version of the packer left is removed by the next one that packs.
+    old = files[0].with_name(files[0].name.replace(f"-{PACKING_VERSION}.", "-0."))
+    old.write_bytes(b"old")
+    files[0].unlink()
+    kind = files[0].name.split("-")[1]
+    load_cpu_weights(prepared, config, kind, lines.append)
+    assert not old.exists()
+    assert files[0].exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
+def test_two_processes_share_the_pages(path):
+    """The mapping is the file's: its pages are clean and shared, not private to a process."""
+    program = f"""
+import torch
+from pathlib import Path
+from engine.packed_file import PackedFile
+file = PackedFile(Path({str(path)!r}))
+total = sum(float(file.tensor(name).float().sum()) for name in "abc")
+lines = Path("/proc/self/smaps").read_text().splitlines()
+at = next(i for i, line in enumerate(lines) if line.endswith("x.weights"))
+fields = dict(line.split(":") for line in lines[at + 1 : at + 20] if ":" in line)
+print(fields["Private_Dirty"].split()[0], fields["Rss"].split()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    dirty, resident = map(int, done.stdout.split())
+    assert dirty == 0
+    assert resident > 0
+
+
+@needs_kernels
+def test_a_worker_says_what_runs_where(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "pillion.worker")
+    folder = save_model(tmp_path / "model")
+    loaded = load_model(DecodeFlags(model=str(folder), dtype="float32"), 2)
+    assert loaded.operators.startswith("cpu/")
+    assert "all operators run on the CPU kernels" in caplog.text
+    assert "2 threads" in caplog.text
+    assert "MiB, shared" in caplog.text
+    loaded.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "why"),
+    [
+        ({}, {"cpu_kernels": "torch"}, "--cpu-kernels torch"),
+        ({"head_dim": 24}, {}, "heads of a multiple of 16"),
+        ({}, {"block_size": 8}, "blocks of a multiple of 16"),
+    ],
+)
+def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog, overrides, flags, why):
+    caplog.set_level(logging.INFO, "pillion.worker")
+    folder = save_model(tmp_path / "model", **overrides)
+    loaded = load_model(DecodeFlags(model=str(folder), dtype="float32", **flags), 1)
+    assert loaded.operators == "torch"
+    assert "all operators run on torch" in caplog.text
+    # A processor without kernels is a reason of its own.
+    assert why in caplog.text or "no kernels for this processor" in caplog.text
+    with pytest.raises(ConfigError, match="needs the CPU kernels"):
+        load_model(DecodeFlags(model=str(folder), dtype="float32", quantization="int8", **flags), 1)
+
+
+def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.loading.host_features", frozenset)
+    prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
+    assert choose_kernels(ComputeFlags(), prepared) == (None, "there are no kernels for this processor")
+
+
+@needs_kernels
+def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
+    folder, lines = save_model(tmp_path / "model"), []
+    flags = ComputeFlags(model=str(folder), dtype="bfloat16")
+    make_ready(flags, lines.append)
+    assert any("compiling CPU kernels" in line for line in lines)
+    lines.clear()
+    make_ready(flags, lines.append)
+    assert not any("compiling" in line or "packing" in line for line in lines)
+
+
+def test_backends_share_no_blocks(tmp_path):
+    """They cut a piece in other ways, or round other weights: other namespaces (I2)."""
+    folder = str(save_model(tmp_path / "model"))
+    kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}]
+    if choose_kernels(ComputeFlags(model=folder), prepare(ModelFlags(model=folder, dtype="float32")))[0] is None:
+        pytest.skip("there are no kernels for this processor")
+    loaded = [load_model(DecodeFlags(model=folder, dtype="float32", **said), 1) for said in kinds]
+    assert len({each.namespace() for each in loaded}) == 3
+
+
+def test_lists_of_cores():
+    assert parse_cores("") == ()
+    assert parse_cores("0") == (0,)
+    assert parse_cores(" 0, 0-0") == (0, 0)
+    for text in ("x", "1-", "-1", "3-1", "0-5000", "1,,x"):
+        with pytest.raises(ConfigError, match="--cpu-affinity"):
+            parse_cores(text)
+    with pytest.raises(ConfigError, match="may not use core"):
+        parse_cores("999")
