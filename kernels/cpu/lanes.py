@@ -33,14 +33,13 @@ def load_halves(k: Kernel, low: Ptr, high: Ptr) -> Vec:
 
 def scatter(k: Kernel, ptr: Ptr, values: Any, stride: int) -> None:
     """Each lane of an LLVM vector of whole numbers, ``stride`` bytes behind the one before it."""
-    size, count = int(values.type.element.width) // 8, int(values.type.count)
-    if k.checked:
-        # A loop, because every check is code of its own.
-        with k.range(count) as lane:
-            k.write(ptr + lane * stride, k.builder.extract_element(values, lane.ir), size)
-        return
-    for place in range(count):
-        k.write(ptr + place * stride, k.builder.extract_element(values, _I32(place)), size)
+    b, kind, count = k.builder, values.type.element, int(values.type.count)
+    size = int(kind.width) // 8
+    # One check for all lanes: sixteen would be sixteen times the code.
+    with k.when(k.holds(ptr, (count - 1) * stride + size)):
+        for lane in range(count):
+            address = b.inttoptr((ptr + lane * stride).ir, kind.as_pointer())
+            b.store(b.extract_element(values, _I32(lane)), address).align = size
 
 
 def store_first(k: Kernel, ptr: Ptr, value: Vec) -> None:

@@ -1,13 +1,17 @@
-"""Small kernels, to test what runs kernels."""
+"""Small kernels and programs of them, to test what runs kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+
+from kernels.cpu.compiler import CompiledKernels
 from kernels.cpu.emit import VECTOR_BYTES
-from kernels.cpu.module import Call
-from kernels.cpu.records import Layout
+from kernels.cpu.module import Call, KernelSpec
+from kernels.cpu.records import STEP, Layout, Words
+from kernels.cpu.team import ENTRY_WORDS
 from kernels.cpu.values import Int
 
 
@@ -64,15 +68,19 @@ class Stray:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """out [threads] int64 = address of each thread's scratch."""
+class Remember:
+    """out [threads] int64 = thread + 1, which was kept in the scratch for a while; where [threads]: its address."""
 
-    layout: ClassVar[Layout] = Layout("where", pointers=("out",))
-    name: str = "where"
+    layout: ClassVar[Layout] = Layout("remember", pointers=("out", "where"), numbers=("turns",))
+    name: str = "remember"
 
     def emit(self, call: Call) -> None:
-        k = call.k
-        k.store_int(call.args.pointer("out") + call.thread * 8, Int(k, call.scratch.ir))
+        k, place = call.k, call.thread * 8
+        k.store_int(call.scratch, call.thread + 1)
+        with k.range(call.args.number("turns")):
+            k.fetch_add(call.scratch + 64, 1)
+        k.store_int(call.args.pointer("out") + place, k.load_int(call.scratch))
+        k.store_int(call.args.pointer("where") + place, Int(k, call.scratch.ir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +94,51 @@ class Halve:
         k = call.k
         with k.when((call.thread + 1).equals(call.threads)):
             k.store(call.args.pointer("out"), k.load(call.args.pointer("x")) * 0.5)
+
+
+# The number of the step's record that conditions of these tests look at.
+CONDITION = STEP.place["num_samples"]
+
+
+class Table:
+    """A program, and the records that it points to."""
+
+    def __init__(self, kernels: CompiledKernels) -> None:
+        self._kernels = kernels
+        self._records: list[Any] = []
+        self._entries: list[tuple[int, ...]] = []
+
+    def add(self, spec: KernelSpec, condition: int = -1, **values: Any) -> Table:
+        """Appends an entry."""
+        words = np.zeros(spec.layout.num_words, np.int64)
+        spec.layout.fill(words, values)
+        self._records.append((words, values))
+        self._entries.append((self._kernels.address(spec.name), words.ctypes.data, condition, 0))
+        return self
+
+    @property
+    def program(self) -> Words:
+        """[entries, ENTRY_WORDS]; the table must outlive it."""
+        return np.array(self._entries, np.int64).reshape(-1, ENTRY_WORDS)
+
+
+def step_with(samples: int = 0) -> Words:
+    """A step's record."""
+    words = np.zeros(STEP.num_words, np.int64)
+    words[CONDITION] = samples
+    return words
+
+
+def chain(kernels: CompiledKernels, items: int = 37, length: int = 20) -> tuple[Table, list[Any], list[Any]]:
+    """Kernels that each read what the one before wrote, Scale() and Scale(3): whoever runs ahead spoils the result.
+
+    Gives the table, the rows that it works on, and what they should hold in the end.
+    """
+    rows = [np.full((items, 16), 1 + i, np.float32) for i in range(length + 1)]
+    table = Table(kernels)
+    for i in range(length):
+        table.add(Scale(3 if i % 2 else 1), x=rows[i], out=rows[i + 1], items=items, factor=0.5)
+    expected = [rows[0].copy()]
+    for i in range(length):
+        expected.append(rows[i + 1] + expected[i] * np.float32(0.5))
+    return table, rows, expected

@@ -1,0 +1,225 @@
+"""The kernels around the grouped product against their references, and those against engine.moe."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import moe as torch_moe
+from kernels.cpu import moe
+from tests.support.kernel_runner import BOTH_MODES, Runner, isa_or_skip, padded, rows_step, stride
+
+torch.set_num_threads(1)
+
+# (experts, chosen): below a vector, with a tail, as wide as real ones, and all of them.
+SIZES = [(8, 2), (20, 4), (128, 8), (4, 4)]
+ROUTES = [moe.Route(*size, normalize) for size in SIZES for normalize in (False, True)]
+CHOICES = (2, 4, 8)
+SPECS = [
+    *ROUTES,
+    moe.Route(8, 2, True, "samples"),
+    *(moe.Group(*size, rows_of) for size in SIZES for rows_of in ("tokens", "samples")),
+    *(moe.GatherGroups(chosen) for chosen in CHOICES),
+    moe.GatherGroups(2, "samples"),
+    *(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)),
+    moe.Combine(2, True, "samples"),
+]
+
+
+@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+def runner(request):
+    name, checked = request.param
+    found = Runner(SPECS, isa_or_skip(name), checked)
+    yield found
+    found.close()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_experts(rows, experts, chosen, seed=0):
+    """[rows, chosen] int32, no expert twice in a row."""
+    return normal(rows, experts, seed=seed).argsort(1)[:, :chosen].int().contiguous()
+
+
+def step_of(spec, count):
+    return rows_step(count, 0) if spec.rows_of == "tokens" else rows_step(0, count)
+
+
+def run_route(runner, spec, logits, threads=3):
+    room = padded(logits, extra=1, filler=torch.nan)
+    # Whatever stands behind the experts must not count.
+    room[:, spec.experts :] = 1e30
+    scores = torch.full((len(logits) + 1, spec.chosen), 7.0)
+    experts = torch.full((len(logits) + 1, spec.chosen), 7, dtype=torch.int32)
+    values = {"logits": room, "scores": scores, "experts": experts, "stride": stride(room)}
+    runner.run(spec, values, step_of(spec, len(logits)), threads)
+    assert (scores[-1] == 7).all()
+    assert (experts[-1] == 7).all()
+    return scores[:-1], experts[:-1]
+
+
+@pytest.mark.parametrize("spec", [*ROUTES, moe.Route(8, 2, True, "samples")], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_route(runner, spec, spread):
+    logits = normal(9, spec.experts) * spread
+    scores, experts = run_route(runner, spec, logits)
+    expected = moe.reference_route(logits, spec.chosen, spec.normalize)
+    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-7)
+    # Experts whose chances round to 0 are equal.
+    counts = expected[0] > 0
+    assert torch.equal(experts[counts], expected[1][counts])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.sampled_from(ROUTES), st.integers(0, 2**31))
+def test_a_row_is_routed_by_itself(runner, count, spec, seed):
+    logits = normal(count, spec.experts, seed=seed)
+    scores, experts = run_route(runner, spec, logits)
+    for row in range(count):
+        found = run_route(runner, spec, logits[row : row + 1], threads=1)
+        assert torch.equal(found[0][0], scores[row])
+        assert torch.equal(found[1][0], experts[row])
+
+
+def test_of_equal_experts_the_first_wins(runner):
+    logits = torch.zeros(2, 20)
+    logits[1, [3, 17, 18]] = 5.0
+    _, experts = run_route(runner, moe.Route(20, 4, True), logits)
+    assert experts.tolist() == [[0, 1, 2, 3], [3, 17, 18, 0]]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_broken_logits_lead_to_experts_that_exist(runner, poison):
+    """What is computed from them is lost, but no kernel may leave its memory, and other rows are as ever."""
+    spec = moe.Route(20, 4, True)
+    logits = normal(4, 20)
+    whole = logits.clone()
+    logits[1], logits[2, 5] = poison, poison
+    scores, experts = run_route(runner, spec, logits)
+    assert ((experts >= 0) & (experts < 20)).all()
+    expected = run_route(runner, spec, whole)
+    for row in (0, 3):
+        assert torch.equal(scores[row], expected[0][row])
+        assert torch.equal(experts[row], expected[1][row])
+
+
+def run_group(runner, spec, experts):
+    count = len(experts)
+    starts = torch.full((spec.experts + 2,), 7, dtype=torch.int32)
+    places, sources = (torch.full((count * spec.chosen + 1,), 7, dtype=torch.int32) for _ in range(2))
+    values = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
+    runner.run(spec, values, step_of(spec, count))
+    assert starts[-1] == places[-1] == sources[-1] == 7
+    return starts[:-1], places[:-1].view(experts.shape), sources[:-1]
+
+
+@pytest.mark.parametrize(("size", "rows_of"), list(itertools.product(SIZES, ("tokens", "samples"))))
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_group(runner, size, rows_of, count):
+    experts = some_experts(count, *size)
+    for found, expected in zip(
+        run_group(runner, moe.Group(*size, rows_of), experts), moe.reference_group(experts, size[0]), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 2**31))
+def test_groups_are_sorted_and_stable(runner, count, seed):
+    """Even where an expert stands twice in a row, as behind broken logits."""
+    experts = torch.randint(0, 8, (count, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    starts, places, sources = run_group(runner, moe.Group(8, 2), experts)
+    assert sorted(places.view(-1).tolist()) == list(range(2 * count))
+    assert sources[places.long()].tolist() == [[row, row] for row in range(count)]
+    for expert, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        assert (experts.view(-1)[places.view(-1).argsort()][begin:end] == expert).all()
+        assert sources[begin:end].tolist() == sorted(sources[begin:end].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", [moe.GatherGroups(2), moe.GatherGroups(2, "samples"), moe.GatherGroups(8)])
+def test_gather_groups(runner, dtype, spec):
+    rows = padded(normal(5, 40).to(dtype))
+    sources = torch.randint(0, 5, (5 * spec.chosen,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    grouped = torch.full((len(sources) + 1, rows.shape[1]), 7.0, dtype=dtype)
+    values = {"rows": rows, "sources": sources, "grouped": grouped, "stride": stride(rows)}
+    runner.run(spec, values, step_of(spec, 5))
+    assert torch.equal(grouped[:-1], moe.reference_gather_groups(rows, sources))
+    assert (grouped[-1] == 7).all()
+
+
+def run_combine(runner, spec, out, found, scores, places, factor, threads=3):
+    source, target = padded(found, 1, torch.nan), padded(out, 1, 7.0)
+    values = {
+        "found": source,
+        "scores": scores,
+        "places": places,
+        "out": target,
+        "width": out.shape[1],
+        "found_stride": stride(source),
+        "out_stride": stride(target),
+        "factor": factor,
+    }
+    runner.run(spec, values, step_of(spec, len(out)), threads)
+    assert (target[-1] == 7).all()
+    assert (target[:-1, out.shape[1] :] == 0).all()
+    return target[:-1, : out.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)), moe.Combine(2, True, "samples")],
+    ids=lambda spec: spec.name,
+)
+@pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (6, 40, 0.22)])
+def test_combine(runner, spec, count, width, factor):
+    out, found = normal(count, width), normal(count * spec.chosen, width, seed=1)
+    scores = normal(count, spec.chosen, seed=2).softmax(-1)
+    _, places, _ = moe.reference_group(some_experts(count, 8, spec.chosen), 8)
+    result = run_combine(runner, spec, out, found, scores, places, factor)
+    expected = moe.reference_combine(out, found, scores, places, factor, spec.add)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 2**31))
+def test_a_row_is_combined_by_itself(runner, count, seed):
+    """Its pairs stand elsewhere when it is alone; the bits of their sum are the same."""
+    spec, route = moe.Combine(4, True), moe.Route(20, 4, True)
+    out, by_pair = normal(count, 48, seed=seed), normal(count * 4, 48, seed=seed + 1)
+    scores, experts = run_route(runner, route, normal(count, 20, seed=seed))
+
+    def combined(first, last, threads):
+        _, places, _ = run_group(runner, moe.Group(20, 4), experts[first:last].contiguous())
+        found = torch.empty(((last - first) * 4, 48))
+        found[places.view(-1).long()] = by_pair[first * 4 : last * 4]
+        return run_combine(runner, spec, out[first:last], found, scores[first:last].contiguous(), places, 1.0, threads)
+
+    together = combined(0, count, 3)
+    for row in range(count):
+        assert torch.equal(combined(row, row + 1, 1)[0], together[row])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_references_are_the_torch_path(normalize):
+    """In float32, with an expert that multiplies by its number plus one in the place of the products."""
+    rows, router = normal(7, 32), normal(8, 32, seed=1)
+    scores, experts = moe.reference_route(rows @ router.T, 2, normalize)
+    expected_scores, expected_experts = torch_moe.route(rows, router, 2, normalize)
+    torch.testing.assert_close(scores, expected_scores)
+    assert torch.equal(experts.long(), expected_experts)
+    starts, places, sources = moe.reference_group(experts, 8)
+    order = expected_experts.view(-1).argsort(stable=True)
+    assert torch.equal(sources.long(), order // 2)
+    assert starts.diff().tolist() == torch.bincount(expected_experts.view(-1), minlength=8).tolist()
+    grouped = moe.reference_gather_groups(rows, sources)
+    for expert, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        grouped[begin:end] *= expert + 1
+    found = moe.reference_combine(torch.zeros(7, 32), grouped, scores, places, 1.0, add=False)
+    torch.testing.assert_close(found, torch_moe.combine(grouped, order, scores))

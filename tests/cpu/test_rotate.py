@@ -1,0 +1,213 @@
+"""The kernel between the QKV product and attention against its reference, and that against engine.rope."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.layers import Norm
+from engine.rope import Rope, rotate
+from kernels.cpu.rotate import RotateWrite, reference_rotate, reference_write
+from pillion.errors import Internal
+from tests.support.batches import Sequences
+from tests.support.kernel_runner import BOTH_MODES, Runner, batch_step, isa_or_skip, padded, stride
+
+torch.set_num_threads(1)
+
+LAYERS, LAYER = 3, 1
+# Large enough to be seen.
+EPS = 0.1
+# Each sequence: (tokens already there, tokens of this step).
+MIXED = [(0, 16), (5, 1), (0, 1), (15, 1), (16, 1), (3, 40), (30, 3), (0, 35)]
+
+SHAPES = [
+    RotateWrite(16, 4, 2, 16, bf16=True),
+    RotateWrite(48, 3, 3, 16, bf16=True),
+    RotateWrite(64, 6, 2, 32, bf16=True),
+    RotateWrite(80, 2, 1, 16, bf16=True),
+]
+OPTIONS = [
+    RotateWrite(16, 4, 2, 16, bf16=True, rope=False),
+    RotateWrite(16, 4, 2, 16, bf16=True, rope=False, qk_norm="head"),
+    RotateWrite(32, 4, 2, 16, bf16=True, qk_norm="head"),
+    RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="projection"),
+]
+
+
+def wide(spec):
+    """The same for a model of float32."""
+    return RotateWrite(
+        spec.head_dim, spec.heads, spec.kv_heads, spec.block_size, False, rope=spec.rope, qk_norm=spec.qk_norm
+    )
+
+
+SPECS = [*SHAPES, *OPTIONS, *map(wide, SHAPES), *map(wide, OPTIONS)]
+
+
+@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+def runner(request):
+    name, checked = request.param
+    found = Runner(SPECS, isa_or_skip(name), checked)
+    yield found
+    found.close()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def frequencies(spec):
+    return 10_000.0 ** -(torch.arange(0, spec.head_dim, 2) / spec.head_dim)
+
+
+@functools.cache
+def tables_of(spec):
+    """Cosines and sines [128, head_dim / 2]; nobody reads behind the last one."""
+    angles = torch.arange(128.0)[:, None] * frequencies(spec)
+    return angles.cos(), angles.sin()
+
+
+def norms_of(spec):
+    if not spec.qk_norm:
+        return None
+    counts = (1, 1) if spec.qk_norm == "head" else (spec.heads, spec.kv_heads)
+    return tuple(normal(count * spec.head_dim, seed=seed) for seed, count in enumerate(counts))
+
+
+def batch_of(parts, block_size, seed=0):
+    """Sequences that had ``before`` tokens, and get ``now`` more; another slot behind each table's end."""
+    slots = sum(-(-(before + now) // block_size) for before, now in parts) + 1
+    sequences = Sequences(slots, block_size, seed)
+    numbers = sequences.add(len(parts))
+    for number, (before, _) in zip(numbers, parts, strict=True):
+        if before:
+            sequences.step([(number, [0] * before)])
+    batch = sequences.step([(n, [0] * now) for n, (_, now) in zip(numbers, parts, strict=True)], extra_blocks=1)
+    return batch, slots
+
+
+def stale_pool(spec, slots):
+    """All NaN, each with bits of its own, so that one that moved is seen."""
+    shape = (slots, LAYERS, 2, spec.kv_heads, spec.block_size, spec.head_dim)
+    count = functools.reduce(lambda a, b: a * b, shape)
+    if spec.bf16:
+        return (torch.arange(count) % 63 + 0x7FC0).to(torch.int16).view(torch.bfloat16).view(shape)
+    return (torch.arange(count) % 4_000_000 + 0x7FC00000).to(torch.int32).view(torch.float32).view(shape)
+
+
+def run(runner, spec, qkv, batch, pool, threads=3):
+    """Writes ``pool``; gives queries [T, heads, head_dim]."""
+    rows, room = padded(qkv), len(qkv) + 3
+    dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    queries = torch.full((spec.kv_heads, room, spec.heads // spec.kv_heads, spec.head_dim), 7.0, dtype=dtype)
+    cos, sin = tables_of(spec) if spec.rope else (None, None)
+    q_norm, k_norm = norms_of(spec) or (None, None)
+    values = {
+        "qkv": rows,
+        "queries": queries,
+        "cos": cos,
+        "sin": sin,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "qkv_stride": stride(rows),
+        "head_stride": stride(queries),
+        "slot_bytes": stride(pool),
+        "layer_offset": LAYER * pool.stride(1) * pool.element_size(),
+        "eps": EPS,
+    }
+    runner.run(spec, values, batch_step(batch, pool), threads)
+    assert (queries[:, len(qkv) :] == 7).all()
+    return queries[:, : len(qkv)].transpose(0, 1).reshape(len(qkv), spec.heads, spec.head_dim)
+
+
+def bits(values):
+    return values.view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
+
+
+def compare(runner, spec, parts, seed=0):
+    batch, slots = batch_of(parts, spec.block_size, seed)
+    qkv = normal(batch.num_tokens, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, seed=seed)
+    before = stale_pool(spec, slots)
+    pool = before.clone()
+    queries = run(runner, spec, qkv, batch, pool)
+    positions = torch.from_numpy(batch.positions).long()
+    wanted, keys, values = reference_rotate(spec, qkv, positions, tables_of(spec), norms_of(spec), EPS)
+    expected = reference_write(before, LAYER, batch, keys, values)
+    if not spec.qk_norm:
+        # The same operations in the same order.
+        assert torch.equal(queries, wanted)
+        assert torch.equal(bits(pool), bits(expected))
+        return
+    close = {"rtol": 2**-7 if spec.bf16 else 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(queries, wanted, **close)
+    torch.testing.assert_close(pool, expected, equal_nan=True, **close)
+    assert torch.equal(bits(pool[:, :, 1]), bits(expected[:, :, 1])), "values are not touched by norms"
+    kept = before.isnan() & expected.isnan()
+    assert torch.equal(bits(pool)[kept], bits(before)[kept])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_mixed_batch(runner, spec):
+    compare(runner, spec, MIXED)
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([SHAPES[0], wide(SHAPES[0]), SHAPES[2], wide(SHAPES[2])]), PARTS, st.integers(0, 2**31))
+def test_any_batch(runner, spec, parts, seed):
+    compare(runner, spec, parts, seed)
+
+
+@pytest.mark.parametrize("spec", [SHAPES[0], *OPTIONS, wide(OPTIONS[3])], ids=lambda spec: spec.name)
+def test_a_prompt_in_pieces_is_the_same(runner, spec):
+    """Row by row, or at once: the same bits; what a shorter step cleared behind its end is written later."""
+    qkv = normal(37, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+    whole, slots = batch_of([(0, 37)], spec.block_size)
+    pool, pieces = stale_pool(spec, slots), stale_pool(spec, slots)
+    queries = run(runner, spec, qkv, whole, pool)
+    for begin, end in ((0, 5), (5, 6), (6, 16), (16, 37)):
+        batch, _ = batch_of([(begin, end - begin)], spec.block_size)
+        batch.block_tables[0, : whole.block_tables.shape[1]] = whole.block_tables[0, : batch.block_tables.shape[1]]
+        found = run(runner, spec, qkv[begin:end], batch, pieces, threads=1)
+        assert torch.equal(found, queries[begin:end])
+    assert torch.equal(bits(pieces), bits(pool))
+
+
+def test_a_slot_that_the_pool_does_not_have_is_noted(runner):
+    if not runner.kernels.checked:
+        pytest.skip("nobody would note it")
+    spec = SHAPES[0]
+    batch, slots = batch_of([(0, 3)], spec.block_size)
+    batch.block_tables[0, 0] = slots
+    pool = stale_pool(spec, slots)
+    before = pool.clone()
+    with pytest.raises(Internal, match=spec.name):
+        run(runner, spec, normal(3, 8 * 16), batch, pool)
+    assert torch.equal(bits(pool), bits(before))
+
+
+def test_the_reference_turns_as_the_torch_path_does():
+    spec = wide(SHAPES[0])
+    qkv, positions = normal(20, 8 * 16), torch.arange(40, 60)
+    queries, keys, values = reference_rotate(spec, qkv, positions, tables_of(spec), None, EPS)
+    heads = qkv.view(20, 8, 16)
+    expected = rotate(heads[:, :6], *Rope(frequencies(spec), torch.ones(8)).tables(positions, torch.float32))
+    torch.testing.assert_close(torch.cat((queries, keys), 1), expected)
+    assert torch.equal(values, heads[:, 6:])
+
+
+@pytest.mark.parametrize("spec", [wide(OPTIONS[1]), wide(OPTIONS[3])], ids=lambda spec: spec.name)
+def test_the_reference_norms_as_the_torch_path_does(spec):
+    still = RotateWrite(16, 4, 2, 16, bf16=False, rope=False, qk_norm=spec.qk_norm)
+    qkv, norms = normal(9, 8 * 16), norms_of(spec)
+    queries, keys, _ = reference_rotate(still, qkv, torch.arange(9), tables_of(spec), norms, EPS)
+    heads = qkv.view(9, 8, 16)
+    for found, part, weight in zip((queries, keys), heads[:, :6].split((4, 2), 1), norms, strict=True):
+        over = part if spec.qk_norm == "head" else part.flatten(1)
+        torch.testing.assert_close(found, Norm(weight, EPS, True)(over).view(part.shape))

@@ -1,0 +1,188 @@
+"""Row kernels against their references, and those against the layers of the torch path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import layers
+from kernels.cpu import rows
+from tests.support.batches import Sequences
+from tests.support.kernel_runner import BOTH_MODES, Runner, batch_step, isa_or_skip, padded, rows_step, stride
+
+torch.set_num_threads(1)
+
+KINDS = ("rms", "layer", "none")
+NORMS = [rows.Norm(kind, bf16) for kind in KINDS for bf16 in (False, True)]
+NORMS += [rows.Norm(kind, True, "samples", True) for kind in ("rms", "layer")]
+SPECS = [
+    *NORMS,
+    *(rows.Embed(bf16) for bf16 in (False, True)),
+    *(rows.NormAdd(rows_of) for rows_of in ("tokens", "samples")),
+    rows.GatherRows(),
+    *(rows.SoftCapScale(capped) for capped in (False, True)),
+]
+# Large enough to be seen.
+EPS = 0.1
+
+
+@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+def runner(request):
+    name, checked = request.param
+    found = Runner(SPECS, isa_or_skip(name), checked)
+    yield found
+    found.close()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_norm(runner, spec, x, weight, bias=None, threads=3):
+    """x [rows, width] -> the same; fails if anything but these rows was written."""
+    count, width = x.shape
+    room = padded(x, extra=2, filler=torch.nan)
+    out = torch.full((count + 2, room.shape[1]), 7.0, dtype=torch.bfloat16 if spec.bf16_out else torch.float32)
+    values = {
+        "x": room,
+        "weight": padded(weight[None]),
+        "bias": None if bias is None else padded(bias[None]),
+        "out": out,
+        "width": width,
+        "x_stride": stride(room),
+        "out_stride": stride(out),
+        "eps": EPS,
+    }
+    step = rows_step(count, 0) if spec.rows_of == "tokens" else rows_step(0, count)
+    runner.run(spec, values, step, threads)
+    written = -(-width // 16) * 16
+    assert (out[count:] == 7).all()
+    assert (out[:, written:] == 7).all()
+    assert (out[:count, width:written] == 0).all(), "padding stays zero"
+    return out[:count, :width]
+
+
+@pytest.mark.parametrize("spec", NORMS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("count", "width"), [(1, 64), (5, 48), (3, 576), (4, 40)])
+def test_norm(runner, spec, count, width):
+    x = normal(count, width) * 3 + 1
+    weight, bias = normal(width, seed=1), normal(width, seed=2) if spec.bias else None
+    found = run_norm(runner, spec, x, weight, bias)
+    expected = rows.reference_norm(x, weight, EPS, spec.kind, bias)
+    if spec.bf16_out:
+        torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-5)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_none_changes_the_type_alone(runner):
+    x = normal(3, 32)
+    assert torch.equal(run_norm(runner, rows.Norm("none", True), x, torch.ones(32)), x.bfloat16())
+    assert torch.equal(run_norm(runner, rows.Norm("none", False), x, torch.ones(32)), x)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_of_the_torch_path_are_all_one(wide):
+    """Where nothing is rounded in between; Gemma's 1 + w is summed up by whoever loads it."""
+    x, weight = normal(4, 48), normal(48, seed=1)
+    torch.testing.assert_close(rows.reference_norm(x, weight, EPS, "rms"), layers.Norm(weight, EPS, wide)(x))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(NORMS), st.integers(0, 2**31))
+def test_a_row_does_not_see_the_others(runner, count, vectors, spec, seed):
+    x = normal(count, vectors * 16, seed=seed)
+    weight, bias = normal(vectors * 16, seed=1), normal(vectors * 16, seed=2)
+    together = run_norm(runner, spec, x, weight, bias if spec.bias else None)
+    for row in range(count):
+        alone = run_norm(runner, spec, x[row : row + 1], weight, bias if spec.bias else None, threads=1)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("rows_of", ["tokens", "samples"])
+@pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (7, 48, 0.22), (2, 40, 1.0)])
+def test_norm_add(runner, rows_of, count, width, factor):
+    hidden, found, weight = normal(count, width), normal(count, width, seed=1) * 5, normal(width, seed=2)
+    into, source = padded(hidden, 2, 7.0), padded(found, 2, torch.nan)
+    values = {
+        "found": source,
+        "weight": padded(weight[None]),
+        "hidden": into,
+        "width": width,
+        "found_stride": stride(source),
+        "hidden_stride": stride(into),
+        "eps": EPS,
+        "factor": factor,
+    }
+    runner.run(rows.NormAdd(rows_of), values, rows_step(count if rows_of == "tokens" else 0, count))
+    expected = rows.reference_norm_add(hidden, found, weight, EPS, factor)
+    torch.testing.assert_close(into[:count, :width], expected, rtol=1e-5, atol=1e-5)
+    assert (into[count:] == 7).all()
+    assert (into[:count, width:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "scale"), [(16, 1.0), (64, 8.0), (40, 12.0)])
+def test_embed(runner, dtype, width, scale):
+    table = normal(9, width).to(dtype)
+    ids = [8, 0, 3, 3, 7]
+    hidden = padded(torch.full((5, width), 7.0), 1, 7.0)
+    values = {"table": table, "hidden": hidden, "width": width, "hidden_stride": stride(hidden), "scale": scale}
+    batch = Sequences(4, 16)
+    step = batch_step(batch.step([(batch.add()[0], ids)]))
+    runner.run(rows.Embed(dtype == torch.bfloat16), values, step)
+    assert torch.equal(hidden[:5, :width], rows.reference_embed(table, torch.tensor(ids), scale))
+    assert (hidden[5:] == 7).all()
+    assert (hidden[:5, width:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_rows(runner, dtype):
+    hidden, attended = padded(normal(6, 40)), padded(normal(6, 96, seed=1).to(dtype))
+    found = torch.full((5, hidden.shape[1]), 7.0), torch.full((5, attended.shape[1]), 7.0, dtype=dtype)
+    values = {
+        "hidden": hidden,
+        "attended": attended,
+        "sampled_hidden": found[0],
+        "sampled_attended": found[1],
+        "hidden_stride": stride(hidden),
+        "attended_stride": stride(attended),
+    }
+    sequences = Sequences(4, 16)
+    sample = [0, 2, 2, 5]
+    runner.run(rows.GatherRows(), values, batch_step(sequences.step([(sequences.add()[0], [1] * 6)], sample)))
+    expected = rows.reference_gather_rows(hidden, attended, torch.tensor(sample))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one[:4], other)
+        assert (one[4:] == 7).all()
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 258), (3, 2050), (5, 16)])
+@pytest.mark.parametrize(("divisor", "cap"), [(8.0, 0.0), (1.0, 30.0), (4.0, 30.0)])
+def test_soft_cap_scale(runner, count, width, divisor, cap):
+    logits = normal(count, width) * 40
+    logits[0, :3] = torch.tensor([-1e4, 1e4, 0.0])
+    found = padded(logits, 1, 7.0)
+    values = {"logits": found, "width": width, "stride": stride(found), "divisor": divisor, "cap": cap}
+    runner.run(rows.SoftCapScale(cap > 0), values, rows_step(0, count))
+    expected = rows.reference_soft_cap_scale(logits, divisor, cap)
+    torch.testing.assert_close(found[:count, :width], expected, rtol=1e-6, atol=2e-6 * max(cap, 1.0))
+    assert (found[count:] == 7).all()
+    assert (found[:count, width:] == 0).all()
+    if cap and divisor == 1.0:
+        torch.testing.assert_close(expected, layers.soft_cap(logits.clone(), cap))
+
+
+def test_no_rows_are_no_work(runner):
+    for spec in (rows.Norm("rms", True), rows.Norm("none", False)):
+        run_norm(runner, spec, normal(1, 16)[:0], torch.ones(16))
+
+
+def test_infinite_rows_stay_their_own_business(runner):
+    x = normal(3, 32)
+    x[1, 5] = np.inf
+    found = run_norm(runner, rows.Norm("rms", False), x, torch.ones(32))
+    assert torch.equal(found[[0, 2]], run_norm(runner, rows.Norm("rms", False), x[[0, 2]], torch.ones(32)))
