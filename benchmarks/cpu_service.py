@@ -1,0 +1,237 @@
+"""Service level on a CPU: Pillion beside vLLM's CPU build and llama.cpp, same model, lengths and machine, in one run.
+
+In every round each system is started (or resumed, where starting takes minutes), warmed up, measured at all loads and
+stopped (or paused), one at a time; who comes first changes from round to round. The same closed loop drives all, with
+the same prompts in token ids and answers of exactly the same length; prompts are new in every round, so nothing comes
+from a prefix cache. A peer that is not installed is left out, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.closed_loop import Load, figures
+from benchmarks.peers import Running, System, llama_system, pillion_system, vllm_system
+from benchmarks.report import save, show_table, spread
+
+MODEL = "demo"
+# The split costs nothing here: one worker has all cores.
+PILLION_FLAGS = "--split-policy colocated --prefill-workers 0"
+BUDGET_TOKENS = 128
+LOADS = (
+    Load(256, 128, 1, 3),
+    Load(256, 128, 8, 24),
+    Load(256, 128, 16, 48),
+    Load(256, 128, 32, 96),
+    Load(1024, 128, 8, 16),
+    Load(2048, 128, 8, 16),
+)
+WARM_UP = (Load(256, 16, 1, 1), Load(2048, 8, 1, 1), Load(256, 16, 8, 16))
+QUICK_OUTPUT_TOKENS = 16
+REFERENCE, LLAMA = "vllm", "llama.cpp"
+
+Figures = dict[str, float]
+
+
+def quick(load: Load) -> Load:
+    """A load that shows whether everything works, and no more."""
+    return replace(load, output_tokens=QUICK_OUTPUT_TOKENS, requests=load.concurrency)
+
+
+def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pathlib.Path) -> list[System]:
+    """Those that are installed and wanted; says which are left out."""
+    found: list[System] = []
+    absent: list[tuple[str, str]] = []
+    for said in args.pillion or [f"pillion={PILLION_FLAGS}"]:
+        name, _, flags = said.partition("=")
+        found.append(pillion_system(name, MODEL, shlex.split(flags)))
+    vllm, llama = (shutil.which(path) if path else None for path in (args.vllm, args.llama_python))
+    if vllm:
+        flags = tuple(shlex.split(args.vllm_flags))
+        budget = ("--max-num-batched-tokens", str(BUDGET_TOKENS))
+        found.append(vllm_system(REFERENCE, vllm, folder, dtype, flags, lambda _: True))
+        # Small budgets are for long prompts, which stall everybody's decodes otherwise.
+        name = f"{REFERENCE}, budget {BUDGET_TOKENS}"
+        found.append(vllm_system(name, vllm, folder, dtype, (*flags, *budget), lambda load: load.input_tokens > 256))
+    else:
+        absent.append((REFERENCE, "--vllm (PILLION_VLLM) names no `vllm` program"))
+    if llama:
+        found.append(llama_system(LLAMA, llama, gguf))
+    else:
+        absent.append((LLAMA, "--llama-python (PILLION_LLAMA_PYTHON) names no Python"))
+    for name, reason in absent:
+        if not args.only or name in args.only:
+            print(f"{name} is left out: {reason}")
+    return [system for system in found if not args.only or system.name in args.only]
+
+
+def measure(system: System, running: Running, loads: Sequence[Load], seed: int) -> dict[str, Figures]:
+    """Figures by load's name, of one round."""
+    for load in WARM_UP:
+        if system.takes(load):
+            running.measure(load, seed - 1)
+    found = {}
+    for load in loads:
+        if system.takes(load):
+            begin = time.perf_counter()
+            found[load.name] = figures(load, running.measure(load, seed))
+            rate, seconds = found[load.name]["output_tokens_per_s"], time.perf_counter() - begin
+            print(f"  {system.name}: {load.name}: {rate:.0f} tokens/s, {seconds:.0f} s", flush=True)
+    return found
+
+
+def start(system: System, stack: contextlib.ExitStack) -> Running:
+    """Started until ``stack`` is closed, and paused if it can be."""
+    begin = time.perf_counter()
+    running = stack.enter_context(system.running())
+    running.pause()
+    seconds, about = time.perf_counter() - begin, f": {running.about}" if running.about else ""
+    print(f"{system.name} {running.version} is ready after {seconds:.0f} s{about}", flush=True)
+    return running
+
+
+def all_rounds(
+    wanted: Sequence[System], loads: Sequence[Load], rounds: int
+) -> tuple[dict[tuple[str, str], list[Figures]], dict[str, Any]]:
+    """Figures of each round by (load, system), and what each system is."""
+    found: dict[tuple[str, str], list[Figures]] = {}
+    about: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        staying = {system.name: start(system, stack) for system in wanted if system.stays}
+        for index in range(rounds):
+            # Two seeds a round, one of them the warm-up's.
+            turn, seed = index % len(wanted), 2 * index + 1
+            for system in (*wanted[turn:], *wanted[:turn]):
+                with contextlib.ExitStack() as this_turn:
+                    running = staying.get(system.name) or start(system, this_turn)
+                    running.resume()
+                    print(f"round {index + 1} of {rounds}, {system.name}", flush=True)
+                    for load, said in measure(system, running, loads, seed).items():
+                        found.setdefault((load, system.name), []).append(said)
+                    running.pause()
+                about[system.name] = {
+                    "version": running.version,
+                    "about": running.about,
+                    "flags": " ".join(system.flags),
+                }
+    return found, about
+
+
+def rows_of(
+    found: dict[tuple[str, str], list[Figures]], loads: Sequence[Load], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One row per load and system: every figure's spread over the rounds, and the rate over the reference's."""
+    rows = []
+    for load in loads:
+        reference = found.get((load.name, REFERENCE))
+        for name in names:
+            rounds = found.get((load.name, name))
+            if rounds is None:
+                continue
+            row: dict[str, Any] = {
+                "load": load.name,
+                "system": name,
+                "requests": load.requests,
+                **{figure: spread([said[figure] for said in rounds]) for figure in rounds[0]},
+            }
+            if reference is not None:
+                pairs = zip(rounds, reference, strict=True)
+                row["ratio"] = spread([a["output_tokens_per_s"] / b["output_tokens_per_s"] for a, b in pairs])
+            rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Two tables on the terminal: the loads, and one stream alone."""
+    headings = ("load", "system", "tokens/s", f"over {REFERENCE}", "TTFT p50/p99 ms", "ITL p50/p99/max ms")
+    table = Table(*headings, title="Tokens in/out x streams: medians of the rounds (least-greatest)")
+    alone = Table("system", "prefill tokens/s", "decode tokens/s", "driver", title="One stream, without its prompt")
+    for row in rows:
+        middle = {name: value["median"] for name, value in row.items() if isinstance(value, dict)}
+        table.add_row(
+            row["load"],
+            row["system"],
+            cell(row["output_tokens_per_s"]),
+            cell(row["ratio"], 2) if "ratio" in row else "",
+            "{ttft_p50_ms:.0f} / {ttft_p99_ms:.0f}".format(**middle),
+            "{itl_p50_ms:.1f} / {itl_p99_ms:.0f} / {itl_max_ms:.0f}".format(**middle),
+        )
+        if "prefill_tokens_per_s" in row:
+            rates = (cell(row[name]) for name in ("prefill_tokens_per_s", "stream_decode_tokens_per_s"))
+            alone.add_row(row["system"], *rates, f"{middle['driver_cpu_share']:.1%}")
+    show_table(table)
+    show_table(alone)
+    shares = [(row["driver_cpu_share"]["max"], row["system"], row["load"]) for row in rows]
+    share, name, load = max(shares)
+    print(f"the driver took at most {share:.1%} of one core ({name}, {load})")
+
+
+def cell(found: dict[str, float], digits: int = 0) -> str:
+    """Median (least-greatest)."""
+    return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--pillion", action="append", metavar="NAME=FLAGS", help=f"repeatable; default: pillion={PILLION_FLAGS}"
+    )
+    environ = os.environ.get
+    parser.add_argument("--vllm", default=environ("PILLION_VLLM"), metavar="PATH", help="a CPU build's `vllm` program")
+    parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
+    parser.add_argument("--vllm-model", type=pathlib.Path, help="another folder than the one that Pillion serves")
+    parser.add_argument(
+        "--llama-python", default=environ("PILLION_LLAMA_PYTHON"), metavar="PATH", help="has llama-cpp-python"
+    )
+    parser.add_argument("--gguf", type=pathlib.Path, help="another file than the demo model's")
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM", help="names of the systems to measure")
+    parser.add_argument("--loads", nargs="+", metavar="LOAD", help='such as "256/128 x 8"; default: all')
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="short answers, one round, nothing written")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write results/cpu_service.json."""
+    args = arguments()
+    # Paused processes would outlive a driver that is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    from engine.model_files import locate
+    from engine.prepare import prepare
+    from pillion.config import ModelFlags
+
+    prepared = prepare(ModelFlags(model=MODEL))
+    gguf = args.gguf or locate(MODEL, "", lambda _: None).path
+    wanted = systems(args, args.vllm_model or prepared.folder, prepared.dtype, gguf)
+    loads = [load for load in LOADS if not args.loads or load.name in args.loads]
+    if not wanted or not loads:
+        raise SystemExit("nothing to measure")
+    begin, busy = time.perf_counter(), os.getloadavg()[0]
+    if args.quick:
+        loads = [quick(load) for load in loads]
+    found, about = all_rounds(wanted, loads, 1 if args.quick else args.rounds)
+    rows = rows_of(found, loads, [system.name for system in wanted])
+    show(rows)
+    print(f"{time.perf_counter() - begin:.0f} s in all; load average at the start {busy:.2f}")
+    if not args.quick:
+        result = {"model": prepared.name, "dtype": prepared.dtype, "rounds": args.rounds, "systems": about}
+        print(f"written to {save('cpu_service', {**result, 'load_average_at_start': busy, 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""llama.cpp on one stream, run by a Python that has llama-cpp-python; knows nothing else of this project.
+
+usage: llama_stream.py MODEL.gguf THREADS CONTEXT_TOKENS
+
+Reads one JSON line per request, ``{"prompt": [ids], "max_tokens": n}``, and answers with one line of times:
+``{"asked_s": t, "token_s": [t, ...]}``. Calls the C API itself, so that no Python of the wrapper is in the times:
+the peer's best case, with neither a server nor a tokenizer around it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+
+class Greedy:
+    """One context over one model, with the greedy sampler."""
+
+    def __init__(self, api: Any, path: str, threads: int, context_tokens: int) -> None:
+        self.api = api
+        api.llama_backend_init()
+        self.model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
+        if not self.model:
+            raise SystemExit(f"llama.cpp cannot load {path}")
+        params = api.llama_context_default_params()
+        params.n_ctx = context_tokens
+        params.n_threads = params.n_threads_batch = threads
+        self.batch_tokens = int(params.n_batch)
+        self.context = api.llama_init_from_model(self.model, params)
+        self.sampler = api.llama_sampler_init_greedy()
+
+    def answer(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """Time of the question and of each token, in seconds of one clock."""
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        asked, times = time.perf_counter(), []
+        for start in range(0, len(prompt), self.batch_tokens):
+            self.decode(prompt[start : start + self.batch_tokens])
+        while True:
+            token = self.api.llama_sampler_sample(self.sampler, self.context, -1)
+            times.append(time.perf_counter())
+            if len(times) == max_tokens:
+                return {"asked_s": asked, "token_s": times}
+            self.decode([token])
+
+    def decode(self, ids: list[int]) -> None:
+        """Append ``ids`` to the context. Raises RuntimeError when llama.cpp refuses."""
+        tokens = (self.api.llama_token * len(ids))(*ids)
+        status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(ids)))
+        if status:
+            raise RuntimeError(f"llama_decode: {status}")
+
+
+def main() -> None:
+    """Serve standard input until it ends."""
+    path, threads, context_tokens = sys.argv[1:]
+    api: Any = importlib.import_module("llama_cpp")
+    stream = Greedy(api, path, int(threads), int(context_tokens))
+    print(json.dumps({"version": api.__version__}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(stream.answer(asked["prompt"], asked["max_tokens"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Starts what is measured, one at a time: Pillion as its users start it, and the peers where they are installed.
+
+Two servers at once would share the cores even while one is idle. So each of these is a context manager that ends with
+its processes gone; vLLM, which compiles for minutes when it starts, stays and is stopped by signal while others run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from benchmarks import llama_stream
+from benchmarks.closed_loop import Answer, Load, Run, drive
+from benchmarks.openai_stream import OpenAIStream
+from pillion import AsyncClient
+from pillion.errors import PillionError
+from tests.support.cluster import free_port, served, wait_for
+
+HOST = "127.0.0.1"
+VLLM_START_TIMEOUT_S = 300.0
+VLLM_STOP_TIMEOUT_S = 30.0
+VLLM_MAX_MODEL_LEN_TOKENS = 4096
+# Two of them are in memory at once; the largest load needs a sixth of it.
+VLLM_KV_CACHE_GIB = 2
+# Pillion's converted folder does not say this; vLLM asks for it.
+VLLM_OVERRIDES = {"architectures": ["LlamaForCausalLM"]}
+LLAMA_CONTEXT_TOKENS = 4096
+LOG_TAIL_BYTES = 8000
+
+# Puts one load on a running system, with prompts drawn from a seed.
+Measure = Callable[[Load, int], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A system that is ready.
+
+    ``version`` is what it says of itself, ``about`` what else its figures need said; ``group`` is its process group
+    where it may be paused.
+    """
+
+    version: str
+    measure: Measure
+    about: str = ""
+    group: int | None = None
+
+    def pause(self) -> None:
+        """No more time on any core until :meth:`resume`."""
+        if self.group is not None:
+            os.killpg(self.group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`; before one it does nothing."""
+        if self.group is not None:
+            os.killpg(self.group, signal.SIGCONT)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Something to measure: its name, how to start it (with a fresh folder), and which loads it takes.
+
+    ``stays``: it is started once and paused while others run, instead of started in every round.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    start: Callable[[pathlib.Path], contextlib.AbstractContextManager[Running]]
+    takes: Callable[[Load], bool]
+    stays: bool = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Running]:
+        """Started, with temporary files of its own."""
+        with tempfile.TemporaryDirectory(prefix="pil-") as folder, self.start(pathlib.Path(folder)) as running:
+            yield running
+
+
+def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
+    """`pillion serve MODEL FLAGS`, driven over gRPC by its SDK."""
+
+    @contextlib.contextmanager
+    def start(folder: pathlib.Path) -> Iterator[Running]:
+        from pillion import __version__
+
+        with served(folder, model, *flags) as cluster:
+            ready = about_kernels(cluster.log.read_text("utf-8"))
+            yield Running(
+                __version__, lambda load, seed: asyncio.run(_drive_pillion(cluster.target, load, seed)), ready
+            )
+
+    return System(name, tuple(flags), start, lambda _: True)
+
+
+def about_kernels(log: str) -> str:
+    """Which kernels the workers say they run on: figures of the fallback are no figures of the CPU engine."""
+    said = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
+    return "; ".join(dict.fromkeys(said))
+
+
+async def _drive_pillion(target: str, load: Load, seed: int) -> Run:
+    async with AsyncClient(target) as client:
+
+        async def stream(prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
+            async for delta in client.generate(prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True):
+                yield len(delta.token_ids)
+
+        try:
+            return await drive(stream, load, seed)
+        except* PillionError as group:
+            raise RuntimeError(f"{load.name}: {group.exceptions[0]}") from group
+
+
+def vllm_system(
+    name: str, program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], takes: Callable[[Load], bool]
+) -> System:
+    """`vllm serve` of the same folder, in a session of its own so that nothing of it stays."""
+
+    @contextlib.contextmanager
+    def start(folder: pathlib.Path) -> Iterator[Running]:
+        port, log = free_port(), folder / "vllm.log"
+        command = [program, "serve", str(model), "--served-model-name", "peer", "--host", HOST, "--port", str(port)]
+        command += ["--dtype", dtype, "--max-model-len", str(VLLM_MAX_MODEL_LEN_TOKENS), "--block-size", "32"]
+        command += ["--hf-overrides", json.dumps(VLLM_OVERRIDES), *flags]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=vllm_environment(), start_new_session=True
+            )
+        try:
+            version = wait_for("vLLM to serve", lambda: _vllm_version(process, port), VLLM_START_TIMEOUT_S)
+            stream = OpenAIStream(HOST, port, "peer")
+            yield Running(version, lambda load, seed: asyncio.run(drive(stream, load, seed)), group=process.pid)
+        except BaseException:
+            sys.stderr.write(tail(log))
+            raise
+        finally:
+            stop_session(process)
+
+    return System(name, tuple(flags), start, takes, stays=True)
+
+
+def vllm_environment() -> dict[str, str]:
+    """Ours, with all cores for its threads and no look outside this machine."""
+    return {
+        **os.environ,
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+
+
+def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
+    """What it says once it is healthy, "" before. Raises AssertionError when it has ended."""
+    assert process.poll() is None, f"vLLM ended with status {process.returncode}"
+    try:
+        for path in ("health", "version"):
+            with urllib.request.urlopen(f"http://{HOST}:{port}/{path}", timeout=5.0) as reply:
+                said = reply.read()
+    except OSError:
+        return ""
+    return str(json.loads(said)["version"])
+
+
+def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_TIMEOUT_S) -> None:
+    """End a process as Ctrl-C does, paused or not, then whatever is left of its session."""
+    with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+        os.killpg(process.pid, signal.SIGCONT)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
+    """llama.cpp in a process of its own, one stream, all cores."""
+
+    @contextlib.contextmanager
+    def start(folder: pathlib.Path) -> Iterator[Running]:
+        log = folder / "llama.log"
+        threads = str(len(os.sched_getaffinity(0)))
+        command = [python, llama_stream.__file__, str(gguf), threads, str(LLAMA_CONTEXT_TOKENS)]
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+        try:
+            version = str(_said(answers)["version"])
+            yield Running(version, lambda load, seed: _run_llama(questions, answers, load, seed))
+        except BaseException:
+            sys.stderr.write(tail(log))
+            raise
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (questions, answers):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    return System(name, (), start, lambda load: load.concurrency == 1)
+
+
+def _said(pipe: IO[bytes]) -> dict[str, Any]:
+    line = pipe.readline()
+    if not line:
+        raise RuntimeError("llama.cpp ended")
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+def _run_llama(questions: IO[bytes], replies: IO[bytes], load: Load, seed: int) -> Run:
+    """One prompt after the other. Its clock is its own; only differences of it count."""
+    cpu, begin, answers = time.process_time(), time.perf_counter(), []
+    for prompt in load.prompts(seed):
+        questions.write(json.dumps({"prompt": prompt, "max_tokens": load.output_tokens}).encode() + b"\n")
+        questions.flush()
+        said = _said(replies)
+        answers.append(Answer(said["asked_s"], tuple((at, 1) for at in said["token_s"])))
+    return Run(tuple(answers), time.perf_counter() - begin, time.process_time() - cpu)
+
+
+def tail(log: pathlib.Path) -> str:
+    """The end of a log."""
+    return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
