@@ -27,9 +27,9 @@ class Isa:
         machine: the kind of processor, in the words of ``uname -m``.
         model: the processor that LLVM compiles for where this machine is of another kind.
         bf16_dot: "x86" where there is an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
-        gemm_rows: rows of a register tile, largest first, down to 1.
-        gemm_pairs: pairs of 16-column tiles that a register tile of as many rows is wide (same places).
+        gemm_rows: the most rows of a register tile, 32 columns wide, that leave registers for weights and rows.
         attention_rows: query rows that share a pass over a KV head's blocks.
+        attention_sums: vectors of sums that stay in registers in such a pass, beside what they are computed from.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
     """
 
@@ -39,9 +39,9 @@ class Isa:
     machine: str = "x86_64"
     model: str = "x86-64-v4"
     bf16_dot: str = ""
-    gemm_rows: tuple[int, ...] = (14, 8, 4, 2, 1)
-    gemm_pairs: tuple[int, ...] = (1, 1, 1, 1, 1)
+    gemm_rows: int = 14
     attention_rows: int = 12
+    attention_sums: int = 24
     decode_blocks: int = 4
 
 
@@ -49,22 +49,21 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 # Best first: ``auto`` takes the first row that the processor has the features for.
 TABLE = (
-    Isa("avx512_bf16", (*_AVX512, "avx512bf16"), without=("prefer-256-bit",), bf16_dot="x86"),
+    Isa("avx512_bf16", (*_AVX512, "avx512bf16", "avx512vbmi"), without=("prefer-256-bit",), bf16_dot="x86"),
     Isa(
         "avx512",
         _AVX512,
         without=("avx512bf16", "prefer-256-bit"),
-        gemm_rows=(6, 4, 2, 1),
-        gemm_pairs=(1, 1, 1, 1),
+        gemm_rows=6,
     ),
     Isa(
         "avx2",
         ("avx2", "fma", "f16c", "bmi2"),
         without=("avx512f", "avx10.1"),
         model="x86-64-v3",
-        gemm_rows=(2, 1),
-        gemm_pairs=(1, 1),
+        gemm_rows=2,
         attention_rows=4,
+        attention_sums=4,
     ),
     Isa(
         "neon",
@@ -72,9 +71,9 @@ TABLE = (
         without=("sve", "sve2", "sme"),
         machine="aarch64",
         model="generic",
-        gemm_rows=(4, 2, 1),
-        gemm_pairs=(1, 1, 1),
+        gemm_rows=4,
         attention_rows=4,
+        attention_sums=4,
     ),
 )
 BY_NAME = {isa.name: isa for isa in TABLE}

@@ -1,10 +1,11 @@
 """A set of kernels that are compiled together, and what a kernel is given when it runs.
 
 Every kernel has the same signature, ``kernel(args, step, counter, scratch, thread, threads)``: its own record, the
-step's record, a counter that is 0 when the team begins with it, the thread's own scratch memory, and which thread of
-how many this is. All threads of a team call it at the same time, and share its work by taking numbers from the counter
-(:meth:`Call.shared_range`) or by an even cut (:meth:`Call.even_range`). What a kernel computes never depends on which
-thread computed it.
+step's record, a counter that is 0 when the team begins with it, scratch memory that is this call's alone while it
+lasts, and which thread of how many this is. It is called once for each thread's number, and the calls share its work by
+taking numbers from the counter (:meth:`Call.shared_range`) or by an even cut (:meth:`Call.even_range`). They run at the
+same time or one after another (:mod:`kernels.cpu.team_code`), so a call never waits for another, and what a kernel
+computes never depends on which call computed it.
 """
 
 from __future__ import annotations

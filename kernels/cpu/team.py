@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.cpu import team_code
-from kernels.cpu.module import COUNTER_BYTES, FAULT_CELL, SCRATCH_BYTES
+from kernels.cpu.module import FAULT_CELL, SCRATCH_BYTES
 from kernels.cpu.records import STEP, Words
-from kernels.cpu.team_code import ENTRY_WORDS, LINE_BYTES
+from kernels.cpu.team_code import COUNTER_STRIDE, ENTRY_WORDS, LINE_BYTES
 from pillion.errors import ConfigError, Internal
 
 __all__ = ["ENTRY_WORDS", "MAX_TEAM_THREADS", "Machine", "Team"]
@@ -138,7 +138,6 @@ class _Native:
         for thread in range(threads):
             line = team_code.FIRST_THREAD_LINE + thread * LINE_BYTES
             self._set(line + team_code.TEAM, self.team)
-            self._set(line + team_code.THREAD, thread)
             self._set(line + team_code.SCRATCH, scratch + thread * (SCRATCH_BYTES + CANARY_BYTES))
         self._start(affinity)
 
@@ -146,8 +145,8 @@ class _Native:
         """Room for the counters of so many entries. Raises Internal where there is no team."""
         if self._pid != os.getpid():
             raise Internal("this team is closed" if self._pid is None else "a team does not live on in a fork")
-        if num_entries * COUNTER_BYTES > self._counters.nbytes:
-            self._counters, address = _aligned(2 * num_entries * COUNTER_BYTES, LINE_BYTES)
+        if num_entries * COUNTER_STRIDE > self._counters.nbytes:
+            self._counters, address = _aligned(2 * num_entries * COUNTER_STRIDE, LINE_BYTES)
             self._set(team_code.COUNTERS, address)
 
     def check(self, names: Sequence[str]) -> None:

@@ -1,12 +1,19 @@
-"""The code of the thread team, in the kernels' own language: how threads wait, meet, and walk a program.
+"""The code of the thread team, in the kernels' own language: how threads share out a program, and how they wait.
 
-Everything is in one piece of memory, :class:`kernels.cpu.team.Team`'s; offsets below are bytes in it. A gate is a word
-that only grows, and the number of threads that sleep until it does. Waiting at a gate goes from cheap and fast to slow
-and gentle: look again and again, then give the processor to whoever wants it, then sleep in the kernel (futex). The
-last step is what lets two teams share the same cores, and what makes an idle team cost nothing.
+Each entry of a program is cut into as many tickets as the team has threads. A thread takes a ticket, calls the kernel
+with the ticket's number, and takes the next; who finishes the last one moves the gate on to the next entry. So nobody
+is waited for who did not begin: where a helper still sleeps or other processes hold its core, the leader does the work
+of all. Results cannot tell, because kernels give the same bits whoever calls them.
 
-The futex wait compares the word once more under the kernel's lock, and the opener of a gate counts sleepers after it
-has changed the word, both in sequentially consistent order: so no wake-up can be lost.
+The gate is a word that only grows: BASE of the run + the first entry that is not finished. Helpers wait at the gate;
+when it moves they join at the entry that it says, and leave when no ticket is left. While they are in, their line says
+ACTIVE; a run ends by closing the door (OPEN = 0) and seeing that all are out. Then nobody looks at the program, the
+step and the counters any more. Door and line are changed and read in sequentially consistent order: whoever goes in
+and finds the door open is seen by the leader.
+
+Waiting is looking for a while, then sleeping in the kernel (futex), so an idle team costs nothing and two teams can
+share the same cores. There is no sched_yield: Linux takes a whole time slice away from who calls it. No wake-up is
+lost: the futex compares the word once more under a lock, and who moves the gate counts sleepers after moving it.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from llvmlite import ir
 from kernels.cpu.emit import Kernel
 from kernels.cpu.isa import Isa
 from kernels.cpu.module import COUNTER_BYTES, SIGNATURE
-from kernels.cpu.values import Int, Ptr
+from kernels.cpu.values import Bool, Int, Ptr
 
 # A program is a table of entries: address of the kernel, address of its arguments, the word of the step's record that
 # has to be above 0 for the kernel to run (-1: it always runs), and a word that the owner may use.
@@ -30,20 +37,21 @@ _ENTRY_BYTES = 8 * ENTRY_WORDS
 
 # The team's memory. Words that different threads write lie in different lines.
 LINE_BYTES = 64
-PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, STOP = (8 * word for word in range(6))
-START_GATE, MEETING_GATE, ARRIVALS, FIRST_THREAD_LINE = (LINE_BYTES * line for line in range(1, 5))
-# In the line of a thread.
-TEAM, THREAD, SCRATCH = 0, 8, 16
-# In a gate.
+PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE = (8 * word for word in range(6))
+GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
+# In the gate; in the line of the door; in the line of a thread.
 _VALUE, _SLEEPERS = 0, 8
+OPEN, _STOP = 0, 8
+TEAM, SCRATCH, ACTIVE = 0, 8, 16
+# For each entry: the kernel's own counter, then a line for the tickets taken and for those done.
+_TICKETS, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
+COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
 
-# How long a thread looks before it yields, and how often it yields before it sleeps. A look with its pause takes
-# 10 to 50 ns, a yield that nobody takes about 0.3 us.
-MEETING_LOOKS = 2_000
-MEETING_YIELDS = 400
-# A team whose next step does not come within some 50 us goes to sleep.
-START_LOOKS = 2_000
-START_YIELDS = 20
+# How often a thread looks before it sleeps. A look with its pause takes 10 to 50 ns, so this is some 100 us: about what
+# sleeping and waking up take, and longer than the last pieces of a kernel keep the others waiting.
+LOOKS = 4_000
+# The leader's sleep while a helper that does nothing any more is kept from saying so.
+_NAP_US = 50
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
@@ -62,10 +70,28 @@ def add_team(module: ir.Module, isa: Isa) -> None:
     """Writes the team's functions."""
     code = _TeamCode(module, isa)
     wait = code.wait()
-    meet = code.meet(wait)
-    walk = code.walk(meet)
-    code.main(wait, walk)
-    code.run(walk)
+    work = code.work(wait)
+    code.main(wait, work)
+    code.run(work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is read once of a run, by who works on it."""
+
+    k: Kernel
+    gate: Ptr
+    program: Int
+    entries: Int
+    step: Int
+    counters: Int
+    threads: Int
+    base: Int
+
+    def wants(self, condition: Int) -> Bool:
+        """Whether an entry with this condition runs."""
+        number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
+        return (condition < 0) | (number > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,113 +114,136 @@ class _TeamCode:
             k.builder.ret(result(0))
 
     def wait(self) -> Any:
-        """wait(gate, old, looks, yields): returns when the gate's value is above ``old``."""
-        with self._function("team_wait", 4) as (function, k, (gate_address, old_value, looks, yields)):
+        """wait(gate, old): returns when the gate's value is above ``old``."""
+        with self._function("team_wait", 2) as (function, k, (gate_address, old_value)):
             b, gate, old = k.builder, Ptr(k, gate_address), Int(k, old_value)
 
-            def return_if_open() -> None:
-                with k.when(self._look(k, gate) > old):
+            def return_if_moved() -> None:
+                with k.when(self._look(k, gate + _VALUE) > old):
                     b.ret_void()
 
-            with k.range(Int(k, looks)):
-                return_if_open()
+            with k.range(LOOKS):
+                return_if_moved()
                 self._pause(k)
-            with k.range(Int(k, yields)):
-                return_if_open()
-                b.call(k.function("sched_yield", _I32, []), [])
             with k.forever():
-                return_if_open()
+                return_if_moved()
                 self._add(k, gate + _SLEEPERS, 1)
                 self._futex(k, gate + _VALUE, _FUTEX_WAIT_PRIVATE, old.ir)
                 self._add(k, gate + _SLEEPERS, -1)
         return function
 
-    def meet(self, wait: Any) -> Any:
-        """meet(team, threads): returns when all threads have called it."""
-        with self._function("team_meet", 2) as (function, k, (team_address, threads)):
-            b, team = k.builder, Ptr(k, team_address)
-            gate = team + MEETING_GATE
-            old = self._look(k, gate)
-            last = self._add(k, team + ARRIVALS, 1).equals(Int(k, threads) - 1)
-            with b.if_else(last.ir) as (everyone_is_here, others_are_missing):
-                with everyone_is_here:
-                    k.store_int(team + ARRIVALS, 0)
-                    self._open(k, gate)
-                with others_are_missing:
-                    b.call(wait, [gate.ir, old.ir, _I64(MEETING_LOOKS), _I64(MEETING_YIELDS)])
-        return function
+    def work(self, wait: Any) -> Any:
+        """work(team, scratch, leads): takes tickets from the first unfinished entry on.
 
-    def walk(self, meet: Any) -> Any:
-        """walk(team, thread, scratch): runs the program, as one of the threads.
-
-        All threads meet behind every kernel that ran, and once more at the end: whoever returns knows that nobody
-        reads the program, the step or the counters any more.
+        A helper returns when there are none, the leader when the program is finished.
         """
-        with self._function("team_walk", 3) as (function, k, (team_address, thread, scratch)):
+        with self._function("team_work", 3) as (function, k, (team_address, scratch, leads)):
             b, team = k.builder, Ptr(k, team_address)
-            program, entries, step, counters, threads = (
-                k.load_int(team + place) for place in (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS)
-            )
-            with k.range(entries) as index:
-                entry = Ptr(k, program.ir) + index * _ENTRY_BYTES
+            places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
+            run = _Run(k, team + GATE, *(k.load_int(team + place) for place in places))
+            # One below 0 where the leader has opened the door and not yet moved the gate.
+            position = k.variable(k.most(self._look(k, run.gate) - run.base, 0))
+            with k.forever() as end:
+                index = position.value
+                k.leave(end, index >= run.entries)
+                entry = Ptr(k, run.program.ir) + index * _ENTRY_BYTES
                 kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
-                wanted = k.load_int(Ptr(k, step.ir) + k.most(condition, 0) * 8) > 0
-                with k.when((condition < 0) | wanted):
-                    counter = counters + index * COUNTER_BYTES
-                    pointer = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
-                    b.call(pointer, [args.ir, step.ir, counter.ir, scratch, thread, threads.ir])
-                    b.call(meet, [team.ir, threads.ir])
-            b.call(meet, [team.ir, threads.ir])
+                with b.if_else(run.wants(condition).ir) as (wanted, skipped):
+                    with wanted:
+                        self._take_tickets(run, index, kernel, [args.ir, run.step.ir], scratch)
+                        with k.when(self._look(k, run.gate) <= run.base + index):
+                            with k.when(Int(k, leads).equals(0)):
+                                b.ret_void()
+                            b.call(wait, [run.gate.ir, (run.base + index).ir])
+                        position.value = self._look(k, run.gate) - run.base
+                    with skipped:
+                        position.value = index + 1
         return function
 
-    def main(self, wait: Any, walk: Any) -> None:
-        """main(thread line): walks once for each opening of the start gate, until told to stop."""
+    def _take_tickets(self, run: _Run, index: Int, kernel: Int, front: list[Any], scratch: Any) -> None:
+        k, b = run.k, run.k.builder
+        counter = Ptr(k, (run.counters + index * COUNTER_STRIDE).ir)
+        function = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
+        with k.forever() as none_left:
+            ticket = self._add(k, counter + _TICKETS, 1)
+            k.leave(none_left, ticket >= run.threads)
+            b.call(function, [*front, counter.ir, scratch, ticket.ir, run.threads.ir])
+            done = self._add(k, counter + _DONE, 1) + 1
+            with k.when(done.equals(run.threads)):
+                self._move(k, run.gate, run.base + index + 1)
+            k.leave(none_left, (ticket + 1).equals(run.threads))
+
+    def main(self, wait: Any, work: Any) -> None:
+        """main(thread line): a helper's life."""
         with self._function(MAIN, 1, _I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
-            team_address, thread, scratch = (k.load_int(line + place) for place in (TEAM, THREAD, SCRATCH))
+            team_address, scratch = (k.load_int(line + place) for place in (TEAM, SCRATCH))
             team = Ptr(k, team_address.ir)
             self._set_arithmetic(k)
             seen = k.variable(k.int(0))
             with k.forever() as end:
-                b.call(wait, [(team + START_GATE).ir, seen.value.ir, _I64(START_LOOKS), _I64(START_YIELDS)])
-                seen.value = seen.value + 1
-                k.leave(end, k.load_int(team + STOP) > 0)
-                b.call(walk, [team.ir, thread.ir, scratch.ir])
+                b.call(wait, [(team + GATE).ir, seen.value.ir])
+                seen.value = self._look(k, team + GATE)
+                k.leave(end, self._look(k, team + (DOOR + _STOP)) > 0)
+                self._swap(k, line + ACTIVE, 1)
+                with k.when(self._look(k, team + (DOOR + OPEN)) > 0):
+                    b.call(work, [team.ir, scratch.ir, _I64(0)])
+                self._swap(k, line + ACTIVE, 0)
 
-    def run(self, walk: Any) -> None:
+    def run(self, work: Any) -> None:
         """run(team, program, entries, step): the leader's part of a step. Fewer than 0 entries end the helpers."""
         with self._function(RUN, 4, _I64) as (_, k, (team_address, program, entries, step)):
             b, team = k.builder, Ptr(k, team_address)
-            for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step)):
+            base = self._look(k, team + GATE) + 1
+            for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
                 k.store_int(team + place, Int(k, value))
             counters = Ptr(k, k.load_int(team + COUNTERS).ir)
             with k.range(Int(k, entries)) as index:
-                k.store_int(counters + index * COUNTER_BYTES, 0)
+                for word in (0, _TICKETS, _DONE):
+                    k.store_int(counters + (index * COUNTER_STRIDE + word), 0)
             stopping = Int(k, entries) < 0
-            with k.when(stopping):
-                k.store_int(team + STOP, 1)
-            self._open(k, team + START_GATE)
+            with b.if_else(stopping.ir) as (stop, go):
+                with stop:
+                    self._swap(k, team + (DOOR + _STOP), 1)
+                with go:
+                    self._swap(k, team + (DOOR + OPEN), 1)
+            self._move(k, team + GATE, base)
             with k.when(stopping):
                 b.ret(_I64(0))
             before = self._set_arithmetic(k)
             scratch = k.load_int(team + (FIRST_THREAD_LINE + SCRATCH))
-            b.call(walk, [team.ir, _I64(0), scratch.ir])
+            b.call(work, [team.ir, scratch.ir, _I64(1)])
             self._set_arithmetic(k, before)
+            self._swap(k, team + (DOOR + OPEN), 0)
+            with k.range(k.load_int(team + THREADS), 1) as thread:
+                self._until_out(k, team + thread * LINE_BYTES + FIRST_THREAD_LINE)
+
+    def _until_out(self, k: Kernel, line: Ptr) -> None:
+        looks = k.variable(k.int(0))
+        looks.value = k.int(0)
+        with k.forever() as out:
+            k.leave(out, self._look(k, line + ACTIVE).equals(0))
+            looks.value = looks.value + 1
+            with k.builder.if_else((looks.value < LOOKS).ir) as (soon, late):
+                with soon:
+                    self._pause(k)
+                with late:
+                    k.builder.call(k.function("usleep", _I32, [_I32]), [_I32(_NAP_US)])
 
     # -- what the language of the kernels does not have
 
-    def _look(self, k: Kernel, gate: Ptr) -> Int:
-        word = k.builder.inttoptr((gate + _VALUE).ir, _I64.as_pointer())
-        return Int(k, k.builder.load_atomic(word, "seq_cst", 8))
+    def _look(self, k: Kernel, ptr: Ptr) -> Int:
+        return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
 
     def _add(self, k: Kernel, ptr: Ptr, amount: int) -> Int:
-        word = k.builder.inttoptr(ptr.ir, _I64.as_pointer())
-        return Int(k, k.builder.atomic_rmw("add", word, _I64(amount), "seq_cst"))
+        return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), _I64(amount), "seq_cst"))
 
-    def _open(self, k: Kernel, gate: Ptr) -> None:
-        self._add(k, gate + _VALUE, 1)
-        sleepers = k.builder.load_atomic(k.builder.inttoptr((gate + _SLEEPERS).ir, _I64.as_pointer()), "seq_cst", 8)
-        with k.when(Int(k, sleepers) > 0):
+    def _swap(self, k: Kernel, ptr: Ptr, value: Int | int) -> None:
+        k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
+
+    def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
+        self._swap(k, gate + _VALUE, value)
+        with k.when(self._look(k, gate + _SLEEPERS) > 0):
             self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, _I64(_ALL))
 
     def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any) -> None:
@@ -234,3 +283,7 @@ class _TeamCode:
             k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [_I64]), [_I64(_PLAIN_FPCR) if value is None else value]
         )
         return before
+
+
+def _word(k: Kernel, ptr: Ptr) -> Any:
+    return k.builder.inttoptr(ptr.ir, _I64.as_pointer())

@@ -1,0 +1,213 @@
+"""From specs to code that runs, and the cache of code on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels.cpu import cache as cache_module
+from kernels.cpu import compiler
+from kernels.cpu.cache import CodeCache, key_of
+from kernels.cpu.compiler import assembly, compile_kernels, object_code, target_of
+from kernels.cpu.isa import BY_NAME, TABLE, choose_isa, host_features
+from kernels.cpu.module import SIGNATURE
+from tests.support.small_kernels import Halve, Scale, WhoAmI
+
+SPECS = [Scale(), Halve()]
+HERE = [isa for isa in TABLE if set(isa.needs) <= host_features()]
+KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(SIGNATURE.args))
+by_name = pytest.mark.parametrize("isa", HERE, ids=lambda isa: isa.name)
+
+
+@pytest.fixture
+def isa():
+    return HERE[0] if HERE else pytest.skip("no row of the table fits this processor")
+
+
+def runs(kernels):
+    """Whether the code halves sixteen numbers."""
+    x, out = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
+    words = np.zeros(Halve.layout.num_words, np.int64)
+    Halve.layout.fill(words, {"x": x, "out": out})
+    KERNEL(kernels.address("halve"))(words.ctypes.data, 0, 0, 0, 0, 1)
+    return np.array_equal(out, x / 2)
+
+
+@by_name
+@pytest.mark.parametrize("checked", [False, True])
+def test_kernels_run(isa, checked):
+    kernels = compile_kernels([*SPECS, Halve()], isa, checked=checked)
+    assert runs(kernels)
+    assert kernels.names == ("scale_1", "halve")
+    assert (kernels.checked, kernels.from_cache) == (checked, False)
+    with pytest.raises(KeyError):
+        kernels.address("another")
+
+
+@pytest.mark.skipif(not {"avx2", "avx512"} <= {isa.name for isa in HERE}, reason="needs a processor with AVX-512")
+def test_a_row_uses_no_more_than_it_says():
+    texts = {name: assembly([Scale()], BY_NAME[name])["scale_1"] for name in ("avx2", "avx512")}
+    assert "zmm" in texts["avx512"]
+    assert "ymm" in texts["avx2"]
+    assert "zmm" not in texts["avx2"]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_row_compiles_on_every_machine(row):
+    assert object_code(SPECS, row)[:4] == b"\x7fELF"
+    assert target_of(row).triple.startswith(row.machine)
+    assert ("fmla" if row.machine == "aarch64" else "vfmadd") in assembly(SPECS, row)["scale_1"]
+
+
+def test_the_text_has_every_function(isa):
+    texts = assembly(SPECS, isa)
+    assert set(texts) >= {"scale_1", "halve", "team_run", "team_main", "team_wait"}
+    assert all(text.count(".Lfunc_end") == 1 for text in texts.values())
+
+
+# -- the cache
+
+
+def compiled(folder, isa, specs=SPECS, **more):
+    kernels = compile_kernels(specs, isa, cache_folder=folder, **more)
+    assert runs(kernels)
+    return kernels
+
+
+def files(folder):
+    return sorted(folder.iterdir())
+
+
+def test_the_second_time_writes_no_ir(tmp_path, isa, monkeypatch):
+    folder = tmp_path / "new" / "kernels"
+    lines = []
+    assert not compiled(folder, isa, progress=lines.append).from_cache
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(compiler, "KernelModule", None)
+    assert compiled(folder, isa, progress=lines.append).from_cache
+    assert [line.split(" (")[0] for line in lines] == [
+        f"compiling CPU kernels for {isa.name}",
+        f"CPU kernels for {isa.name} compiled",
+        f"CPU kernels for {isa.name} from the cache",
+    ]
+    assert len(files(folder)) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "edited", "empty", "header", "renamed"])
+def test_damaged_code_is_compiled_again(tmp_path, isa, damage, caplog):
+    compiled(tmp_path, isa)
+    (file,) = files(tmp_path)
+    good = file.read_bytes()
+    if damage == "renamed":  # The code of other kernels, whole, under this name.
+        compile_kernels([WhoAmI()], isa, cache_folder=tmp_path)
+        (other,) = set(files(tmp_path)) - {file}
+        other.replace(file)
+    else:
+        middle = len(good) // 2
+        edited = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
+        file.write_bytes({"truncated": good[:-1], "edited": edited, "empty": b"", "header": b"0" + good[1:]}[damage])
+    with caplog.at_level(logging.WARNING):
+        assert not compiled(tmp_path, isa).from_cache
+    assert "damaged" in caplog.text
+    assert files(tmp_path) == [file]
+    assert compiled(tmp_path, isa).from_cache
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_code_that_others_may_write_is_not_run(tmp_path, isa, caplog, mode):
+    compiled(tmp_path, isa)
+    (file,) = files(tmp_path)
+    file.chmod(mode)
+    assert not compiled(tmp_path, isa).from_cache
+    assert "could have been written by others" in caplog.text
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_another_mode_other_kernels_and_other_processors_are_other_code(tmp_path, isa, monkeypatch):
+    compiled(tmp_path, isa)
+    assert not compiled(tmp_path, isa, checked=True).from_cache
+    assert not compiled(tmp_path, isa, specs=[*SPECS, WhoAmI()]).from_cache
+    assert not compiled(tmp_path, dataclasses.replace(isa, attention_rows=isa.attention_rows + 1)).from_cache
+    target = target_of(isa)
+    for other in (
+        dataclasses.replace(target, features=target.features + ",+nopl"),
+        dataclasses.replace(target, cpu=isa.model),
+    ):
+        monkeypatch.setattr(compiler, "target_of", lambda isa, other=other: other)
+        assert not compiled(tmp_path, isa).from_cache
+    assert len(files(tmp_path)) == 6
+    monkeypatch.undo()
+    assert compiled(tmp_path, isa).from_cache
+
+
+def test_other_sources_are_other_code(tmp_path, monkeypatch):
+    package = tmp_path / "cpu"
+    package.mkdir()
+    (package / "a.py").write_text("x = 1")
+    (package / "b.py").write_text("y = 2")
+    monkeypatch.setattr(cache_module, "__file__", str(package / "cache.py"))
+    seen = [key_of("names")]
+    (package / "b.py").write_text("y = 3")
+    seen.append(key_of("names"))
+    (package / "b.py").rename(package / "c.py")
+    seen.append(key_of("names"))
+    (package / "c.py").unlink()
+    seen.append(key_of("names"))
+    seen += [key_of("nam", "es"), key_of("name", "s"), key_of("names", "")]
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, isa, caplog):
+    (tmp_path / "file").write_text("no folder")
+    assert not compiled(tmp_path / "file" / "kernels", isa).from_cache
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_oldest_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "MAX_ENTRIES", 3)
+    cache = CodeCache(tmp_path)
+    for age, key in enumerate("abc"):
+        cache.write(key, key.encode())
+        os.utime(tmp_path / f"{key}.kernels", (1000 + age, 1000 + age))
+    assert cache.read("a") == b"a"  # So b is now the one that was not used for longest.
+    cache.write("d", b"d")
+    assert [cache.read(key) for key in "abcd"] == [b"a", None, b"c", b"d"]
+    monkeypatch.setattr(cache_module, "MAX_CACHE_BYTES", 200)
+    cache.write("e", bytes(100))
+    assert [cache.read(key) is not None for key in "abcde"] == [False, False, False, False, True]
+
+
+def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(cache_module, "MAX_ENTRY_BYTES", 8)
+    cache = CodeCache(tmp_path)
+    cache.write("a", bytes(9))
+    cache.write("b", bytes(8))
+    assert cache.read("a") is None
+    assert cache.read("b") == bytes(8)
+    assert "are not kept" in caplog.text
+
+
+def compile_in_a_child(folder: Path, start, results) -> None:
+    start.wait()
+    results.put(compiled(folder, choose_isa("auto", host_features())).from_cache)
+
+
+def test_several_processes_may_compile_at_once(tmp_path, isa):
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(3), context.Queue()
+    children = [context.Process(target=compile_in_a_child, args=(tmp_path, start, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.join()
+    assert not all(found)
+    assert len(files(tmp_path)) == 1
+    assert compiled(tmp_path, isa).from_cache

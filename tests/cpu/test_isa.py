@@ -1,0 +1,86 @@
+"""Which row of the table a processor gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kernels.cpu import isa
+from kernels.cpu.isa import BY_NAME, CHOICES, TABLE, choose_isa, host_features
+from pillion.errors import ConfigError
+
+HASWELL = {"sse4.2", "avx", "avx2", "fma", "f16c", "bmi2"}
+SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+COOPER_LAKE = SKYLAKE | {"avx512bf16", "avx512vnni"}
+ZEN4 = COOPER_LAKE | {"avx512vbmi"}
+GRAVITON = {"neon", "fp-armv8", "sve", "dotprod"}
+SANDY_BRIDGE = {"sse4.2", "avx"}
+KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd"}
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        (ZEN4, "avx512_bf16"),
+        (COOPER_LAKE, "avx512"),
+        (SKYLAKE, "avx512"),
+        (HASWELL, "avx2"),
+        (KNIGHTS_LANDING, "avx2"),
+        (HASWELL - {"fma"}, None),
+        (SANDY_BRIDGE, None),
+        (GRAVITON, "neon"),
+        (set(), None),
+    ],
+)
+def test_auto_takes_the_best_row(features, name):
+    assert choose_isa("auto", features) == (BY_NAME[name] if name else None)
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_a_row_that_is_said_is_taken_where_it_can_run(name):
+    row = BY_NAME[name]
+    assert choose_isa(name, set(row.needs)) is row
+    for missing in row.needs:
+        with pytest.raises(ConfigError, match=f"--cpu-kernels {name}: this processor lacks {missing};"):
+            choose_isa(name, set(row.needs) - {missing})
+
+
+def test_a_lesser_row_can_be_said():
+    assert choose_isa("avx2", ZEN4) is BY_NAME["avx2"]
+
+
+def test_torch_can_be_said_anywhere():
+    assert choose_isa("torch", ZEN4) is None
+    assert choose_isa("torch", set()) is None
+
+
+def test_an_unknown_word_is_one_clear_line():
+    with pytest.raises(ConfigError) as raised:
+        choose_isa("avx1024", ZEN4)
+    assert "\n" not in raised.value.message
+    assert all(choice in raised.value.message for choice in CHOICES)
+
+
+def test_this_machine_gets_a_row_that_it_has_the_features_for():
+    found = choose_isa("auto", host_features())
+    if found is None:
+        pytest.skip("no row of the table fits this processor")
+    assert set(found.needs) <= host_features()
+
+
+def test_no_features_off_linux(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert host_features() == frozenset()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_rows_are_whole(row):
+    assert row.gemm_rows >= 1
+    assert not set(row.needs) & set(row.without)
+
+
+def test_the_table_needs_no_llvm():
+    code = f"import sys, {isa.__name__}; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

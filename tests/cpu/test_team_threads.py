@@ -1,0 +1,184 @@
+"""The threads of a team: how they begin and end, what they burn, and that several teams can share cores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kernels.cpu.compiler import compile_kernels
+from kernels.cpu.isa import choose_isa, host_features
+from kernels.cpu.team import MAX_TEAM_THREADS, Team
+from pillion.errors import ConfigError, Internal
+from tests.support.small_kernels import Scale, Table, WhoAmI, chain, step_with
+
+
+@pytest.fixture(scope="module")
+def fast():
+    isa = choose_isa("auto", host_features())
+    return compile_kernels([Scale(), Scale(3), WhoAmI()], isa or pytest.skip("no row of the table fits this processor"))
+
+
+@pytest.mark.parametrize("threads", [0, -1, MAX_TEAM_THREADS + 1])
+def test_numbers_of_threads_that_cannot_be(fast, threads):
+    with pytest.raises(ConfigError, match="a team has"):
+        Team(fast, threads)
+
+
+def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
+    allowed = sorted(os.sched_getaffinity(0))
+    bound = [allowed[0], allowed[-1]]
+    before = set(os.listdir("/proc/self/task"))
+    found = {}
+
+    def lead():
+        team = Team(fast, 2, bound)
+        team.run(Table(fast).program, step_with())
+        found["leader"] = os.sched_getaffinity(0)
+        (helper,) = {task for task in os.listdir("/proc/self/task") if name_of(task).startswith("pillion-")} - before
+        found["helper"] = os.sched_getaffinity(int(helper))
+        give_up = time.monotonic() + 10  # A thread begins with all of them blocked.
+        while signal.SIGSEGV in blocked_signals(helper) and time.monotonic() < give_up:
+            time.sleep(0.001)
+        found["blocked"] = blocked_signals(helper)
+        team.close()
+
+    thread = threading.Thread(target=lead)  # The test's own thread stays free.
+    thread.start()
+    thread.join()
+    assert (found["leader"], found["helper"]) == ({bound[0]}, {bound[1]})
+    assert {signal.SIGTERM, signal.SIGINT, signal.SIGALRM} <= found["blocked"]
+    assert signal.SIGSEGV not in found["blocked"]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def name_of(task):
+    try:
+        with open(f"/proc/self/task/{task}/comm") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):  # It ends just now.
+        return ""
+
+
+def blocked_signals(task):
+    with open(f"/proc/self/task/{task}/status") as file:
+        mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigBlk:"))
+    return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+
+
+def test_affinity_must_fit(fast):
+    allowed = sorted(os.sched_getaffinity(0))
+    for affinity in ([allowed[0]], [allowed[0], 100_000]):
+        with pytest.raises(ConfigError, match="affinity"):
+            Team(fast, 2, affinity)
+
+
+def helpers():
+    """How many there are. A thread that was joined is listed a moment longer."""
+    time.sleep(0.02)
+    return sum(name_of(task).startswith("pillion-") for task in os.listdir("/proc/self/task"))
+
+
+def test_close_joins_and_may_be_repeated(fast):
+    before = helpers()
+    team = Team(fast, 4)
+    assert helpers() == before + 3
+    team.run(Table(fast).program, step_with())
+    team.close()
+    team.close()
+    assert helpers() == before
+    with pytest.raises(Internal, match="closed"):
+        team.run(Table(fast).program, step_with())
+
+
+def test_a_team_that_is_forgotten_ends(fast):
+    before = helpers()
+    team = Team(fast, 3)
+    assert helpers() == before + 2
+    del team
+    assert helpers() == before
+
+
+def test_close_waits_for_a_run(fast):
+    team = Team(fast, 2)
+    out, waste = np.zeros(2, np.int64), np.zeros((2, 16), np.float32)
+    table = Table(fast).add(WhoAmI(), out=out, waste=waste, turns=50_000_000)
+    thread = threading.Thread(target=lambda: team.run(table.program, step_with()))
+    thread.start()
+    time.sleep(0.02)
+    team.close()
+    thread.join()
+    assert out.tolist() == [1, 1001]
+
+
+def test_a_forked_child_is_told(fast):
+    team = Team(fast, 2)
+    pid = os.fork()
+    if not pid:
+        try:
+            team.run(Table(fast).program, step_with())
+        except Internal as error:
+            team.close()
+            os._exit(17 if "fork" in error.message else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+    team.run(Table(fast).program, step_with())
+    team.close()
+
+
+def test_an_idle_team_burns_nothing(fast):
+    team = Team(fast, 3)
+    table, _, _ = chain(fast)
+    for _ in range(20):
+        team.run(table.program, step_with())
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.02
+    team.close()
+
+
+WORKER = """
+import sys
+import numpy as np
+from kernels.cpu.compiler import compile_kernels
+from kernels.cpu.isa import choose_isa, host_features
+from kernels.cpu.records import STEP
+from kernels.cpu.team import Team
+from tests.support.small_kernels import Scale
+
+kernels = compile_kernels([Scale()], choose_isa("auto", host_features()))
+x, out = np.ones((8, 16), np.float32), np.zeros((8, 16), np.float32)
+record = np.zeros(Scale.layout.num_words, np.int64)
+Scale.layout.fill(record, {"x": x, "out": out, "items": 8, "factor": 1.0})
+program = np.array([[kernels.address("scale_1"), record.ctypes.data, -1, 0]] * 20, np.int64)
+team = Team(kernels, 2)
+for _ in range(int(sys.argv[1])):
+    team.run(program, np.zeros(STEP.num_words, np.int64))
+assert (out == 20.0 * int(sys.argv[1])).all()
+print("done")
+"""
+
+
+def worker(count):
+    return subprocess.Popen([sys.executable, "-c", WORKER, str(count)], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_with_teams_on_the_same_cores_both_get_on(fast):
+    """And both leave their team open: the interpreter's exit ends it."""
+    workers = [worker(4000), worker(4000)]
+    for process in workers:
+        assert process.communicate(timeout=60)[0] == "done\n"
+        assert process.returncode == 0
+
+
+def test_a_worker_can_be_killed_in_the_middle(fast):
+    process = worker(10**9)
+    time.sleep(1.0)
+    process.terminate()
+    assert process.wait(timeout=10) == -15
