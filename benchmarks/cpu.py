@@ -3,7 +3,7 @@
 Rounds alternate between bfloat16 weights, int8 weights and torch, so that a drift of the machine's speed meets all of
 them; a figure is the median of its rounds' medians, with the least and the greatest one. The limits are measured in the
 same rounds: attention's is a kernel that reads the same bytes in the same pieces and order, and a step's weights are
-set against the rate at which all threads read memory.
+set against the rate at which all threads read them, a chunk's products against what registers alone allow.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
-from benchmarks.cpu_steps import BLOCK_SIZE, Bench, attention_alone, kernels_bench, torch_bench
+from benchmarks.cpu_steps import BLOCK_SIZE, Bench, attention_alone, fastest, kernels_bench, limits_of, torch_bench
 from benchmarks.report import save, show_table, spread
 from benchmarks.step import Line
 from engine.cpu_backend import CpuBackend
@@ -77,7 +74,7 @@ def measure_attention(bench: Bench, rounds: int) -> list[dict[str, Any]]:
         run_attention, run_read = attention_alone(backend)
         shares, attends, streams = [], [], []
         for _ in range(rounds * 3):
-            attend, stream = _fastest(run_attention, 5), _fastest(run_read, 5)
+            attend, stream = fastest(run_attention, 5), fastest(run_read, 5)
             attends.append(attend * 1000)
             streams.append(stream * 1000)
             shares.append(stream / attend)
@@ -91,15 +88,6 @@ def measure_attention(bench: Bench, rounds: int) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _fastest(call: Callable[[], None], repeats: int) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return best
 
 
 def measure_host(bench: Bench, batch: int, steps: int) -> dict[str, Any]:
@@ -117,17 +105,22 @@ def measure_host(bench: Bench, batch: int, steps: int) -> dict[str, Any]:
     return {"batch": batch, "share": spread(shares), "ms": middle}
 
 
-def memory_rate(threads: int, megabytes: int = 256) -> float:
-    """Bytes a second at which one thread reads memory that no cache holds, by numpy; times ``threads`` is a bound."""
-    data = np.ones(megabytes * 2**20 // 8)
-    best = min(_timed(lambda: float(data.sum())) for _ in range(5))
-    return data.nbytes / best * threads
-
-
-def _timed(call: Callable[[], float]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+def set_against_limits(backend: CpuBackend, threads: int, steps: dict[str, Any], rounds: int) -> dict[str, float]:
+    """The processor's and the memory's limit, and what share of them prefill and a single stream's step reach."""
+    found = [limits_of(backend, threads) for _ in range(rounds)]
+    operations, rate = (statistics.median(values) for values in zip(*found, strict=True))
+    config = backend.model.config
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    products = 2 * layer * config.num_layers * steps["prefill 256"]["median"]
+    weights = (layer * config.num_layers + config.hidden_size * config.vocab_size) * 2
+    return {
+        "peak_operations_per_s": operations,
+        "read_bytes_per_s": rate,
+        "prefill_share_of_peak": products / operations,
+        "decode_1_share_of_read": weights / (steps["decode 1"]["median"] / 1000) / rate,
+    }
 
 
 def show(steps: dict[str, dict[str, Any]], attention: list[dict[str, Any]], host: dict[str, Any]) -> None:
@@ -175,7 +168,9 @@ def main() -> None:
     steps = measure_steps(engines, args.rounds)
     attention = measure_attention(engines["bf16"], args.rounds)
     host = measure_host(engines["bf16"], 16, 40)
+    limits = set_against_limits(engines["bf16"].backend, args.threads, steps["bf16"], args.rounds)
     show(steps, attention, host)
+    print(", ".join(f"{name} {value:.4g}" for name, value in limits.items()))
     save(
         "cpu",
         {
@@ -187,7 +182,7 @@ def main() -> None:
             "attention": attention,
             "host": host,
             "targets": TARGETS,
-            "numpy_read_bytes_per_s": memory_rate(args.threads),
+            "limits": limits,
         },
     )
 

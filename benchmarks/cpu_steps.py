@@ -18,6 +18,8 @@ from engine.torch_backend import TorchBackend
 from kernels.cpu.attention import Attention, AttentionMerge
 from kernels.cpu.compiler import compile_kernels
 from kernels.cpu.isa import choose_isa, host_features
+from kernels.cpu.limits import PeakDots, ReadAll
+from kernels.cpu.module import KernelSpec
 from kernels.cpu.program import Operation, aligned_bytes
 from kernels.cpu.stream import Stream
 from pillion.errors import ConfigError
@@ -28,6 +30,7 @@ PAGE_BYTES = 4096
 # Of bfloat16: all of the pool is this small number, so that nothing is denormal and nothing overflows.
 FILLED_WITH = 0x3C00
 SINK_THREADS = 256
+PEAK_ROUNDS = 1_000_000
 
 
 class Bench:
@@ -84,7 +87,30 @@ def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto", 
     model = load_cpu_model(prepared, BLOCK_SIZE, isa, quantization=quantization)
     specs = [operation.spec for operation in model.plan.operations]
     stream = Stream(attention_shape(model.config, model.layout))
-    return Bench(CpuBackend(replace(model, kernels=compile_kernels([*specs, stream], isa)), threads))
+    limits: list[KernelSpec] = [stream, PeakDots(model.layout.dtype == "bfloat16"), ReadAll()]
+    return Bench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
+
+
+def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
+    """Operations and bytes a second at most: products in registers, and a read of the packed weights."""
+    sink = np.ones(16 * SINK_THREADS, np.float32)
+    dots = PeakDots(backend.model.layout.dtype == "bfloat16")
+    multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
+    data = backend.model.weights.linear("lm_head").data
+    size = data.numel() * data.element_size() // 65536 * 65536
+    read = backend.again([Operation(ReadAll(), {"data": data, "sink": sink, "bytes": size})])
+    return dots.operations * PEAK_ROUNDS * threads / fastest(multiply, 5), size / fastest(read, 5)
+
+
+def fastest(call: Callable[[], None], repeats: int) -> float:
+    """Seconds of the quickest of some runs, after one that nobody times."""
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+    return best
 
 
 def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[], None]]:
