@@ -27,7 +27,7 @@ from kernels.cpu.packing import PackedWeight, pack_bias, pack_gated, pack_gated_
 from kernels.torch_linear import Linear
 
 # Grows when the packed layout changes: old files are then of no use, and removed.
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

@@ -22,6 +22,7 @@ from kernels.cpu.attention_rows import (
     LOG2E,
     PARTITION_GROUPS,
     SCORE_BYTES,
+    TAIL_GROUPS,
     Groups,
     Lines,
     Shape,
@@ -61,15 +62,9 @@ MERGE = Layout(
 
 
 def row_counts(isa: Isa, group: int) -> tuple[int, int]:
-    """Most rows of an item, for one token and for several: what the accumulators of a pass over the pool allow."""
-    most = accumulators(isa)
-    narrow = group if group <= most else -(-group // -(-group // isa.attention_rows))
+    """Most rows of an item, for one token and for several."""
+    narrow = group if group <= isa.attention_sums else -(-group // -(-group // isa.attention_rows))
     return narrow, max(narrow, isa.attention_rows)
-
-
-def accumulators(isa: Isa) -> int:
-    """Vectors that stay in registers beside what they are computed from."""
-    return isa.attention_rows * 2 if isa.attention_rows > 4 else isa.attention_rows
 
 
 def partial_row_bytes(head_dim: int) -> int:
@@ -102,7 +97,7 @@ class Scratch:
 
     @property
     def places(self) -> int:
-        """Of groups, [2 * groups + what is asked for ahead] int64; the scores' side by side read past the end."""
+        """Of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64 and less than 1,024 bytes."""
         return 0
 
     @property
@@ -255,7 +250,7 @@ class _UnitPass:
         last = (behind + (LANES - 1)) // LANES
         end = k.least((partition + 1) * PARTITION_GROUPS, last)
         side = side_by_side(k.isa, self._row_count)
-        span = Span(begin, end, last, max(side, AHEAD_GROUPS))
+        span = Span(begin, end, last)
         groups = emit_groups(self._call, shape, unit.sequence, self._head, span, scratch.places)
         scores = self._call.scratch + scratch.scores
         queries = self._call.scratch + scratch.queries
@@ -316,18 +311,15 @@ class AttentionMerge:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The groups begin .. end - 1 of a sequence, and how many to list behind them; none from ``last`` on is read."""
+    """The groups begin .. end - 1 of a sequence; none from ``last`` on may be looked up."""
 
     begin: Int
     end: Int
     last: Int
-    ahead: int
 
 
 def emit_groups(call: Call, shape: Shape, sequence: Int, head: Int, span: Span, places_at: int) -> Groups:
-    """Looks up where groups are. Both products read them in the order of the list: what stands further on in it is
-    what to ask for ahead.
-    """
+    """Looks up where groups are. What stands further on in the list is read later, so it is what to ask for ahead."""
     k, args = call.k, call.args
     places = call.scratch + places_at
     table = call.step.pointer("block_tables") + sequence * call.step.number("table_stride") * 4
@@ -343,7 +335,7 @@ def emit_groups(call: Call, shape: Shape, sequence: Int, head: Int, span: Span, 
         key = place(span.begin + index)
         k.store_int(places + index * 8, key)
         k.store_int(places + (count + index) * 8, key + value_offset)
-    with k.range(span.ahead) as index:
+    with k.range(TAIL_GROUPS) as index:
         k.store_int(places + (count * 2 + index) * 8, place(k.least(span.end + index, span.last - 1)))
     pool = call.step.pointer("pool") + (args.number("layer_offset") + head * args.number("piece_bytes"))
     return Groups(pool, places, span.begin * LANES, count)
@@ -351,14 +343,14 @@ def emit_groups(call: Call, shape: Shape, sequence: Int, head: Int, span: Span, 
 
 def side_by_side(isa: Isa, rows: int) -> int:
     """Groups whose scores are computed at a time: enough sums in flight to hide the latency of a product."""
-    most = min(isa.decode_blocks, max(1, isa.attention_rows // rows))
+    most = min(isa.decode_blocks, AHEAD_GROUPS, max(1, isa.attention_sums // rows))
     return 1 << (most.bit_length() - 1)
 
 
 def columns(isa: Isa, shape: Shape, rows: int) -> int:
     """Vectors of V's columns whose sums are kept at a time: a divisor of a head's vectors."""
     width = shape.head_dim // LANES
-    most = max(1, accumulators(isa) // rows)
+    most = max(1, isa.attention_sums // rows)
     return max(count for count in range(1, width + 1) if width % count == 0 and count <= most)
 
 

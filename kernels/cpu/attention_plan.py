@@ -98,26 +98,27 @@ class AttentionPlanner:
 
     def _cut(self, items: Int32, tokens: Int64, span: int) -> tuple[Int32, Int64, Int32]:
         """Items of more than ``span`` partitions become several, the longest ones first while partials last."""
-        partitions = items[:, LAST] - items[:, FIRST]
-        order = np.argsort(-tokens, kind="stable")
-        order = order[partitions[order] > span]
-        needed = np.cumsum(partitions[order] * items[order, ROWS])
-        taken = order[needed <= self._partial_rows]
-        if not len(taken):
-            return items, tokens, items[:0]
-        merges = items[taken]
-        merges[1:, PARTIAL] = needed[: len(taken) - 1]
-        merges[0, PARTIAL] = 0
-        parts = -(-partitions[taken] // span)
-        pieces = np.repeat(merges, parts, axis=0)
-        inside = np.arange(len(pieces)) - np.repeat(np.cumsum(parts) - parts, parts)
-        pieces[:, PARTIAL] += inside * span * pieces[:, ROWS]
-        pieces[:, FIRST] += inside * span
-        pieces[:, LAST] = np.minimum(pieces[:, FIRST] + span, pieces[:, LAST])
+        order = np.flatnonzero(items[:, LAST] - items[:, FIRST] > span)
+        order = order[np.argsort(-tokens[order], kind="stable")]
+        merges = items[order]
+        partitions = merges[:, LAST] - merges[:, FIRST]
+        sizes = partitions * merges[:, ROWS]
+        ends = sizes.cumsum()
+        fitting = int(ends.searchsorted(self._partial_rows, "right"))
+        if not fitting:
+            return items, tokens, merges[:0]
+        merges[:, PARTIAL] = ends - sizes
+        merges, taken = merges[:fitting], order[:fitting]
+        parts = -(-partitions[:fitting] // span)
+        pieces = merges.repeat(parts, axis=0)
+        shifts = (np.arange(len(pieces)) - (parts.cumsum() - parts).repeat(parts)) * span
+        begins = pieces[:, FIRST] + shifts
+        pieces[:, FIRST] = begins
+        pieces[:, LAST] = np.minimum(begins + span, pieces[:, LAST])
+        pieces[:, PARTIAL] += shifts * pieces[:, ROWS]
+        # The last row's context ends somewhere in the last partition.
+        limits = (pieces[:, ROW] + pieces[:, ROWS] - 1) // self._group + pieces[:, SHIFT] + 1
+        lengths = np.minimum(pieces[:, LAST] * PARTITION_TOKENS, limits) - begins * PARTITION_TOKENS
         whole = np.ones(len(items), bool)
         whole[taken] = False
-        # A row's context ends somewhere in its last partition, and a window begins somewhere in its first.
-        lengths = (pieces[:, LAST] - pieces[:, FIRST]).astype(np.int64) * PARTITION_TOKENS
-        limits = (pieces[:, ROW] + pieces[:, ROWS] - 1) // self._group + pieces[:, SHIFT] + 1
-        lengths -= np.maximum(pieces[:, LAST] * PARTITION_TOKENS - limits, 0)
         return np.concatenate((items[whole], pieces)), np.concatenate((tokens[whole], lengths)), merges

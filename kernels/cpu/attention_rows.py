@@ -12,6 +12,7 @@ additions in rising order, so a row's bits are the same whichever rows stand bes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kernels.cpu.attention_plan import PARTITION_TOKENS
@@ -27,8 +28,10 @@ HIDDEN_SCORE = -1e30
 LEAST_MAXIMUM = -1e29
 # A row of scores, then of weights in their place. One line more than needed, so that rows do not share cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# Groups ahead of the one that is read, of which lines are asked for.
-AHEAD_GROUPS = 2
+# Groups, or fewer, of which lines are asked for ahead of time, side by side.
+AHEAD_GROUPS = 4
+# How far behind the last one the list of groups is read, to ask for memory or to fill up groups side by side.
+TAIL_GROUPS = 2 * AHEAD_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,11 @@ class Lines:
     def add(self, total: Variable, line: tuple[Vec | Pairs, ...], row: tuple[Vec | Pairs, ...]) -> None:
         """total += line * row."""
         for a, b in zip(line, row, strict=True):
-            if isinstance(a, Pairs):
-                assert isinstance(b, Pairs)
+            if isinstance(a, Pairs) and isinstance(b, Pairs):
                 total.value = self._k.dot(total.value, a, b)
             else:
+                assert isinstance(a, Vec)
+                assert isinstance(b, Vec)
                 total.value = self._k.fma(a, b, total.value)
 
 
@@ -113,7 +117,8 @@ class Groups:
 
     Attributes:
         pool: the layer's first piece of this KV head, in slot 0.
-        places: [2 * count + some] int64: bytes from ``pool`` to each group of K, then of V, then to what is read next.
+        places: [2 * count + TAIL_GROUPS] int64: bytes from ``pool`` to each group of K, then of V, then of what is
+            likely to be read next.
         first: position of the first group's first token.
         count: how many groups.
     """
@@ -139,29 +144,41 @@ class Visibility:
 def emit_scores(
     lines: Lines, shape: Shape, groups: Groups, queries: Ptr, scores: Ptr, row_count: int, side: int
 ) -> None:
-    """Scores of ``row_count`` queries [row_count, head_dim] for all groups, ``side`` (a divisor of 32) at a time.
+    """Scores of ``row_count`` queries [row_count, head_dim] for all groups, ``side`` (1, 2 or 4) at a time.
 
     What is computed behind the last group is of no use, and nobody reads it.
     """
     k = groups.pool.k
     steps = shape.group_bytes // VECTOR_BYTES
     query_bytes = steps * lines.step_bytes
+    # Each turn of the inner loop reads as many lines as groups are asked for.
+    unrolled = AHEAD_GROUPS // side
     with k.range(groups.count, step=side) as index:
         bases = [groups.at(index + i) for i in range(side)]
-        ahead = [groups.at(index + (i + max(side, AHEAD_GROUPS))) for i in range(side)]
+        ahead = _ahead(shape, groups, k.int(0), index, AHEAD_GROUPS)
         sums = [[k.variable(k.vector(0.0)) for _ in bases] for _ in range(row_count)]
-        with k.range(steps) as step:
-            offset = step * VECTOR_BYTES
-            keys = [lines.load(base + offset) for base in bases]
+        with k.range(steps, step=unrolled) as first:
             for ptr in ahead:
-                k.prefetch(ptr + offset)
-            for r in range(row_count):
-                query = lines.spread(queries + (step * lines.step_bytes + r * query_bytes))
-                for total, key in zip(sums[r], keys, strict=True):
-                    lines.add(total, key, query)
+                k.prefetch(ptr + first * (VECTOR_BYTES // unrolled))
+            for u in range(unrolled):
+                keys = [lines.load(base + (first * VECTOR_BYTES + u * VECTOR_BYTES)) for base in bases]
+                at = queries + first * lines.step_bytes
+                for r in range(row_count):
+                    query = lines.spread(at + (u * lines.step_bytes + r * query_bytes))
+                    for total, key in zip(sums[r], keys, strict=True):
+                        lines.add(total, key, query)
         for r in range(row_count):
             for i, total in enumerate(sums[r]):
                 k.store(scores + (index * VECTOR_BYTES + (r * SCORE_BYTES + i * VECTOR_BYTES)), total.value)
+
+
+def _ahead(shape: Shape, groups: Groups, begin: Int, index: Int, side: int) -> list[Ptr]:
+    """What to ask for during group ``index`` of those that are listed from ``begin`` on: a part of each of ``side``
+    groups that follow. Several groups side by side come faster than one after the other.
+    """
+    part = index % side
+    first = begin + index - part + side
+    return [groups.at(first + i) + part * (shape.group_bytes // side) for i in range(side)]
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
@@ -227,26 +244,37 @@ def emit_weighted(
 ) -> None:
     """A[r] of ``row_count`` rows of weights, into rows of ``sum_bytes``; ``columns`` vectors at a time."""
     k = groups.pool.k
+    _emit_columns(lines, shape, groups, weights, sums, row_count, columns, asks=True)
+    with k.range(4 * shape.head_dim, begin=columns * VECTOR_BYTES, step=columns * VECTOR_BYTES) as left:
+        here = Groups(groups.pool + left, groups.places, groups.first, groups.count)
+        _emit_columns(lines, shape, here, weights, sums + left, row_count, columns, asks=False)
+
+
+def _emit_columns(
+    lines: Lines, shape: Shape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int, *, asks: bool
+) -> None:
+    """The first ``columns`` vectors of A. ``asks``: asks for all columns of the groups that follow."""
+    k = groups.pool.k
     width = shape.head_dim // LANES
     steps = shape.group_bytes // (width * VECTOR_BYTES)
-    with k.range(width * VECTOR_BYTES, step=columns * VECTOR_BYTES) as left:
-        totals = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(row_count)]
-        with k.range(groups.count) as index:
-            base = groups.at(groups.count + index) + left
-            ahead = groups.at(groups.count + index + AHEAD_GROUPS) + left
-            row = weights + index * (steps * lines.step_bytes)
-            with k.range(steps) as step:
-                offset = step * (width * VECTOR_BYTES)
-                values = [lines.load(base + (offset + c * VECTOR_BYTES)) for c in range(columns)]
-                for c in range(columns):
-                    k.prefetch(ahead + (offset + c * VECTOR_BYTES))
-                for r in range(row_count):
-                    weight = lines.spread(row + (step * lines.step_bytes + r * SCORE_BYTES))
-                    for total, value in zip(totals[r], values, strict=True):
-                        lines.add(total, value, weight)
-        for r in range(row_count):
-            for c, total in enumerate(totals[r]):
-                k.store(sums + (left + (r * shape.sum_bytes + c * VECTOR_BYTES)), total.value)
+    side = math.gcd(width, AHEAD_GROUPS)
+    totals = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(row_count)]
+    with k.range(groups.count) as index:
+        base = groups.at(groups.count + index)
+        ahead = _ahead(shape, groups, groups.count, index, side) if asks else []
+        row = weights + index * (steps * lines.step_bytes)
+        with k.range(steps) as step:
+            for ptr in ahead:
+                for c in range(width // side):
+                    k.prefetch(ptr + (step * (width // side * VECTOR_BYTES) + c * VECTOR_BYTES))
+            values = [lines.load(base + (step * (width * VECTOR_BYTES) + c * VECTOR_BYTES)) for c in range(columns)]
+            for r in range(row_count):
+                weight = lines.spread(row + (step * lines.step_bytes + r * SCORE_BYTES))
+                for total, value in zip(totals[r], values, strict=True):
+                    lines.add(total, value, weight)
+    for r in range(row_count):
+        for c, total in enumerate(totals[r]):
+            k.store(sums + (r * shape.sum_bytes + c * VECTOR_BYTES), total.value)
 
 
 def emit_fold(shape: Shape, left: Ptr, right: Ptr) -> None:

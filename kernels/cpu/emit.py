@@ -247,11 +247,11 @@ class Kernel:
             return Ptr(self, address)
         return Ptr(self, address, address, self.builder.add(address, self.read(ptr + 8, _I64, 8)))
 
-    def prefetch(self, ptr: Ptr) -> None:
-        """Asks for a line of 64 bytes; may point anywhere."""
+    def prefetch(self, ptr: Ptr, near: bool = True) -> None:
+        """Asks for a line of 64 bytes, into the first cache or only into the one behind it; may point anywhere."""
         function = self.function("llvm.prefetch.p0", ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
         address = self.builder.inttoptr(ptr.ir, _I8.as_pointer())
-        self.builder.call(function, [address, _I32(0), _I32(3), _I32(1)])
+        self.builder.call(function, [address, _I32(0), _I32(3 if near else 1), _I32(1)])
 
     def fetch_add(self, ptr: Ptr, amount: Int | Count) -> Int:
         """Adds atomically; gives what was there before."""

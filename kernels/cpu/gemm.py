@@ -4,7 +4,8 @@
 
 Threads take panels. A panel is met by all rows, in tiles of even height: the first tile streams it from memory, the
 others find it in the cache, and all of them ask for a part of the panel that this thread takes next, so that memory
-and arithmetic are busy at the same time. A panel of int8 weights that meets more than one tile is widened once.
+and arithmetic are busy at the same time. int8 weights are widened in registers, tile by tile; without an instruction
+for bfloat16 products that costs too much, so there a panel that meets more than one tile is widened once, to scratch.
 
 A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
 over rising inputs (gemm_tiles), and the epilogue is one piece of code for all rows.
@@ -12,13 +13,15 @@ over rising inputs (gemm_tiles), and the epilogue is one piece of code for all r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import gelu, silu
 
 from kernels.cpu.emit import VECTOR_BYTES, Kernel
-from kernels.cpu.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, multiply_rows
+from kernels.cpu.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, most_rows, multiply_rows
 from kernels.cpu.int8 import LINE_BYTES, widen
 from kernels.cpu.module import SCRATCH_BYTES, Call
 from kernels.cpu.packing import PANEL_COLUMNS, TILE_COLUMNS, PackedWeight, unpack
@@ -47,8 +50,11 @@ LAYOUT = Layout(
 )
 
 GATED = ("gated_silu", "gated_gelu")
-# Takes for each thread, if there are panels enough.
+# Of a thread, if there are panels enough: a take has many microseconds, and the last ones end together.
 TAKES = 16
+TAKES_OF_GROUP = 4
+# That a thread should find, where rows are enough to cut panels' work into blocks of rows.
+ITEMS = 2
 # Of a thread's scratch: first the sums of a tile, behind them a widened panel.
 _SUMS_BYTES = 8192
 _WIDE_BYTES = SCRATCH_BYTES - _SUMS_BYTES
@@ -76,7 +82,7 @@ def reference_gemm(
         assert out is not None
         return out.double() + factor * total
     if epilogue in GATED:
-        gate, up = total.unflatten(-1, (-1, 2, TILE_COLUMNS)).unbind(-2)
+        gate, up = total.view(len(total), packed.pairs, 2, TILE_COLUMNS).unbind(-2)
         gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
         return (gated * up).flatten(-2)
     return total
@@ -128,75 +134,84 @@ class _Body:
         self.pairs = args.number("pairs")
         self.steps = args.number("depth") // (1 if spec.weights == "fp32" else 2)
         self.panel_bytes = self.steps * PANEL_STEP_BYTES[spec.weights]
-        self.highest = k.isa.gemm_rows[0]
         if spec.epilogue == "add":
             self.factor = args.real("factor")
 
     def write(self) -> None:
-        """Takes panels until there are none."""
-        k, call = self.k, self.call
+        """All of it."""
         if self.spec.grouped:
-            groups = call.args.number("num_groups")
-            self.group_starts = call.args.pointer("group_starts")
-            self.group_bytes = call.args.number("group_bytes")
-            count = self.pairs * groups
+            self._groups()
         else:
-            self.rows = call.step.number(self.spec.rows_of)
-            tiles = (self.rows + (self.highest - 1)) // self.highest
-            # With few panels and many threads, a panel's tiles are cut into blocks too.
-            wanted = (call.threads * 2 + (self.pairs - 1)) // self.pairs
-            self.blocks = k.least(tiles, wanted)
-            self.tiles = tiles
-            count = self.pairs * self.blocks
-        chunk = k.most(count // (call.threads * TAKES), 1)
+            self._blocks()
+
+    def _blocks(self) -> None:
+        """An item is a panel with a block of the rows: all of them, unless there are fewer panels than threads like."""
+        k, call, pairs = self.k, self.call, self.pairs
+        rows = call.step.number(self.spec.rows_of)
+        tiles = self._tiles(rows)
+        blocks = k.least(tiles, (call.threads * ITEMS + (pairs - 1)) // pairs)
+        count = pairs * blocks
+        with self._items(count, count // (call.threads * TAKES)) as (item, after):
+            panel = item // blocks
+            block = item - panel * blocks
+            cut = _Cut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks)
+            weights = self.weights + panel * self.panel_bytes
+            self._panel(cut, panel, panel, weights, self.weights + after // blocks * self.panel_bytes)
+
+    def _groups(self) -> None:
+        """An item is a panel of a group with all of its rows, which are none for many a group."""
+        k, call, pairs = self.k, self.call, self.pairs
+        starts = call.args.pointer("group_starts")
+        group_bytes = call.args.number("group_bytes")
+        # As one group may have all the work, a take is cut from a group's panels.
+        chunk = pairs // (call.threads * TAKES_OF_GROUP)
+        with self._items(pairs * call.args.number("num_groups"), chunk) as (item, after):
+            group, next_group = item // pairs, after // pairs
+            panel, next_panel = item - group * pairs, after - next_group * pairs
+            begin = k.load_int(starts + group * 4, 32)
+            rows = k.load_int(starts + group * 4 + 4, 32) - begin
+            tiles = self._tiles(rows)
+            with k.when(rows > 0):
+                weights = self.weights + (group * group_bytes + panel * self.panel_bytes)
+                ahead = self.weights + (next_group * group_bytes + next_panel * self.panel_bytes)
+                self._panel(_Cut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
+
+    def _tiles(self, rows: Int) -> Int:
+        highest = most_rows(self.k.isa, self.spec.weights)
+        return (rows + (highest - 1)) // highest
+
+    @contextmanager
+    def _items(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
+        """Items of 0 .. count that this thread takes, ``chunk`` at a time, and the one that it works on after each."""
+        k = self.k
+        chunk = k.most(chunk, 1)
         # A take is drawn before the one before it is worked on: so it is known what to ask memory for.
-        taken = k.variable(k.fetch_add(call.counter, chunk))
+        taken = k.variable(k.fetch_add(self.call.counter, chunk))
         with k.forever() as behind:
             begin = taken.value
             k.leave(behind, begin >= count)
-            following = k.fetch_add(call.counter, chunk)
+            following = k.fetch_add(self.call.counter, chunk)
             taken.value = following
             end = k.least(begin + chunk, count)
             with k.range(end, begin) as item:
-                after = item + 1
-                after = k.select(after < end, after, following)
-                # Behind the last take there is nothing to ask for: the memory here is as good as any.
-                after = k.select(after < count, after, item)
-                self._item(item, after)
+                after = k.select(item + 1 < end, item + 1, following)
+                # Behind the last take there is nothing to ask for: what is here is as good as anything.
+                yield item, k.select(after < count, after, item)
 
-    def _item(self, item: Int, after: Int) -> None:
-        k = self.k
-        if not self.spec.grouped:
-            panel = item // self.blocks
-            block = item - panel * self.blocks
-            ahead = self.weights + after // self.blocks * self.panel_bytes
-            first, last = self.tiles * block // self.blocks, self.tiles * (block + 1) // self.blocks
-            cut = _Rows(k.int(0), self.rows, self.tiles, first, last)
-            self._panel(cut, panel, panel, self.weights + panel * self.panel_bytes, ahead)
-            return
-        group, next_group = item // self.pairs, after // self.pairs
-        panel, next_panel = item - group * self.pairs, after - next_group * self.pairs
-        begin = k.load_int(self.group_starts + group * 4, 32)
-        rows = k.load_int(self.group_starts + group * 4 + 4, 32) - begin
-        tiles = (rows + (self.highest - 1)) // self.highest
-        weights = self.weights + (group * self.group_bytes + panel * self.panel_bytes)
-        ahead = self.weights + (next_group * self.group_bytes + next_panel * self.panel_bytes)
-        with k.when(rows > 0):
-            self._panel(_Rows(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
-
-    def _panel(self, cut: _Rows, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
+    def _panel(self, cut: _Cut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
         """Some tiles of rows with one panel. ``panel`` counts in out, ``column`` in scales and bias."""
         k, kind = self.k, self.spec.weights
         count = cut.last - cut.first
         step_bytes = k.int(PANEL_STEP_BYTES[kind]) // count
         wide = self.call.scratch + _SUMS_BYTES
+        widens = kind == "int8" and not k.isa.bf16_dot
         widened = k.int(0)
-        if kind == "int8":
+        if widens:
             fits = self.steps * PANEL_STEP_BYTES["bf16"] <= _WIDE_BYTES
             widened = k.select((count > 1) & fits, k.int(1), widened)
             with k.when(widened > 0), k.range(self.steps) as step:
                 for half, pairs in enumerate(widen(k, weights + step * LINE_BYTES)):
-                    k.write(wide + step * PANEL_STEP_BYTES["bf16"] + half * VECTOR_BYTES, pairs.ir, VECTOR_BYTES)
+                    k.write(wide + step * PANEL_STEP_BYTES["bf16"] + half * VECTOR_BYTES, pairs.ir, 4)
         out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
         constants = self._constants(column * SUMS_ROW_BYTES)
         with k.range(cut.last, cut.first) as tile:
@@ -208,7 +223,7 @@ class _Body:
             args = TileArgs(x, self.x_stride, weights, self.steps, wanted, step_bytes, sums)
             with k.when(widened.equals(0)):
                 multiply_rows(k, kind, rows, args)
-            if kind == "int8":
+            if widens:
                 with k.when(widened > 0):
                     multiply_rows(k, "bf16", rows, replace(args, panel=wide))
             with k.range(rows) as row:
@@ -249,7 +264,7 @@ class _Body:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Cut:
     """Tiles first .. last of those that rows base .. base + rows are cut into, as evenly as whole rows allow."""
 
     base: Int

@@ -1,8 +1,11 @@
 """int8 weights: how they are made from larger ones, and how kernels widen them to bfloat16.
 
-One float32 scale for each output column, symmetric: weight = scale * quantum with quanta in -127 .. 127. A quantum has 7
-bits and a sign, so bfloat16 holds it exactly: products and sums are those of the bfloat16 kernels, and the scale is
+One float32 scale for each output column, symmetric: weight = scale * quantum with quanta in -127 .. 127. A quantum has
+7 bits and a sign, so bfloat16 holds it exactly: products and sums are those of the bfloat16 kernels, and the scale is
 applied once, to the finished sum.
+
+Quanta are kept as sign and magnitude, and a line of 64 in an order that AVX-512 widens with six instructions: both
+bytes of the bfloat16 come out of tables of 128 entries, and interleave within each quarter of the line.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from kernels.cpu.emit import LANES, Kernel
 from kernels.cpu.values import Pairs, Ptr
 
 MAX_QUANTUM = 127
-# A pair of inputs, 32 columns.
+# A pair of inputs of the 32 columns of a panel: [4 quarters][2 tiles][4 columns][2 inputs].
 LINE_BYTES = 64
+_QUARTERS = 4
+_SIGN = 0x80
 
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
-_V16 = ir.VectorType(_I16, LANES)
 _V32 = ir.VectorType(_I32, LANES)
 _VF = ir.VectorType(ir.FloatType(), LANES)
 _BYTES = ir.VectorType(_I8, LINE_BYTES)
+_WORDS = ir.VectorType(_I16, LINE_BYTES // 2)
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,49 +41,62 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quanta.to(torch.int8), scales
 
 
-def reference_widen(line: torch.Tensor) -> torch.Tensor:
-    """What :func:`widen` computes: int8 [2 tiles, 16 columns, 2 inputs] -> bfloat16 of the same shape."""
-    return line.to(torch.bfloat16)
+def pack_lines(quanta: torch.Tensor) -> torch.Tensor:
+    """int8 [..., 2 tiles * 16 columns, 2 inputs] -> uint8 lines [..., 64]."""
+    coded = quanta.abs().to(torch.uint8) | (quanta < 0).to(torch.uint8) * _SIGN
+    lead = coded.shape[:-2]
+    return coded.reshape(*lead, 2, _QUARTERS, LANES // _QUARTERS, 2).transpose(-4, -3).reshape(*lead, LINE_BYTES)
+
+
+def unpack_lines(lines: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`pack_lines`; what :func:`widen` computes."""
+    lead = lines.shape[:-1]
+    coded = lines.view(*lead, _QUARTERS, 2, LANES // _QUARTERS, 2).transpose(-4, -3).reshape(*lead, 2 * LANES, 2)
+    magnitude = (coded & MAX_QUANTUM).to(torch.int8)
+    return torch.where(coded >= _SIGN, -magnitude, magnitude)
 
 
 def widen(k: Kernel, line: Ptr) -> tuple[Pairs, Pairs]:
-    """64 quanta [2 tiles][16 columns][2 inputs] -> the pairs of both tiles."""
+    """64 quanta -> the pairs of both tiles."""
     if k.isa.bf16_dot == "x86":
         return _looked_up(k, k.read(line, _BYTES, 1))
-    return _converted(k, line), _converted(k, line + LINE_BYTES // 2)
+    words = k.read(line, _WORDS, 1)
+    return _converted(k, words, 0), _converted(k, words, 1)
 
 
 def _looked_up(k: Kernel, quanta: Any) -> tuple[Pairs, Pairs]:
-    """Both bytes of |quantum| from tables of 128, the sign into the upper one, then upper and lower bytes in turn."""
+    """Both bytes of the bfloat16 from tables, the sign into the upper one, then lower and upper bytes in turn."""
     b = k.builder
-    size = b.call(k.function("llvm.abs.v64i8", _BYTES, [_BYTES, ir.IntType(1)]), [quanta, ir.IntType(1)(0)])
-    patterns = torch.arange(2 * LINE_BYTES).to(torch.bfloat16).view(torch.int16).tolist()
-    lower = _table(k, size, [pattern & 0xFF for pattern in patterns])
-    upper = _table(k, size, [pattern >> 8 for pattern in patterns])
-    upper = b.or_(upper, b.and_(quanta, ir.Constant(_BYTES, [-128] * LINE_BYTES)))
+    patterns = torch.arange(MAX_QUANTUM + 1).to(torch.bfloat16).view(torch.int16).tolist()
+    lower = _table(k, quanta, [pattern & 0xFF for pattern in patterns])
+    upper = _table(k, quanta, [pattern >> 8 for pattern in patterns])
+    upper = b.or_(upper, b.and_(quanta, ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)))
     tiles = []
-    for first in (0, LINE_BYTES // 2):
-        order = [at for byte in range(first, first + LINE_BYTES // 2) for at in (byte, LINE_BYTES + byte)]
+    for tile in range(2):
+        first = [quarter * 16 + tile * 8 + byte for quarter in range(_QUARTERS) for byte in range(8)]
+        order = [at for byte in first for at in (byte, LINE_BYTES + byte)]
         mixed = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, LINE_BYTES), order))
         tiles.append(Pairs(k, b.bitcast(mixed, _V32)))
     return tiles[0], tiles[1]
 
 
 def _table(k: Kernel, places: Any, table: list[int]) -> Any:
-    """table[place] for each byte; the table has 128 entries."""
+    """table[place] for the lower 7 bits of each byte."""
     halves = [ir.Constant(_BYTES, table[:LINE_BYTES]), ir.Constant(_BYTES, table[LINE_BYTES:])]
     function = k.function("llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
     return k.builder.call(function, [halves[0], places, halves[1]])
 
 
-def _converted(k: Kernel, half: Ptr) -> Pairs:
-    """By way of float32, of whose bits the upper 16 are the bfloat16."""
+def _converted(k: Kernel, words: Any, tile: int) -> Pairs:
+    """By way of float32, of whose bits the upper 16 are the bfloat16; a word holds both inputs of a column."""
     b = k.builder
-    both = b.sext(k.read(half, _V16, 1), _V32)
-    first = b.ashr(b.shl(both, _ints(24)), _ints(24))
-    second = b.ashr(both, _ints(8))
-    low, high = (b.bitcast(b.sitofp(quanta, _VF), _V32) for quanta in (first, second))
-    return Pairs(k, b.or_(b.lshr(low, _ints(16)), high))
+    order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
+    word = b.zext(b.shuffle_vector(words, words, ir.Constant(_V32, order)), _V32)
+    first = b.sitofp(b.and_(word, _ints(MAX_QUANTUM)), _VF)
+    second = b.sitofp(b.and_(b.lshr(word, _ints(8)), _ints(MAX_QUANTUM)), _VF)
+    pair = b.or_(b.lshr(b.bitcast(first, _V32), _ints(16)), b.bitcast(second, _V32))
+    signs = b.or_(b.and_(b.shl(word, _ints(8)), _ints(0x8000)), b.and_(b.shl(word, _ints(16)), _ints(-(2**31))))
+    return Pairs(k, b.or_(pair, signs))
 
 
 def _ints(value: int) -> Any:

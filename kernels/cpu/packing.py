@@ -5,7 +5,8 @@ lane of a vector. Kernels walk a panel from its first byte to its last:
 
     bf16   [N / 32][K / 2][2 tiles][16][2]    a lane's pair: two neighbouring inputs of one output
     fp32   [N / 32][K][2 tiles][16]
-    int8   [N / 32][K / 2][2 tiles][16][2]    and one float32 scale for each output (kernels.cpu.int8)
+    int8   [N / 32][K / 2][64]                a line of 32 outputs and 2 inputs, as kernels.cpu.int8 has it; and one
+                                              float32 scale for each output
 
 N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: of
 each panel, the first tile holds 16 outputs of the gate and the second the same 16 of the other matrix.
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from kernels.cpu.int8 import quantize
+from kernels.cpu.int8 import pack_lines, quantize, unpack_lines
 
 TILE_COLUMNS = 16
 PANEL_COLUMNS = 2 * TILE_COLUMNS
 DEPTH_MULTIPLE = 16
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,12 @@ def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
-    """The columns of a packed matrix [pairs * 32, depth] in their packed order, in the kind's type, without scales."""
-    if packed.kind == "fp32":
-        panels = packed.data.view(packed.pairs, packed.depth, PANEL_COLUMNS).transpose(1, 2)
-    else:
-        panels = packed.data.view(packed.pairs, packed.depth // 2, PANEL_COLUMNS, 2).transpose(1, 2)
-    return panels.reshape(packed.pairs * PANEL_COLUMNS, packed.depth)
+    """The columns of a packed matrix [pairs * 32, depth] in their packed order, without scales: int8 as quanta."""
+    steps = packed.data.view(packed.pairs, -1, PANEL_COLUMNS * (1 if packed.kind == "fp32" else 2))
+    if packed.kind == "int8":
+        steps = unpack_lines(steps)
+    inputs = steps.reshape(packed.pairs, steps.shape[1], PANEL_COLUMNS, -1)
+    return inputs.transpose(1, 2).reshape(packed.pairs * PANEL_COLUMNS, packed.depth)
 
 
 def _pack(weight: torch.Tensor, kind: str) -> PackedWeight:
@@ -85,11 +86,11 @@ def _pack(weight: torch.Tensor, kind: str) -> PackedWeight:
     scales = None
     if kind == "int8":
         weight, scales = quantize(weight)
-    data = weight.to(DTYPES[kind])
-    if kind == "fp32":
-        data = data.view(pairs, PANEL_COLUMNS, depth).transpose(1, 2)
     else:
-        data = data.view(pairs, PANEL_COLUMNS, depth // 2, 2).transpose(1, 2)
+        weight = weight.to(DTYPES[kind])
+    # [pairs, steps, columns, inputs of a step]
+    steps = weight.view(pairs, PANEL_COLUMNS, -1, 1 if kind == "fp32" else 2).transpose(1, 2)
+    data = pack_lines(steps) if kind == "int8" else steps
     return PackedWeight(kind, data.reshape(-1), scales, depth, pairs)
 
 
@@ -100,5 +101,5 @@ def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:
 
 def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """16 of the one, 16 of the other, and so on."""
-    tiles = [part.unflatten(0, (-1, TILE_COLUMNS)) for part in (gate, up)]
+    tiles = [part.view(-1, TILE_COLUMNS, *part.shape[1:]) for part in (gate, up)]
     return torch.stack(tiles, 1).flatten(0, 2)

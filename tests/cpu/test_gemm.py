@@ -1,0 +1,240 @@
+"""Products with packed weights against their reference, and that a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cpu.compiler import assembly
+from kernels.cpu.gemm import GATED, LAYOUT, Gemm, reference_gemm
+from kernels.cpu.isa import BY_NAME
+from kernels.cpu.packing import DTYPES, PackedWeight, pack_gated, pack_linear
+from pillion.errors import Internal
+from tests.support.kernel_runner import BOTH_MODES, Runner, isa_or_skip, padded, rows_step, stride
+
+torch.set_num_threads(1)
+
+KINDS = ("bf16", "fp32", "int8")
+EPILOGUES = ("store", "add", *GATED)
+# Every epilogue and every option, not every pair of them: tiles are shared, and what compiles is the time.
+PLAIN = [Gemm(kind, epilogue, bias=epilogue in ("add", "gated_gelu")) for kind in KINDS for epilogue in EPILOGUES]
+GROUPED = [Gemm(kind, epilogue, grouped=True) for kind in KINDS for epilogue in ("store", "gated_silu")]
+SAMPLED = Gemm("bf16", "store", "num_samples", bias=True)
+SPECS = [*PLAIN, *GROUPED, SAMPLED]
+FACTOR = 0.5
+FILLER = 7.0
+
+
+@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+def runner(request):
+    name, checked = request.param
+    found = Runner(SPECS, isa_or_skip(name), checked)
+    yield found
+    found.close()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product. x [T, depth] of the type that the kind wants; ``packed``: one matrix for each group."""
+
+    spec: Gemm
+    packed: list[PackedWeight]
+    bias: torch.Tensor | None
+    x: torch.Tensor
+    starts: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of out."""
+        return self.packed[0].pairs * (16 if self.spec.epilogue in GATED else 32)
+
+    def new_out(self, rows: int) -> torch.Tensor:
+        """What ``add`` adds to. Row by row, so that a part of the rows begins with the same."""
+        if self.spec.epilogue == "add":
+            return torch.stack([normal(self.width, seed=100 + row) for row in range(rows)])
+        dtype = self.x.dtype if self.spec.epilogue in GATED else torch.float32
+        return torch.full((rows, self.width), FILLER, dtype=dtype)
+
+    def values(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
+        first = self.packed[0]
+        scales = None if first.scales is None else torch.stack([one.scales for one in self.packed])
+        return {
+            "x": x,
+            "weights": torch.stack([one.data for one in self.packed]),
+            "scales": scales,
+            "bias": self.bias,
+            "out": out,
+            "group_starts": self.starts,
+            "x_stride": stride(x),
+            "depth": first.depth,
+            "pairs": first.pairs,
+            "out_stride": stride(out),
+            "num_groups": len(self.packed) if self.spec.grouped else 0,
+            "group_bytes": first.nbytes,
+            "factor": FACTOR,
+        }
+
+    def run(self, runner: Any, x: torch.Tensor | None = None, out: torch.Tensor | None = None, threads: int = 3):
+        """The product of ``x``, or of all rows; fails if it wrote behind them."""
+        x = self.x if x is None else x
+        room = self.new_out(len(x) + 2)
+        if out is not None:
+            room[: len(x)] = out
+        behind = room[len(x) :].clone()
+        step = rows_step(0, len(x)) if self.spec.rows_of == "num_samples" else rows_step(len(x))
+        # Rows behind the last one must not be read, or at least not be used.
+        runner.run(self.spec, self.values(padded(x, extra=1, filler=torch.nan), room), step, threads)
+        assert torch.equal(room[len(x) :], behind)
+        return room[: len(x)]
+
+    def expected(self) -> torch.Tensor:
+        out = self.new_out(len(self.x))
+        if self.starts is None:
+            return reference_gemm(self.x, self.packed[0], self.spec.epilogue, self.bias, out, FACTOR)
+        found = [
+            reference_gemm(self.x[begin:end], packed, self.spec.epilogue)
+            for packed, (begin, end) in zip(self.packed, pairwise(self.starts.tolist()), strict=True)
+        ]
+        return torch.cat(found)
+
+
+def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups: list[int] | None = None) -> Case:
+    """Random values, such that products are about 1; ``groups``: rows of each."""
+    packed = []
+    for group in range(len(groups or [0])):
+        weight, up = (normal(columns, depth, seed=seed + number + group) / depth**0.5 for number in (10, 30))
+        if spec.epilogue in GATED:
+            packed.append(pack_gated(weight, up, spec.weights))
+        else:
+            packed.append(pack_linear(weight, spec.weights))
+    bias = normal(packed[0].pairs * 32, seed=seed + 3) if spec.bias else None
+    x = torch.zeros(rows, packed[0].depth)
+    x[:, :depth] = normal(rows, depth, seed=seed + 4)
+    starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
+    return Case(spec, packed, bias, x.to(torch.float32 if spec.weights == "fp32" else torch.bfloat16), starts)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Sums of products in float32, and one rounding to out's type."""
+    rounding = 2**-8 if found.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [*PLAIN, SAMPLED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 48), (5, 40, 20), (37, 96, 256)])
+def test_product(runner, spec, rows, columns, depth):
+    one = case(spec, rows, columns, depth)
+    assert_close(one.run(runner), one.expected())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 50),
+    columns=st.integers(1, 130),
+    depth=st.integers(1, 80),
+    epilogue=st.sampled_from(EPILOGUES),
+    threads=st.sampled_from((1, 3)),
+)
+def test_ragged_products(runner, kind, rows, columns, depth, epilogue, threads):
+    spec = next(spec for spec in PLAIN if (spec.weights, spec.epilogue) == (kind, epilogue))
+    one = case(spec, rows, columns, depth, seed=rows)
+    assert_close(one.run(runner, threads=threads), one.expected())
+
+
+@pytest.mark.parametrize("spec", [spec for spec in PLAIN if spec.epilogue in ("add", "gated_silu")], ids=str)
+def test_a_row_does_not_depend_on_the_others(runner, spec):
+    """Alone, among any number of rows, at any place, with any number of threads: the same bits."""
+    one = case(spec, 200, 40, 48)
+    start = one.new_out(200)
+    whole = one.run(runner)
+    for rows in (1, 2, 3, 8, 11, 14, 16, 31):
+        for begin in (0, 57, 200 - rows):
+            end = begin + rows
+            part = one.run(runner, one.x[begin:end], start[begin:end], threads=1 + 2 * (rows % 2))
+            assert torch.equal(part, whole[begin:end]), (begin, end)
+
+
+@pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0, 5, 0], [0, 0]], ids=str)
+def test_groups_meet_their_own_matrix(runner, spec, groups):
+    one = case(spec, sum(groups), 72, 48, groups=groups)
+    assert_close(one.run(runner), one.expected())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_rows_has_the_bits_of_the_same_rows_alone(runner, kind):
+    one = case(Gemm(kind, "store", grouped=True), 21, 72, 48, groups=[4, 17])
+    alone = Gemm(kind, "add", bias=True)
+    for packed, begin, end in zip(one.packed, (0, 4), (4, 21), strict=True):
+        other = Case(alone, [packed], torch.zeros(packed.pairs * 32), one.x[begin:end])
+        sums = other.run(runner, out=torch.zeros(end - begin, other.width))
+        assert torch.equal(one.run(runner)[begin:end] * FACTOR, sums)
+
+
+@pytest.mark.parametrize("spec", [PLAIN[0], GROUPED[0], SAMPLED], ids=lambda spec: spec.name)
+def test_no_rows(runner, spec):
+    one = case(spec, 0, 40, 48, groups=[0] if spec.grouped else None)
+    assert one.run(runner).shape == (0, 64)
+
+
+def test_int8_weights_are_exactly_the_bfloat16_of_their_quanta(runner):
+    """Every quantum, in both ways to the same sums: a tile of few rows, and panels that meet many."""
+    packed = pack_linear(torch.arange(-127, 129).clamp(max=127).repeat(32, 1).float(), "int8")
+    packed.scales[:] = 1.0
+    quanta = torch.arange(-127, 129).clamp(max=127).bfloat16().float()
+    x = torch.eye(256).bfloat16()
+    found = Case(Gemm("int8", "store"), [packed], None, x).run(runner)
+    assert torch.equal(found, quanta[:, None].expand(256, 32))
+    for row in (0, 127, 255):
+        assert torch.equal(Case(Gemm("int8", "store"), [packed], None, x[row : row + 1]).run(runner)[0], found[row])
+
+
+def test_panels_deeper_than_scratch(runner):
+    """int8 panels that cannot be widened as a whole."""
+    one = case(Gemm("int8", "store"), 20, 32, 16400)
+    found = one.run(runner, threads=1)
+    assert_close(found, one.expected())
+    assert torch.equal(one.run(runner, one.x[7:8], threads=1)[0], found[7])
+
+
+@pytest.mark.parametrize("short", ["x", "weights", "scales", "bias", "out"])
+def test_strays_are_noted(runner, short):
+    """In checked mode, a product of memory that is too small for it is reported, and touches no other memory."""
+    if not runner.kernels.checked:
+        pytest.skip("kernels that do not check")
+    one = case(Gemm("int8", "add", bias=True), 17, 64, 48)
+    out = one.new_out(17)
+    values = one.values(padded(one.x), out)
+    buffer = values[short].contiguous()
+    values[short] = (buffer.data_ptr(), buffer.nbytes - 64)
+    with pytest.raises(Internal, match="gemm_int8_add"):
+        runner.run(one.spec, values, rows_step(17))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_stay_in_registers(kind):
+    """The largest tiles of AVX-512 spill no vector."""
+    isa = BY_NAME["avx512_bf16"]
+    texts = assembly([Gemm(kind, "store")], isa)
+    tiles = {name: text for name, text in texts.items() if name.startswith(f"gemm_tile_{kind}_")}
+    assert len(tiles) == (11 if kind == "int8" else 14)
+    for name, text in tiles.items():
+        spilled = [line for line in text.splitlines() if "zmm" in line and "(%rsp)" in line]
+        assert not spilled, (name, spilled)
+
+
+def test_specs_have_names_of_their_own():
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+    assert {spec.layout for spec in SPECS} == {LAYOUT}
+    assert set(DTYPES) == set(KINDS)

@@ -1,0 +1,105 @@
+"""Packed weights: where values lie, what padding holds, and what int8 makes of a matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cpu.int8 import MAX_QUANTUM, pack_lines, quantize, unpack_lines
+from kernels.cpu.packing import DTYPES, pack_bias, pack_gated, pack_gated_bias, pack_linear, unpack
+
+torch.set_num_threads(1)
+
+KINDS = ("bf16", "fp32", "int8")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(packed):
+    """float32 [pairs * 32, depth], in the packed order."""
+    wide = unpack(packed).float()
+    return wide if packed.scales is None else wide * packed.scales[:, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(columns=st.integers(1, 100), depth=st.integers(1, 70), seed=st.integers(0, 9))
+def test_what_is_packed_is_unpacked(kind, columns, depth, seed):
+    weight = normal(columns, depth, seed=seed)
+    packed = pack_linear(weight, kind)
+    assert packed.pairs * 32 >= columns > packed.pairs * 32 - 32
+    assert packed.depth >= depth > packed.depth - 16
+    assert packed.depth % 16 == 0
+    assert packed.data.dtype == DTYPES[kind]
+    assert packed.data.is_contiguous()
+    assert packed.nbytes % 64 == 0
+    assert packed.data.numel() == packed.pairs * 32 * packed.depth
+    found = weights_of(packed)
+    assert (found[columns:] == 0).all()
+    assert (found[:, depth:] == 0).all()
+    if kind == "int8":
+        # Half a quantum, and what float32 rounds.
+        error = (found[:columns, :depth] - weight).abs()
+        assert packed.scales is not None
+        assert (error <= packed.scales[:columns, None] * 0.5001).all()
+    else:
+        assert torch.equal(found[:columns, :depth], weight.to(DTYPES[kind]).float())
+
+
+def test_places_of_bf16():
+    """[pairs][depth / 2][2 tiles][16 columns][2 inputs]."""
+    weight = normal(64, 32).bfloat16()
+    data = pack_linear(weight, "bf16").data.view(2, 16, 2, 16, 2)
+    assert data[1, 5, 0, 3, 1] == weight[32 + 3, 11]
+    assert data[0, 15, 1, 15, 0] == weight[31, 30]
+
+
+def test_places_of_fp32():
+    """[pairs][depth][2 tiles][16 columns]."""
+    weight = normal(64, 32)
+    data = pack_linear(weight, "fp32").data.view(2, 32, 2, 16)
+    assert data[1, 5, 0, 3] == weight[32 + 3, 5]
+    assert data[0, 31, 1, 15] == weight[31, 31]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", [48, 40])
+def test_gate_and_up_in_turn(kind, inner):
+    gate, up = normal(inner, 32), normal(inner, 32, seed=1)
+    packed = pack_gated(gate, up, kind)
+    assert packed.pairs == -(-inner // 16)
+    found = weights_of(packed).view(packed.pairs, 2, 16, 32)
+    for half, matrix in enumerate((gate, up)):
+        alone = weights_of(pack_linear(matrix, kind))
+        assert torch.equal(found[:, half].reshape(-1, 32)[:inner], alone[:inner])
+        assert (found[:, half].reshape(-1, 32)[inner:] == 0).all()
+
+
+def test_bias_follows_the_columns():
+    bias = normal(40)
+    assert torch.equal(pack_bias(bias.bfloat16()), torch.cat((bias.bfloat16().float(), torch.zeros(24))))
+    gate, up = normal(24), normal(24, seed=1)
+    found = pack_gated_bias(gate, up)
+    assert torch.equal(found, torch.cat((gate[:16], up[:16], gate[16:], torch.zeros(8), up[16:], torch.zeros(8))))
+
+
+def test_quanta_of_a_column():
+    weight = torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    quanta, scales = quantize(weight)
+    assert quanta.tolist() == [[64, -127, 32, 0], [0, 0, 0, 0]]
+    assert scales.tolist() == [pytest.approx(2 / 127), 1.0]
+
+
+def test_lines_hold_every_quantum():
+    quanta = torch.arange(-MAX_QUANTUM, MAX_QUANTUM + 1).to(torch.int8)
+    quanta = torch.cat((quanta, quanta[:1])).view(4, 32, 2)
+    lines = pack_lines(quanta)
+    assert lines.shape == (4, 64)
+    assert lines.dtype == torch.uint8
+    assert torch.equal(unpack_lines(lines), quanta)
+    # [4 quarters][2 tiles][4 columns][2 inputs]: column 21 is of the second tile, in its second quarter.
+    assert lines.view(4, 4, 2, 4, 2)[3, 1, 1, 1, 0] == quanta[3, 21, 0]
