@@ -1,0 +1,201 @@
+"""The CPU attention against its reference, and its promise that a row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.cpu.attention import Attention, AttentionMerge, row_counts
+from kernels.cpu.attention_plan import FIRST, ITEMS_PER_THREAD, LAST, PARTITION_TOKENS, AttentionPlanner
+from kernels.cpu.attention_rows import Shape
+from kernels.cpu.isa import BY_NAME
+from kernels.cpu.kv_layout import pack_pool, unpack_pool
+from pillion.errors import Internal
+from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, Case, text_of
+from tests.support.kernel_runner import Runner, isa_or_skip
+
+torch.set_num_threads(1)
+
+# The shape that most tests take, with all options, and one without rows to spare in a chunk.
+SMALL, WIDE = Shape(64, 3, 16, True), Shape(64, 3, 32, False)
+OPTIONS = [(False, False), (True, True)]
+# What every processor and mode runs; the rest, of sizes alone, one does.
+SPECS = [spec for shape in (SMALL, WIDE) for pair in OPTIONS for spec in (Attention(shape, *pair),)]
+SPECS += [AttentionMerge(shape, window) for shape in (SMALL, WIDE) for window in (False, True)]
+SIZES = [
+    Shape(16, 1, 16, True),
+    Shape(64, 16, 16, True),
+    Shape(96, 2, 32, True),
+    Shape(128, 4, 16, True),
+    Shape(128, 8, 32, True),
+    Shape(256, 7, 16, True),
+    Shape(16, 5, 16, False),
+    Shape(256, 2, 16, False),
+    Shape(80, 30, 16, False),
+]
+MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
+# Each sequence: (text, tokens already there, tokens of this step).
+MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
+
+
+@pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+def runner(request):
+    name, checked = request.param
+    found = Runner(SPECS, isa_or_skip(name), checked)
+    found.isa = BY_NAME[name]
+    yield found
+    found.close()
+
+
+def isa_of(runner):
+    return getattr(runner, "isa", BY_NAME["neon"])
+
+
+def planned(runner, case, *, threads=2, window=0, partial_rows=PARTIAL_ROWS):
+    counts = row_counts(isa_of(runner), case.shape.group)
+    return AttentionPlanner(case.shape.group, counts, KV_HEADS, threads, partial_rows, window).plan(case.batch)
+
+
+def attend(runner, case, *, window=0, softcap=0.0, threads=3, plan_threads=2, partial_rows=PARTIAL_ROWS):
+    plan = planned(runner, case, threads=plan_threads, window=window, partial_rows=partial_rows)
+    return case.run(runner, plan, window=window, softcap=softcap, threads=threads)
+
+
+def check(runner, case, *, window=0, softcap=0.0):
+    found = attend(runner, case, window=window, softcap=softcap).float()
+    expected = case.reference(window=window, softcap=softcap)
+    if case.shape.bf16:
+        # Weights and results are rounded to 8 bits; values are around 1.
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def same(a, b):
+    kind = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 3.0), (37, 0.7), (600, 30.0)])
+def test_mixed_batch(runner, shape, window, softcap):
+    check(runner, Case.of(shape, MIXED, window=window), window=window, softcap=softcap)
+
+
+PARTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 600), st.one_of(st.just(1), st.integers(1, 40))),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(PARTS, st.sampled_from([0, 1, 16, 50, 520]), st.sampled_from([SMALL, WIDE]))
+def test_ragged_batches(runner, parts, window, shape):
+    check(runner, Case.of(shape, parts, window=window), window=window, softcap=1.5 if window else 0.0)
+
+
+@pytest.mark.parametrize("stale", [torch.nan, torch.inf, -torch.inf])
+def test_stale_memory_is_not_seen(runner, stale):
+    parts = [(0, 17, 1), (1, 0, 5), (2, 33, 14)]
+    for shape in (SMALL, WIDE):
+        clean = attend(runner, Case.of(shape, parts, stale=0.0))
+        assert same(attend(runner, Case.of(shape, parts, stale=stale)), clean)
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (700, 5.0)])
+def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
+    """A prompt at once, in chunks of any size, token by token, beside others, on one thread or three."""
+    length = 2 * PARTITION_TOKENS + 70
+
+    def run(*parts, **options):
+        case = Case.of(shape, parts, window=window)
+        return attend(runner, case, window=window, softcap=softcap, **options)
+
+    whole = run((0, 0, length))
+    assert not torch.isnan(whole).any()
+    first = 0
+    for size in (1, 7, 300, 205, 5, 509, 60):
+        chunk = run((1, 40, 1), (0, first, size), (2, 3, 17))
+        assert same(chunk[1 : 1 + size], whole[first : first + size]), (first, size)
+        first += size
+    for position in (0, 15, 16, 100, 511, 512, 513, 1023, 1024, length - 1):
+        alone = run((0, position, 1), threads=1)
+        assert same(alone, whole[position : position + 1]), position
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1700, 5.0), (300, 5.0)])
+def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
+    parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS - 1, 2)]
+    case, options = Case.of(shape, parts, window=window), {"window": window, "softcap": softcap}
+    # As in a model of which some layers have no window: the plan knows none.
+    uncut = planned(runner, case, partial_rows=0)
+    found = case.run(runner, uncut, **options)
+    torch.testing.assert_close(found.float(), case.reference(**options), rtol=2**-7, atol=2**-7)
+    merges = []
+    for threads, partial_rows in ((16, PARTIAL_ROWS), (1, PARTIAL_ROWS), (16, 12 * shape.group)):
+        plan = planned(runner, case, threads=threads, partial_rows=partial_rows)
+        assert same(case.run(runner, plan, **options), found), (threads, partial_rows)
+        merges.append((len(plan.merges), int((plan.items[:, LAST] - plan.items[:, FIRST]).max())))
+    # Pieces of one partition and of several, and a second sequence for which partials do not last.
+    items = 1 + -(-2 * shape.group // isa_of(runner).attention_rows)
+    assert merges == [(items, 1), (items, 3), (1, 4)]
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
+def test_a_hidden_token_weighs_nothing(runner, shape):
+    """Whatever finite numbers it holds, even in a partition of which a row of the same item sees nothing at all."""
+    first, visible, now = PARTITION_TOKENS - 18, 17, 40
+    case, huge = (Case.of(shape, [(0, first, now)]) for _ in range(2))
+    plain = unpack_pool(huge.pool)
+    for position in range(first + visible, first + now):
+        slot = int(huge.batch.block_tables[0, position // shape.block_size])
+        plain[slot, LAYER, :, :, position % shape.block_size] = 3e38
+    huge.pool.copy_(pack_pool(plain))
+    assert same(attend(runner, huge)[:visible], attend(runner, case)[:visible])
+
+
+def test_as_exact_as_torch_in_bf16(runner):
+    case = Case.of(SMALL, [(0, 900, 60)])
+    found, exact = attend(runner, case).float(), case.reference()
+    queries = case.queries[:, : case.batch.num_tokens]
+    pairs = text_of(0, 960, SMALL.group, SMALL.head_dim)[1].bfloat16()
+    keys, values = pairs.permute(1, 2, 0, 3).repeat_interleave(SMALL.group, 1)
+    mask = torch.ones(60, 960, dtype=torch.bool).tril(900)
+    rows = queries.permute(0, 2, 1, 3).flatten(0, 1)
+    theirs = scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)[0]
+    theirs = theirs.transpose(0, 1).flatten(1).float()
+    assert (found - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
+
+
+def test_a_stray_item_is_noticed(runner):
+    if not runner.kernels.checked:
+        pytest.skip("needs checks")
+    case = Case.of(SMALL, [(0, 20, 1)])
+    plan = planned(runner, case)
+    plan.items[0, 0] = 10**6
+    with pytest.raises(Internal, match="attention"):
+        case.run(runner, plan)
+
+
+@pytest.fixture(scope="module")
+def sizes_runner():
+    isa = isa_or_skip("avx512_bf16")
+    found = Runner([spec for shape in SIZES for spec in (Attention(shape), AttentionMerge(shape))], isa, False)
+    found.isa = isa
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=lambda shape: shape.name)
+def test_head_sizes_and_groups(sizes_runner, shape):
+    check(sizes_runner, Case.of(shape, MIXED))
+    long = Case.of(shape, [(0, 2000, 1)])
+    assert len(planned(sizes_runner, long, threads=ITEMS_PER_THREAD).merges)
+    found = attend(sizes_runner, long, plan_threads=ITEMS_PER_THREAD)
+    assert same(found, attend(sizes_runner, long, partial_rows=0))

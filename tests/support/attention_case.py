@@ -1,0 +1,136 @@
+"""Batches over a packed pool for the tests of the CPU attention. What a token asks and holds follows from its text and
+its position alone, so the same token can be attended in different batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from kernels.cpu.attention import Attention, AttentionMerge, partial_row_bytes, reference_attention
+from kernels.cpu.attention_plan import AttentionPlan
+from kernels.cpu.attention_rows import Shape
+from kernels.cpu.kv_layout import pack_pool
+from kernels.cpu.module import KernelSpec
+from kernels.cpu.program import StepRecord
+from tests.support.batches import Sequences
+from tests.support.kernel_runner import batch_step, padded, stride
+
+LAYERS, LAYER = 2, 1
+KV_HEADS = 2
+PARTIAL_ROWS = 256
+# Queries are kept in buffers with room for more rows than the batch has.
+SPARE_ROWS = 3
+# (text, tokens that are there already, tokens of this step)
+Part = tuple[int, int, int]
+
+
+class KernelRunner(Protocol):
+    """:class:`tests.support.kernel_runner.Runner`, or its sibling on emulated ARM."""
+
+    def run(self, spec: KernelSpec, values: dict[str, object], step: StepRecord, threads: int = 3) -> None: ...
+
+
+def dtype_of(shape: Shape) -> torch.dtype:
+    """Of queries, keys, values and results."""
+    return torch.bfloat16 if shape.bf16 else torch.float32
+
+
+@lru_cache(maxsize=64)
+def text_of(text: int, length: int, group: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [length, KV_HEADS, group, head_dim]; keys and values [length, 2, KV_HEADS, head_dim]."""
+    generator = torch.Generator().manual_seed(text)
+    # Token by token, so that a longer text begins like a shorter one.
+    drawn = torch.randn((length, KV_HEADS * (group + 2), head_dim), generator=generator)
+    queries, pairs = drawn.split((KV_HEADS * group, KV_HEADS * 2), 1)
+    return queries.unflatten(1, (KV_HEADS, group)), pairs.unflatten(1, (2, KV_HEADS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, its queries [KV_HEADS, rows, group, head_dim], and the packed pool with the K and V of its texts."""
+
+    shape: Shape
+    batch: StepBatch
+    queries: torch.Tensor
+    pool: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, parts: Sequence[Part], *, stale: float = torch.nan, window: int = 0) -> Case:
+        """Memory that nothing was written to holds ``stale``, but for V behind a sequence's end in its last block.
+
+        With a ``window``, so do blocks that no row of this step sees.
+        """
+        size = shape.block_size
+        slots = sum(-(-(before + now) // size) for _, before, now in parts) + 2
+        pool = torch.full((slots, LAYERS, 2, KV_HEADS, size, shape.head_dim), stale)
+        sequences = Sequences(slots, size, len(parts))
+        numbers = sequences.add(len(parts))
+        for number, (_, before, _) in zip(numbers, parts, strict=True):
+            sequences.step([(number, [0] * before)])
+        batch = sequences.step([(n, [0] * now) for n, (_, _, now) in zip(numbers, parts, strict=True)], extra_blocks=1)
+        asked = []
+        for table, (text, before, now) in zip(batch.block_tables, parts, strict=True):
+            length = before + now
+            queries, pairs = text_of(text, length, shape.group, shape.head_dim)
+            asked.append(queries[before:])
+            lowest = max(0, before + 1 - window) if window else 0
+            for block in range(lowest // size, -(-length // size)):
+                first = block * size
+                rows = pairs[first : first + size].permute(1, 2, 0, 3)
+                piece = pool[int(table[block]), LAYER]
+                piece[1].zero_()
+                piece[:, :, : rows.shape[2]] = rows
+        rows = torch.cat(asked).transpose(0, 1)
+        held = torch.full((KV_HEADS, rows.shape[1] + SPARE_ROWS, shape.group, shape.head_dim), torch.nan)
+        held[:, : rows.shape[1]] = rows
+        dtype = dtype_of(shape)
+        return cls(shape, batch, held.to(dtype), pack_pool(pool.to(dtype)))
+
+    def run(
+        self, runner: KernelRunner, plan: AttentionPlan, *, window: int = 0, softcap: float = 0.0, threads: int = 3
+    ) -> torch.Tensor:
+        """attended [T, heads * head_dim] by the kernels."""
+        shape, size = self.shape, self.shape.element_bytes
+        width = KV_HEADS * shape.group * shape.head_dim
+        out = padded(torch.full((self.batch.num_tokens, width), torch.nan, dtype=self.queries.dtype))
+        partials = torch.full((KV_HEADS, PARTIAL_ROWS, partial_row_bytes(shape.head_dim) // 4), torch.nan)
+        piece_bytes = shape.block_size * shape.head_dim * size
+        shared = {
+            "out": out,
+            "partials": partials,
+            "out_stride": stride(out),
+            "partial_stride": stride(partials),
+            "kv_heads": KV_HEADS,
+            "window": window,
+        }
+        layer = {
+            "queries": self.queries,
+            "head_stride": stride(self.queries),
+            "layer_offset": LAYER * 2 * KV_HEADS * piece_bytes,
+            "slot_bytes": LAYERS * 2 * KV_HEADS * piece_bytes,
+            "piece_bytes": piece_bytes,
+            "value_offset": KV_HEADS * piece_bytes,
+            "scale": shape.head_dim**-0.5,
+            "softcap": softcap,
+        }
+        step = batch_step(self.batch, self.pool)
+        step.point("items", np.ascontiguousarray(plan.items))
+        step.count("num_items", len(plan.items))
+        step.point("merges", np.ascontiguousarray(plan.merges))
+        step.count("num_merges", len(plan.merges))
+        runner.run(Attention(shape, softcap > 0, window > 0), {**shared, **layer}, step, threads)
+        if len(plan.merges):
+            runner.run(AttentionMerge(shape, window > 0), shared, step, threads)
+        return out[:, :width]
+
+    def reference(self, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+        """The same in float32."""
+        rows = self.queries[:, : self.batch.num_tokens].float()
+        pool, scale = self.pool, self.shape.head_dim**-0.5
+        return reference_attention(rows, pool, LAYER, self.batch, scale=scale, window=window, softcap=softcap)
