@@ -29,13 +29,13 @@ from benchmarks.report import save, show_table, spread
 
 MODEL = "demo"
 # The split costs nothing here: one worker has all cores.
-PILLION_FLAGS = "--split-policy colocated --prefill-workers 0"
+PILLION_FLAGS = "--split-policy colocated --prefill-workers 0 --target-itl-ms 50"
 BUDGET_TOKENS = 128
 LOADS = (
     Load(256, 128, 1, 3),
     Load(256, 128, 8, 24),
-    Load(256, 128, 16, 48),
-    Load(256, 128, 32, 96),
+    Load(256, 128, 16, 32),
+    Load(256, 128, 32, 64),
     Load(1024, 128, 8, 16),
     Load(2048, 128, 8, 16),
 )
