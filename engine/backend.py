@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine.batch import StepBatch
+from pillion.errors import Internal
 
 if TYPE_CHECKING:
     # The layout's arithmetic is also for those who have no torch: the gateway and the supervisor.
@@ -37,12 +38,22 @@ class KVLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * size
 
 
+def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
+    """Pairs of slots to copy. Raises Internal for lists of different length and for slots that the pool lacks."""
+    copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
+    slots = range(num_slots)
+    if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
+        raise Internal(f"cannot copy blocks {list(sources)} to {list(targets)} in a pool of {num_slots}")
+    return copies
+
+
 class Backend(Protocol):
     """Owns weights and scratch; borrows the pool.
 
     Threads: every call comes from the step loop's thread, one at a time. What changes: only the pool's slots that a
-    batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape; ``forward`` trusts its
-    batch (the scheduler made it) and raises only for defects.
+    batch writes, and the logits of the last forward, whose memory the next one may use again. What raises:
+    ``bind_pool`` raises ConfigError for a pool of another shape; ``forward`` raises Internal for defects alone: the
+    scheduler made its batch.
     """
 
     @property
@@ -62,6 +73,9 @@ class Backend(Protocol):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole slots, each source to the target at its place, before the next forward reads them. Targets are
         leased to this worker."""
+
+    def close(self) -> None:
+        """End threads and let go of the pool. Idempotent; no other call comes after it."""
 
     def warm_up(self, max_tokens: int) -> None:
         """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""

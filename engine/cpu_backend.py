@@ -1,11 +1,12 @@
 """The backend of the CPU kernels (:mod:`kernels.cpu`): one native call for each step, by a team of threads.
 
 Life: made (weights mapped, kernels compiled or loaded, team started) -> bind_pool -> forward, forward, ... ->
-unbind_pool; close ends the team. warm_up may come at any time, on memory of its own.
+close, which ends the team. warm_up may come at any time, on memory of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout
+from engine.backend import KVLayout, checked_copies
 from engine.batch import StepBatch
 from engine.cpu_model import ModelPlan, attention_planner, plan_model
 from engine.cpu_weights import CpuWeights, load_cpu_weights
@@ -26,9 +27,12 @@ from engine.prepare import PreparedModel, kv_layout
 from kernels.cpu.compiler import CompiledKernels, compile_kernels
 from kernels.cpu.isa import Isa
 from kernels.cpu.kv_layout import LAYOUT_VERSION
+from kernels.cpu.module import SCRATCH_BYTES
 from kernels.cpu.program import Bounds, Operation, Program, StepRecord, Workspace, aligned_bytes, check_batch
 from kernels.cpu.team import Team
 from pillion.errors import ConfigError, Internal
+
+log = logging.getLogger("pillion.worker")
 
 CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 PAGE_BYTES = 4096
@@ -69,7 +73,7 @@ def load_cpu_model(
     version = LAYOUT_VERSION if quantization == "none" else f"{LAYOUT_VERSION}/{quantization}"
     layout = kv_layout(prepared, block_size, version)
     weights = load_cpu_weights(prepared, config, quantization, progress, cache)
-    plan = plan_model(config, weights, layout, isa, prepared.max_model_len)
+    plan = plan_model(config, weights, layout, prepared.max_model_len)
     specs = [operation.spec for operation in plan.operations]
     kernels = compile_kernels(specs, isa, checked=checked, cache_folder=cache.make("kernels"), progress=progress)
     return CpuModel(config, isa, layout, prepared.max_model_len, weights, plan, kernels, checked)
@@ -105,16 +109,12 @@ class CpuBackend:
         return self._config.vocab_size
 
     def bind_pool(self, memory: memoryview, num_slots: int) -> None:
-        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small, read-only or not aligned."""
+        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
         needed = num_slots * self._layout.block_bytes
         if memory.nbytes < needed or memory.readonly:
             raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
         pool = np.frombuffer(memory.cast("B"), np.uint8, count=needed).reshape(num_slots, -1)
         self._pool = pool
-
-    def unbind_pool(self) -> None:
-        """Forget the pool, so that its mapping can be closed."""
-        self._pool = None
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's KV, give float32 logits [R, vocab_size], which the next forward overwrites."""
@@ -129,11 +129,7 @@ class CpuBackend:
         """
         if self._pool is None:
             raise Internal("copy_blocks before bind_pool")
-        copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
-        slots = range(len(self._pool))
-        if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
-            raise Internal(f"cannot copy blocks {list(sources)} to {list(targets)} in a pool of {len(slots)}")
-        for source, target in copies:
+        for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target] = self._pool[source]
 
     def warm_up(self, max_tokens: int) -> None:
@@ -154,10 +150,20 @@ class CpuBackend:
                     sample_rows=positions[-1:],
                 ),
             )
+        log.info(
+            "memory of this worker beside weights and pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",
+            *(size / 2**20 for size in self.memory_bytes()),
+        )
+
+    def memory_bytes(self) -> tuple[int, int, int]:
+        """Of buffers as they are now, of rotary tables, and of the threads' scratch."""
+        tables = sum(table.numel() * table.element_size() for pair in self.model.plan.ropes for table in pair)
+        return self._workspace.nbytes, tables, self._team.threads * SCRATCH_BYTES
 
     def close(self) -> None:
-        """End the team's threads. Idempotent."""
+        """End the team's threads, and let go of the pool, so that its mapping can be closed. Idempotent."""
         self._team.close()
+        self._pool = None
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
         """Runs ``operations`` over the record of the last step, again and again: for those who measure one kernel."""

@@ -11,7 +11,7 @@ It says the same as :mod:`engine.decoder`, in the kernels' terms. In a layer:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +41,6 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
     """Why the kernels cannot run this model, or "": what they ask of its shape."""
     if config.head_dim % LANES:
         return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
-    if config.hidden_size % LANES:
-        return f"products need a hidden size that is a multiple of {LANES}, not {config.hidden_size}"
     if block_size % LANES:
         return f"attention needs blocks of a multiple of {LANES} tokens, not {block_size}"
     return ""
@@ -50,10 +48,11 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Operations of a step, and the buffer that holds the sampled rows' logits behind them."""
+    """Operations of a step, the buffer that holds the sampled rows' logits behind them, and the rotary tables."""
 
     operations: tuple[Operation, ...]
     logits: Buffer
+    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,8 @@ class Parts:
     config: ModelConfig
     weights: CpuWeights
     layout: KVLayout
-    isa: Isa
     ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     rows_of: str = "tokens"
-    buffers: dict[str, Buffer] = field(default_factory=dict)
 
     @property
     def bf16(self) -> bool:
@@ -171,10 +168,10 @@ class Parts:
         return Operation(NormAdd(self.rows_of), values, self.when)
 
 
-def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, isa: Isa, max_model_len: int) -> ModelPlan:
+def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
     """The operations of a step of this model."""
-    parts = Parts(config, weights, layout, isa, _rope_tables(config, max_model_len))
-    sampled = Parts(config, weights, layout, isa, parts.ropes, "samples")
+    parts = Parts(config, weights, layout, _rope_tables(config, max_model_len))
+    sampled = Parts(config, weights, layout, parts.ropes, "samples")
     operations = [_embed(parts)]
     for index in range(config.num_layers):
         last = index == config.num_layers - 1
@@ -195,7 +192,7 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, isa: 
             "cap": config.logit_softcap,
         }
         operations.append(Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples"))
-    return ModelPlan(tuple(operations), logits)
+    return ModelPlan(tuple(operations), logits, parts.ropes)
 
 
 def _embed(parts: Parts) -> Operation:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
 
 from engine.checkpoint import open_checkpoint
 from engine.layers import GatedMLP, Norm
@@ -23,11 +24,12 @@ from engine.moe import MoeWeights
 from engine.packed_file import PackedFile, PackedWriter, write_packed
 from engine.prepare import PreparedModel
 from engine.weights import LayerWeights, load_final_norm, load_head, load_layer
+from kernels.cpu.kv_layout import LANES
 from kernels.cpu.packing import PackedWeight, pack_bias, pack_gated, pack_gated_bias, pack_linear
 from kernels.torch_linear import Linear
 
 # Grows when the packed layout changes: old files are then of no use, and removed.
-PACKING_VERSION = 2
+PACKING_VERSION = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -168,7 +170,8 @@ def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
 
 def _norm(writer: PackedWriter, name: str, norm: Norm | None) -> None:
     if norm is not None:
-        writer.tensor(name, norm.weight.float())
+        # Kernels read whole vectors: zeros behind the last weight, as behind a row's last value.
+        writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
 
 
 def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,14 +14,13 @@ from engine.prepare import PreparedModel, prepare
 from kernels.cpu.isa import Isa, choose_isa, host_features
 from kvstore.hashing import namespace_base
 from pillion.config import ComputeFlags, WorkerFlags
+from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.cpu_backend import CpuModel
 
 log = logging.getLogger("pillion.worker")
-
-MAX_CPU_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,9 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     prepared = prepare(flags, log.info)
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
-        log.info("all operators run on torch, %d threads: %s", threads, reason)
+        # What nobody asked for is a warning: the kernels are faster.
+        level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
+        log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
         return torch_backend(flags, threads, prepared)
     import torch
 
@@ -96,13 +96,14 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
     Raises ConfigError for kernels that this processor cannot run, and for int8 where no kernels run.
     """
-    from engine.cpu_model import unsupported
-
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
         said = flags.cpu_kernels == "torch"
         reason = "--cpu-kernels torch" if said else "there are no kernels for this processor"
     else:
+        # Only here: it needs LLVM, which machines that run on torch may lack.
+        from engine.cpu_model import unsupported
+
         reason = unsupported(load_config(prepared.folder), flags.block_size)
     if isa is not None and not reason:
         return isa, ""
@@ -118,27 +119,6 @@ def load_cpu_model(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progr
     return load(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
 
 
-def parse_cores(text: str) -> tuple[int, ...]:
-    """ "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a list that is none, or of cores that this process lacks."""
-    cores: list[int] = []
-    for part in filter(None, text.replace(" ", "").split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or (not last and "-" in part):
-            raise ConfigError(f"--cpu-affinity {text!r} is not a list of cores; write 0,1 or 4-7")
-        begin, end = int(first), int(last or first)
-        if end < begin or end - begin >= MAX_CPU_THREADS:
-            raise ConfigError(f"--cpu-affinity {text!r}: {part} is not a range of cores")
-        cores += range(begin, end + 1)
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    missing = [core for core in cores if core not in mine]
-    if missing:
-        raise ConfigError(f"--cpu-affinity: this process may not use core {missing[0]}")
-    return tuple(cores)
-
-
 def thread_count(flags: WorkerFlags) -> int:
-    """``--cpu-threads``, or as many as there are cores that this process may use."""
-    if flags.cpu_threads:
-        return flags.cpu_threads
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    """``--cpu-threads``, or as many as ``--cpu-affinity`` names, or as there are cores that this process may use."""
+    return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or usable_cores()

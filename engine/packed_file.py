@@ -86,9 +86,9 @@ class PackedFile:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is not whole; OSError where there is none."""
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             said = self._read_header()
             self.numbers: dict[str, int] = {name: int(value) for name, value in said["numbers"].items()}
             self._tensors = {name: self._view(*place) for name, place in said["tensors"].items()}

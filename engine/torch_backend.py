@@ -1,6 +1,6 @@
 """The backend that runs anywhere: plain torch on the CPU.
 
-Life: made (weights loaded) -> bind_pool -> forward, forward, ... ; unbind_pool lets go of the memory. warm_up may come
+Life: made (weights loaded) -> bind_pool -> forward, forward, ... ; close lets go of the memory. warm_up may come
 at any time, on memory of its own.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout
+from engine.backend import KVLayout, checked_copies
 from engine.batch import StepBatch
 from engine.decoder import run_decoder
 from engine.model_config import load_config
@@ -61,8 +61,8 @@ class TorchBackend:
         flat = torch.frombuffer(memory.cast("B"), dtype=torch.uint8, count=needed)
         self._pool = self._shaped(flat.view(self._dtype), num_slots)
 
-    def unbind_pool(self) -> None:
-        """Forget the pool, so that its mapping can be closed."""
+    def close(self) -> None:
+        """Let go of the pool, so that its mapping can be closed. Idempotent."""
         self._pool = None
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -78,11 +78,7 @@ class TorchBackend:
         """
         if self._pool is None:
             raise Internal("copy_blocks before bind_pool")
-        copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
-        slots = range(len(self._pool))
-        if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
-            raise Internal(f"cannot copy blocks {list(sources)} to {list(targets)} in a pool of {len(slots)}")
-        for source, target in copies:
+        for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target].copy_(self._pool[source])
 
     def warm_up(self, max_tokens: int) -> None:

@@ -169,6 +169,7 @@ class Worker:
             max_model_len_tokens=self.max_model_len,
             vocab_size=self.model.backend.vocab_size,
             node_id=self._attachment.node_id,
+            kernels=self.model.operators,
             running_requests=self.load.running,
             waiting_requests=self.load.waiting,
             waiting_tokens=self.load.waiting_tokens,
@@ -288,6 +289,7 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self._attachment.fileno())
         await self._heartbeat.close()
         await self._node.aclose()
+        self.model.backend.close()
         self._attachment.close()
 
     async def _settled(self) -> None:

@@ -152,3 +152,4 @@ class ServeFlags(GatewayFlags, ComputeFlags):
     target_itl_ms: float = flag(0.0, TARGET_ITL)
     num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
     cpu_threads: int = flag(0, CPU_THREADS)
+    cpu_affinity: str = flag("", CPU_AFFINITY)

@@ -151,7 +151,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartStatus:
-    """One part of the cluster as its last heartbeat described it; block counts are a KV node's."""
+    """One part of the cluster as its last heartbeat described it; block counts are a KV node's.
+
+    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch".
+    """
 
     part_id: str
     role: str
@@ -167,6 +170,7 @@ class PartStatus:
     quarantined_blocks: int = 0
     block_size_tokens: int = 0
     heartbeat_age_ms: int = 0
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from kernels.cpu.cache import CodeCache, key_of
-from kernels.cpu.isa import Isa
+from kernels.cpu.isa import Isa, host_features
 from kernels.cpu.module import FAULT_CELL, KernelModule, KernelSpec
 from kernels.cpu.team_code import TEAM_FUNCTIONS, add_team
 
@@ -62,9 +62,12 @@ class CompiledKernels:
 
 
 def target_of(isa: Isa) -> Target:
-    """This processor without what ``isa`` leaves out; or a plain one of its kind where this machine is of another."""
+    """This processor without what ``isa`` leaves out; or a plain one of its kind where this one cannot run ``isa``.
+
+    LLVM ends the process where code asks for an instruction that its target lacks.
+    """
     _initialize()
-    if platform.machine() == isa.machine:
+    if platform.machine() == isa.machine and set(isa.needs) <= host_features():
         # Also what it lacks: a hypervisor may hide what processors of this name have.
         cpu, features = llvm.get_host_cpu_name(), [llvm.get_host_cpu_features().flatten()]
     else:

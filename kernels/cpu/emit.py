@@ -258,16 +258,6 @@ class Kernel:
         cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
 
-    def load_acquire(self, ptr: Ptr) -> Int:
-        """A number that another thread writes."""
-        cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
-        return Int(self, self.builder.load_atomic(cell, "acquire", 8))
-
-    def store_release(self, ptr: Ptr, value: Int | Count) -> None:
-        """A number that another thread reads."""
-        cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
-        self.builder.store_atomic(self.int(value).ir, cell, "release", 8)
-
     # -- arithmetic of vectors
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:

@@ -84,11 +84,11 @@ def host_features() -> frozenset[str]:
     """What this processor and its system can run. Empty where the kernels do not run: off Linux, or if LLVM is lost."""
     if sys.platform != "linux" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return frozenset()
-    import llvmlite.binding as llvm
-
     try:
+        import llvmlite.binding as llvm
+
         found = llvm.get_host_cpu_features()
-    except RuntimeError:  # LLVM does not know how to ask this processor.
+    except (ImportError, OSError, RuntimeError):  # No LLVM here, or it does not know how to ask this processor.
         return frozenset()
     features = {name for name, has in found.items() if has}
     if platform.machine() == "aarch64":

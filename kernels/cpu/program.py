@@ -18,9 +18,8 @@ import numpy.typing as npt
 from kernels.cpu.module import KernelSpec
 from kernels.cpu.records import STEP, Words
 from kernels.cpu.team import ENTRY_WORDS
+from kernels.reference import Int32, RaggedBatch
 from pillion.errors import Internal
-
-Int32 = npt.NDArray[np.int32]
 
 LINE_BYTES = 64
 # Buffers grow in steps of this many rows, so that they seldom do.
@@ -130,10 +129,6 @@ class Program:
             entry[:] = (self._kernels.address(operation.spec.name), words.ctypes.data, condition, number)
             begin += layout.num_words
 
-    def name(self, number: int) -> str:
-        """Of the kernel of an entry."""
-        return self._operations[number].spec.name
-
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Buffer):
             return self._workspace.array(value)
@@ -176,19 +171,11 @@ class Bounds:
     block_size: int
 
 
-class BatchArrays(Protocol):
+class BatchArrays(RaggedBatch, Protocol):
     """The arrays of a step; ``engine.batch.StepBatch`` has them and explains them."""
 
     @property
     def token_ids(self) -> Int32: ...
-    @property
-    def positions(self) -> Int32: ...
-    @property
-    def query_starts(self) -> Int32: ...
-    @property
-    def context_lens(self) -> Int32: ...
-    @property
-    def block_tables(self) -> Int32: ...
     @property
     def sample_rows(self) -> Int32: ...
 

@@ -91,7 +91,7 @@ def _address(value: Any) -> tuple[int, int]:
     return value.data_ptr(), value.numel() * value.element_size()  # A torch tensor.
 
 
-# What all kernels of a step can see; filled by :class:`kernels.cpu.program.Program` once per step.
+# What all kernels of a step can see; filled by :class:`kernels.cpu.program.StepRecord` once per step.
 STEP = Layout(
     "step",
     pointers=(

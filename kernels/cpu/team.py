@@ -61,8 +61,8 @@ class Team:
     Args:
         kernels: kept alive as long as the team.
         threads: 1 to ``MAX_TEAM_THREADS``, the leader counted in.
-        affinity: () or one processor's number for each thread. The leader is the thread that runs first; threads that
-            it starts later (torch's, say) begin on its processor.
+        affinity: () or one processor's number for each thread. Whichever thread leads is bound when it first
+            does; threads that it starts later (torch's, say) begin on its processor.
 
     Raises:
         ConfigError: not Linux, a bad number of threads, a processor that this process may not use, no more threads.
@@ -78,7 +78,7 @@ class Team:
             raise ConfigError(f"affinity {list(affinity)}: {threads} processors out of {allowed} are needed")
         self.threads = threads
         self._kernels = kernels
-        self._leader_cpu = {affinity[0]} if affinity else None
+        self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
         self._native = _Native(kernels, threads, affinity[1:])
         self._run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(team_code.RUN))
         # Runs at the interpreter's exit too, while the code and the memory of the helpers are still there.
@@ -103,9 +103,9 @@ class Team:
         native = self._native
         with native.lock:
             native.use(len(program))
-            if self._leader_cpu:
+            if self._leader_cpu and self._leader != threading.get_native_id():
                 os.sched_setaffinity(0, self._leader_cpu)
-                self._leader_cpu = None
+                self._leader = threading.get_native_id()
             self._run(native.team, program.ctypes.data, len(program), step.ctypes.data)
             if self._kernels.checked:
                 native.check(self._kernels.names)

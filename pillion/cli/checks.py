@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pillion.cli.flags import option_name
+from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.ranges import MAX_SPECULATIVE_TOKENS
 
@@ -14,6 +15,8 @@ MAX_PORT = 65535
 MAX_WORKERS = 64
 MAX_BLOCK_SIZE_TOKENS = 1024
 MAX_PERCENT = 90
+# As many as a team takes (kernels/cpu/team.py).
+MAX_CPU_THREADS = 512
 
 # Least and most of each number; None: no upper bound.
 _RANGES: dict[str, tuple[int, int | None]] = {
@@ -24,7 +27,7 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "kv_pool_bytes": (1, None),
     "decode_reserve_percent": (0, MAX_PERCENT),
     "max_waiting_tickets": (1, None),
-    "cpu_threads": (0, None),
+    "cpu_threads": (0, MAX_CPU_THREADS),
     "max_num_batched_prefill_tokens": (1, None),
     "max_waiting_spans": (1, None),
     "max_num_batched_tokens": (1, None),
@@ -57,6 +60,7 @@ def check_flags(flags: Any) -> None:
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
     if said.get("max_num_batched_tokens", 1) < said.get("max_num_seqs", 1):
         raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
+    parse_cores(said.get("cpu_affinity", ""))
     if "split_policy" in said:
         check_split_policy(said["split_policy"], said.get("prefill_workers"))
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from pillion.cli.checks import check_flags
 from pillion.cli.child import Child
 from pillion.cli.console import Notices
 from pillion.cli.fit import Fit, fit_pool
-from pillion.cli.flags import env_name, subset, to_argv, usable_cores, without_flags
+from pillion.cli.flags import env_name, subset, to_argv, without_flags
 from pillion.cli.lifeline import PARENT_PID_VARIABLE
 from pillion.cli.parts import find_server_code
 from pillion.cli.runtime_dir import RuntimeDir
 from pillion.cli.supervisor import PartSpec, Supervisor
 from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 
 PREPARE_STOP_GRACE_S = 2.0
@@ -92,7 +93,9 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
     """Every process of the cluster. ``redis_binary`` is None where ``flags.redis_url`` names a running Redis."""
     redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
     environ = child_environ(os.environ, redis_url)
-    threads = flags.cpu_threads or threads_per_worker(flags, usable_cores())
+    cores = parse_cores(flags.cpu_affinity)
+    threads = flags.cpu_threads or threads_per_worker(flags, len(cores) or usable_cores())
+    bound = cores_by_worker(flags, cores, threads)
     compute = environ | compute_environ(threads)
     attach = str(folder / "attach.sock")
     specs = []
@@ -109,7 +112,8 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
         for number in range(count):
             part_id = f"{role}-{number}"
             listen = f"unix:{folder}/{part_id}.sock"
-            worker = subset(cls, flags, part_id=part_id, listen=listen, attach_socket=attach, cpu_threads=threads)
+            mine = {"cpu_threads": threads, "cpu_affinity": next(bound)}
+            worker = subset(cls, flags, part_id=part_id, listen=listen, attach_socket=attach, **mine)
             # A worker without a node ends at once; the gateway waits for both by itself.
             specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
     target = f"{probes.reachable_host(flags.host)}:{flags.grpc_port}"
@@ -165,6 +169,24 @@ def threads_per_worker(flags: ServeFlags, cores: int) -> int:
     """A worker's share of ``cores``: of those that compute at the same time. Co-located, prefill workers are idle."""
     prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
     return max(1, cores // (prefill_workers + flags.decode_workers))
+
+
+def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
+    """``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
+
+    Co-located, prefill workers share those of the first decode worker: they do not compute at the same time. Raises
+    ConfigError where there are not enough.
+    """
+    shared = flags.split_policy == "colocated"
+    workers = flags.prefill_workers + flags.decode_workers
+    needed = threads * (flags.decode_workers if shared else workers)
+    if cores and len(cores) < needed:
+        raise ConfigError(f"--cpu-affinity names {len(cores)} cores, the workers' threads need {needed}")
+    for number in range(workers):
+        first = number * threads
+        if shared:
+            first = max(0, number - flags.prefill_workers) * threads
+        yield ",".join(map(str, cores[first : first + threads]))
 
 
 def pick_port(host: str, name: str, port: int) -> int:

@@ -8,7 +8,6 @@ is an error.
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
@@ -163,14 +162,3 @@ def subset(cls: type, source: Any, **changes: Any) -> Any:
     """An instance of ``cls`` with the fields that ``source`` has too, and ``changes``."""
     shared = {f.name for f in fields(cls)} & {f.name for f in fields(source)}
     return cls(**{name: getattr(source, name) for name in shared} | changes)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and a container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -131,7 +131,7 @@ def status_table(status: ClusterStatus) -> Any:
     from rich.table import Table
 
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("part", "role", "model", "node"):
+    for name in ("part", "role", "model", "kernels", "node"):
         table.add_column(name, overflow="fold")
     for name in ("running", "waiting", "heartbeat"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -144,6 +144,7 @@ def status_table(status: ClusterStatus) -> Any:
             part.part_id,
             part.role,
             part.model,
+            part.kernels,
             part.node_id if part.node_id != part.part_id else "",
             *(["", ""] if part.role == "kvnode" else [str(part.running_requests), waiting]),
             f"{part.heartbeat_age_ms} ms ago",

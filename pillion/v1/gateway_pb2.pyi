@@ -245,6 +245,7 @@ class PartStatus(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     part_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"."""
@@ -262,6 +263,8 @@ class PartStatus(_message.Message):
     block_size_tokens: _builtins.int
     heartbeat_age_ms: _builtins.int
     """Time since the part's last heartbeat."""
+    kernels: _builtins.str
+    """Workers only: what they compute with, such as "cpu/avx512_bf16" or "torch"."""
     def __init__(
         self,
         *,
@@ -279,10 +282,11 @@ class PartStatus(_message.Message):
         quarantined_blocks: _builtins.int = ...,
         block_size_tokens: _builtins.int = ...,
         heartbeat_age_ms: _builtins.int = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "free_blocks", b"free_blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "part_id", b"part_id", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "free_blocks", b"free_blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "part_id", b"part_id", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ class PartRecord:
         node_id: the KV node whose pool it maps (its own for a node).
         boot_epoch: a node's boot number; index entries of another boot are void.
         running_requests, waiting_requests, waiting_tokens: load, for the planner.
+        kernels: what a worker computes with.
         *_blocks: a node's slots by state.
         heartbeat_age_ms: filled by the reader.
     """
@@ -45,6 +46,7 @@ class PartRecord:
     leased_blocks: int = 0
     committed_blocks: int = 0
     quarantined_blocks: int = 0
+    kernels: str = ""
     heartbeat_age_ms: int = 0
 
     def to_json(self) -> str:

@@ -306,7 +306,9 @@ def test_status_as_a_table() -> None:
         committed_blocks=20,
         heartbeat_age_ms=12,
     )
-    worker = PartStatus(part_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16)
+    worker = PartStatus(
+        part_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16, kernels="cpu/x"
+    )
     status = ClusterStatus(
         version="1",
         parts=(node, worker),
@@ -321,6 +323,7 @@ def test_status_as_a_table() -> None:
     text = console.export_text()
     assert "25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in text
     assert "12 ms ago" in text
+    assert "cpu/x" in text
     assert pool_use(worker, 16) == ""
     assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
     assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")

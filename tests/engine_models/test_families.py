@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-gqa-tied": {},
     "llama-mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama-mqa-biases": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "llama-odd-hidden": {"hidden_size": 40},
     "llama-wide-heads": {"head_dim": 32, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 100_000.0}},
     "llama-llama3-rope": {"rope_parameters": LLAMA3},
     "llama-linear-rope": {"rope_parameters": {"rope_type": "linear", **THETA, "factor": 2.0}},
@@ -135,7 +136,7 @@ class Case:
     def driver(self, block_size: int = 16, num_slots: int = 64) -> Driver:
         if self.kernels == "torch":
             return Driver(self.prepared, block_size, num_slots)
-        backend = cpu_backend(self.prepared, block_size, threads=2)
+        backend = cpu_backend(self.prepared, block_size, threads=2, checked=block_size == 32)
         return CpuDriver(self.prepared, block_size, num_slots, backend=backend)
 
     @torch.inference_mode()
@@ -253,7 +254,9 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, name, k
     text, ours, theirs = tokens_of(PROMPT_TOKENS, 2), 0.0, 0.0
     for seed in range(4 if "num_experts_per_tok" in FAMILIES[name] else 1):
         folder, flags = make(tmp_path / str(seed), {**FAMILIES[name], "seed": seed})
-        models = [AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        models = [
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+        ]
         exact, rounded = (Case(None, model.eval()).logits(text) for model in models)
         driver = Case(prepare(dataclasses.replace(flags, dtype="bfloat16")), None, kernels).driver(16, num_slots=20)
         (number,) = driver.sequences.add()

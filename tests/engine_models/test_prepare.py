@@ -233,7 +233,7 @@ def test_a_pool_that_does_not_fit_is_refused(folder):
     backend.bind_pool(memoryview(memory), 2)
     backend.warm_up(40)
     assert not any(memory)
-    backend.unbind_pool()
+    backend.close()
     memory.clear()  # Raises BufferError while somebody still holds the memory.
 
 

@@ -69,6 +69,6 @@ def test_bad_copies_are_refused_before_anything_is_copied(driver, sources, targe
 
 
 def test_a_copy_needs_a_pool(driver):
-    driver.backend.unbind_pool()
+    driver.backend.close()
     with pytest.raises(Internal, match="bind_pool"):
         driver.backend.copy_blocks([0], [1])

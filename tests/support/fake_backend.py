@@ -100,6 +100,9 @@ class FakeBackend:
     def warm_up(self, max_tokens: int) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def prepared_model(max_model_len: int = 4096) -> PreparedModel:
     """A model that has no files."""

@@ -1,0 +1,45 @@
+"""Which of the machine's cores there are for us."""
+
+from __future__ import annotations
+
+import os
+
+from pillion.errors import ConfigError
+
+MAX_CORES = 1024
+
+
+def allowed_cores() -> frozenset[int]:
+    """Numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use: its affinity, and a container's quota where there is one."""
+    cores = len(allowed_cores())
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """ "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a list that is none, or of cores that this process lacks."""
+    cores: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ConfigError(f"--cpu-affinity {text!r} is not a list of cores; write 0,1 or 4-7")
+        begin, end = int(first), int(last or first)
+        if end < begin or end - begin >= MAX_CORES:
+            raise ConfigError(f"--cpu-affinity {text!r}: {part} is not a range of cores")
+        cores += range(begin, end + 1)
+    allowed = allowed_cores()
+    missing = [core for core in cores if core not in allowed]
+    if missing:
+        raise ConfigError(f"--cpu-affinity: this process may not use core {missing[0]}")
+    return tuple(cores)

@@ -1,0 +1,79 @@
+"""The functions of the kernels' language against numpy and torch, on all special bit patterns and many that are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu.emit import LANES, VECTOR_BYTES
+from kernels.cpu.module import Call
+from kernels.cpu.records import Layout
+from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, rows_step
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """out = a function of x, both float32 but for the result of "to_bf16"."""
+
+    layout: ClassVar[Layout] = Layout("apply", pointers=("x", "out"), numbers=("vectors",))
+    function: str
+
+    @property
+    def name(self) -> str:
+        return f"apply_{self.function}"
+
+    def emit(self, call: Call) -> None:
+        k, x, out = call.k, call.args.pointer("x"), call.args.pointer("out")
+        begin, end = call.even_range(call.args.number("vectors"))
+        with k.range(end, begin) as i:
+            value = k.load(x + i * VECTOR_BYTES)
+            if self.function == "to_bf16":
+                k.store_bf16(out + i * (VECTOR_BYTES // 2), value)
+            else:
+                k.store(out + i * VECTOR_BYTES, getattr(k, self.function)(value))
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def runner(request):
+    found = Runner([Apply(name) for name in ("exp2", "sigmoid", "tanh", "to_bf16")], isa_or_skip(request.param), False)
+    yield found
+    found.close()
+
+
+def apply(runner, function, x, dtype=np.float32):
+    """x [n] float32, n a multiple of 16."""
+    out = np.zeros(len(x), dtype)
+    runner.run(Apply(function), {"x": x, "out": out, "vectors": len(x) // LANES}, rows_step(1))
+    return out
+
+
+def test_powers_of_two(runner):
+    x = np.linspace(-126, 127, 1 << 18).astype(np.float32)
+    np.testing.assert_allclose(apply(runner, "exp2", x), np.exp2(x.astype(np.float64)), rtol=3e-7)
+    hidden = np.resize(np.array([-126.001, -1e4, -1e30, -np.inf], np.float32), LANES)
+    assert not apply(runner, "exp2", hidden).any()
+
+
+@pytest.mark.parametrize(("function", "exact"), [("sigmoid", lambda x: 1 / (1 + np.exp(-x))), ("tanh", np.tanh)])
+def test_curves_that_end_flat(runner, function, exact):
+    x = np.concatenate([np.linspace(-95, 95, 1 << 16), np.linspace(-1, 1, 1 << 12)]).astype(np.float32)
+    np.testing.assert_allclose(apply(runner, function, x), exact(x.astype(np.float64)), rtol=0, atol=1e-6)
+    ends = np.resize(np.array([-np.inf, np.inf, -3e38, 3e38], np.float32), LANES)
+    np.testing.assert_allclose(apply(runner, function, ends), exact(np.clip(ends, -80, 80)), atol=1e-6)
+
+
+def test_bfloat16_is_rounded_as_torch_does(runner):
+    """Infinities, halfway cases, the largest number, NaN: but numbers below the normal ones may become zero."""
+    special = [0, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x7FC00000, 0xFF800001, 0x00800000]
+    bits = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype=np.uint64).astype(np.uint32)
+    bits[: len(special)] = special
+    x = bits.view(np.float32)
+    found = apply(runner, "to_bf16", x, np.int16)
+    expected = torch.from_numpy(x).bfloat16()
+    finite = ~np.isnan(x) & ~((np.abs(x) < np.finfo(np.float32).tiny) & (x != 0))
+    np.testing.assert_array_equal(found[finite], expected.view(torch.int16).numpy()[finite])
+    assert torch.from_numpy(found).view(torch.bfloat16)[torch.from_numpy(np.isnan(x))].isnan().all()
