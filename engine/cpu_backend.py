@@ -93,6 +93,8 @@ class CpuBackend:
         self._program = Program(model.plan.operations, model.kernels, self._workspace)
         self._team = Team(model.kernels, threads, affinity)
         self._step = StepRecord()
+        # Whether buffers have gone since the program was bound to them.
+        self._unbound = False
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
         self._pool: npt.NDArray[np.uint8] | None = None
         # Of the last step: what it took beside this is the host's part.
@@ -194,9 +196,12 @@ class CpuBackend:
     def _fill(self, pool: npt.NDArray[np.uint8], batch: StepBatch, rows: npt.NDArray[np.int32]) -> None:
         """The step's record; buffers grow where this step is larger than all before it."""
         plan = self._planner.plan(batch)
-        grown = [self._workspace.reserve("tokens", batch.num_tokens), self._workspace.reserve("samples", len(rows))]
-        if any(grown):
+        for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows))):
+            self._unbound |= self._workspace.reserve(unit, count)
+        if self._unbound:
+            # Where this fails for want of memory, no kernel may run before it has succeeded.
             self._program.bind()
+            self._unbound = False
         step, lengths = self._step, batch.query_starts[1:] - batch.query_starts[:-1]
         step.point("token_ids", batch.token_ids)
         step.point("positions", batch.positions)

@@ -25,13 +25,14 @@ from engine.weights import embedding_scale
 from kernels.cpu.attention import Attention, AttentionMerge, partial_row_bytes, row_counts
 from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.attention_rows import Shape
-from kernels.cpu.gemm import Gemm
+from kernels.cpu.gemm import GATED, Gemm
 from kernels.cpu.isa import Isa
 from kernels.cpu.kv_layout import LANES
 from kernels.cpu.packing import DTYPES
 from kernels.cpu.program import Buffer, HeadStride, Operation
 from kernels.cpu.rotate import RotateWrite
 from kernels.cpu.rows import Embed, GatherRows, Norm, NormAdd, SoftCapScale
+from pillion.errors import ConfigError
 
 # Rows of partial sums that a KV head has room for: a step cuts no more contexts than these hold.
 MAX_PARTIAL_ROWS = 4096
@@ -126,6 +127,9 @@ class Parts:
     ) -> Operation:
         """The product with the matrix ``name``; ``group_starts`` for experts."""
         linear = self.weights.linear(name)
+        columns = linear.pairs * (16 if epilogue in GATED else 32)
+        if linear.depth > x.width or columns > out.width:
+            raise ConfigError(f"{name} takes {linear.depth} values and gives {columns}: not those of this model")
         kind = {dtype: kind for kind, dtype in DTYPES.items()}[linear.data.dtype]
         spec = Gemm(kind, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
         values: dict[str, Any] = {

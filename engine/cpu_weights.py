@@ -25,8 +25,9 @@ from engine.packed_file import PackedFile, PackedWriter, write_packed
 from engine.prepare import PreparedModel
 from engine.weights import LayerWeights, load_final_norm, load_head, load_layer
 from kernels.cpu.kv_layout import LANES
-from kernels.cpu.packing import PackedWeight, pack_bias, pack_gated, pack_gated_bias, pack_linear
+from kernels.cpu.packing import PANEL_COLUMNS, PackedWeight, pack_bias, pack_gated, pack_gated_bias, pack_linear
 from kernels.torch_linear import Linear
+from pillion.errors import ConfigError
 
 # Grows when the packed layout changes: old files are then of no use, and removed.
 PACKING_VERSION = 3
@@ -72,20 +73,28 @@ class CpuWeights:
         return self._file.tensor(name)
 
     def linear(self, name: str) -> CpuLinear:
-        """A matrix."""
+        """A matrix. Raises ConfigError where its sizes contradict each other: kernels go by them."""
         file, numbers = self._file, self._file.numbers
-        optional = [
+        scales, bias = (
             file.tensor(f"{name}.{part}") if file.has(f"{name}.{part}") else None for part in ("scales", "bias")
-        ]
-        return CpuLinear(
+        )
+        linear = CpuLinear(
             data=file.tensor(f"{name}.data"),
-            scales=optional[0],
-            bias=optional[1],
+            scales=scales,
+            bias=bias,
             depth=numbers[f"{name}.depth"],
             pairs=numbers[f"{name}.pairs"],
-            num_groups=numbers.get(f"{name}.num_groups", 0),
-            group_bytes=numbers.get(f"{name}.group_bytes", 0),
+            num_groups=numbers[f"{name}.num_groups"],
+            group_bytes=numbers[f"{name}.group_bytes"],
         )
+        columns, size = linear.pairs * PANEL_COLUMNS, linear.data.element_size()
+        sound = min(linear.depth, linear.pairs, linear.num_groups) > 0
+        sound = sound and linear.group_bytes == columns * linear.depth * size
+        sound = sound and linear.data.numel() * size == linear.num_groups * linear.group_bytes
+        sound = sound and all(part is None or part.numel() == linear.num_groups * columns for part in (scales, bias))
+        if not sound:
+            raise ConfigError(f"the packed weights of {name} do not fit together; remove the file")
+        return linear
 
 
 def load_cpu_weights(

@@ -14,7 +14,7 @@ from engine.prepare import PreparedModel, prepare
 from kernels.cpu.isa import Isa, choose_isa, host_features
 from kvstore.hashing import namespace_base
 from pillion.config import ComputeFlags, WorkerFlags
-from pillion.cores import parse_cores, usable_cores
+from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
     """The instruction set whose kernels run the model, or None and why it runs on torch.
 
-    Raises ConfigError for kernels that this processor cannot run, and for int8 where no kernels run.
+    Raises ConfigError for kernels that this processor cannot run, and for int8 where no kernels run or rows are not
+    bfloat16, which its products read.
     """
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
@@ -106,6 +107,8 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
         reason = unsupported(load_config(prepared.folder), flags.block_size)
     if isa is not None and not reason:
+        if flags.quantization != "none" and prepared.dtype != "bfloat16":
+            raise ConfigError(f"--quantization {flags.quantization} needs --dtype bfloat16, not {prepared.dtype}")
         return isa, ""
     if flags.quantization != "none":
         raise ConfigError(f"--quantization {flags.quantization} needs the CPU kernels: {reason}")
@@ -121,4 +124,4 @@ def load_cpu_model(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progr
 
 def thread_count(flags: WorkerFlags) -> int:
     """``--cpu-threads``, or as many as ``--cpu-affinity`` names, or as there are cores that this process may use."""
-    return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or usable_cores()
+    return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or min(usable_cores(), MAX_CPU_THREADS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
     draft = path.with_name(path.name + ".tmp")
     try:
         with draft.open("wb") as file:
+            os.fchmod(file.fileno(), 0o600)
             writer = PackedWriter(file)
             yield writer
             writer.finish()
@@ -88,12 +90,15 @@ class PackedFile:
         """Raises ConfigError for a file that is not whole; OSError where there is none."""
         try:
             with path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    raise ValueError("others could have written it")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             said = self._read_header()
             self.numbers: dict[str, int] = {name: int(value) for name, value in said["numbers"].items()}
             self._tensors = {name: self._view(*place) for name, place in said["tensors"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is damaged ({error}); remove it") from None
+            raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
         if hasattr(mmap, "MADV_WILLNEED"):
             self._map.madvise(mmap.MADV_WILLNEED)
 

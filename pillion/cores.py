@@ -7,6 +7,8 @@ import os
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
+# As many as a team takes (kernels/cpu/team.py).
+MAX_CPU_THREADS = 512
 
 
 def allowed_cores() -> frozenset[int]:
@@ -32,7 +34,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
     cores: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"--cpu-affinity {text!r} is not a list of cores; write 0,1 or 4-7")
         begin, end = int(first), int(last or first)
         if end < begin or end - begin >= MAX_CORES:

@@ -35,6 +35,8 @@ class CodeCache:
     def read(self, key: str) -> bytes | None:
         """The code that was written under ``key``, or None."""
         path = self._path(key)
+        if not _SOURCES:
+            return None
         try:
             with path.open("rb") as file:
                 about = os.fstat(file.fileno())
@@ -57,6 +59,9 @@ class CodeCache:
 
     def write(self, key: str, code: bytes) -> None:
         """Keeps ``code`` under ``key``. Two processes may do so at once: files appear whole or not at all."""
+        if not _SOURCES:
+            _log.warning("compiled kernels are not kept: there are no sources to name them by")
+            return
         if len(code) > MAX_ENTRY_BYTES:
             _log.warning("compiled kernels of %d bytes are not kept: the bound is %d", len(code), MAX_ENTRY_BYTES)
             return
@@ -94,10 +99,7 @@ class CodeCache:
 
 def key_of(*parts: str) -> str:
     """One digest of the sources of kernels.cpu and of ``parts``; where the parts are cut counts too."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        _add(digest, path.name.encode())
-        _add(digest, path.read_bytes())
+    digest = hashlib.sha256(_SOURCES)
     for part in parts:
         _add(digest, part.encode())
     return digest.hexdigest()
@@ -105,6 +107,20 @@ def key_of(*parts: str) -> str:
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:
     digest.update(len(part).to_bytes(8, "little") + part)
+
+
+def _digest_sources() -> bytes:
+    """Of the sources as they are now; empty where there are none to read, and then nothing is kept."""
+    digest = hashlib.sha256()
+    paths = sorted(Path(__file__).parent.glob("*.py"))
+    for path in paths:
+        _add(digest, path.name.encode())
+        _add(digest, path.read_bytes())
+    return digest.digest() if paths else b""
+
+
+# When this module is imported, as the others are: not when something is compiled, when they may have changed on disk.
+_SOURCES = _digest_sources()
 
 
 def _digest(key: str, code: bytes) -> bytes:

@@ -98,7 +98,7 @@ def compile_kernels(
     target = target_of(isa)
     names = list(dict.fromkeys(spec.name for spec in specs))
     cache = CodeCache(cache_folder) if cache_folder else None
-    key = key_of(llvmlite.__version__, repr(isa), repr(target), str(checked), *names)
+    key = key_of(llvmlite.__version__, repr(llvm.llvm_version_info), repr(isa), repr(target), str(checked), *names)
     code = cache.read(key) if cache else None
     from_cache = code is not None
     if code is None:

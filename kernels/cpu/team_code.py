@@ -126,9 +126,11 @@ class _TeamCode:
                 return_if_moved()
                 self._pause(k)
             with k.forever():
-                return_if_moved()
+                now = self._look(k, gate + _VALUE)
+                with k.when(now > old):
+                    b.ret_void()
                 self._add(k, gate + _SLEEPERS, 1)
-                self._futex(k, gate + _VALUE, _FUTEX_WAIT_PRIVATE, old.ir)
+                self._futex(k, gate + _VALUE, _FUTEX_WAIT_PRIVATE, now.ir)
                 self._add(k, gate + _SLEEPERS, -1)
         return function
 
@@ -242,7 +244,7 @@ class _TeamCode:
         k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
 
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
-        self._swap(k, gate + _VALUE, value)
+        k.builder.atomic_rmw("max", _word(k, gate + _VALUE), value.ir, "seq_cst")
         with k.when(self._look(k, gate + _SLEEPERS) > 0):
             self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, _I64(_ALL))
 

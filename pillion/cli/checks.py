@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pillion.cli.flags import option_name
-from pillion.cores import parse_cores
+from pillion.cores import MAX_CPU_THREADS, parse_cores
 from pillion.errors import ConfigError
 from pillion.ranges import MAX_SPECULATIVE_TOKENS
 
@@ -15,8 +15,6 @@ MAX_PORT = 65535
 MAX_WORKERS = 64
 MAX_BLOCK_SIZE_TOKENS = 1024
 MAX_PERCENT = 90
-# As many as a team takes (kernels/cpu/team.py).
-MAX_CPU_THREADS = 512
 
 # Least and most of each number; None: no upper bound.
 _RANGES: dict[str, tuple[int, int | None]] = {

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import click
 import pytest
@@ -162,6 +163,31 @@ def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in specs:
         assert spec.environ[env_name("redis_url")] == "unix:///run/x/redis.sock"
         assert env_name("block_size") not in spec.environ
+
+
+@pytest.mark.parametrize(
+    ("said", "prefill", "decode"),
+    [
+        ({"cpu_threads": 2, "cpu_affinity": "0-3"}, "0,1", "2,3"),
+        ({"cpu_affinity": "0-3"}, "0,1", "2,3"),
+        ({"cpu_affinity": "0-3", "split_policy": "colocated"}, "0,1,2,3", "0,1,2,3"),
+        ({}, "", ""),
+    ],
+)
+def test_workers_get_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], prefill: str, decode: str
+) -> None:
+    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    specs = part_specs(ServeFlags(model="m", **said), pathlib.Path("/run/x"), None)
+    by_name = {spec.part_id: spec.argv for spec in specs}
+    assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
+    assert f"--cpu-affinity={decode}" in by_name["decode-0"]
+
+
+def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
+        part_specs(ServeFlags(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
 
 
 def test_a_redis_password_is_not_on_a_command_line() -> None:

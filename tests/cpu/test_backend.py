@@ -141,6 +141,28 @@ def test_steps_that_sample_nothing_and_steps_that_grow(llama):
     assert (driver.last - reference.last).abs().max() < 0.05 * reference.last.std()
 
 
+def test_a_step_after_one_for_which_there_was_no_memory(llama, monkeypatch):
+    """Buffers are gone and none is there instead: no kernel may run on the old addresses."""
+    driver = CpuDriver(llama, num_slots=100)
+    (number,) = driver.sequences.add()
+    driver.step((number, text_of(20, 1)))
+    batch = driver.sequences.step([(number, text_of(300, 2))])
+    workspace, bind = driver.backend._workspace, driver.backend._program.bind
+
+    def refuse(buffer):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "array", refuse)
+        with pytest.raises(MemoryError):
+            driver.backend.forward(batch)
+    bound = []
+    monkeypatch.setattr(driver.backend._program, "bind", lambda: bound.append(True) or bind())
+    driver.backend.forward(batch)
+    driver.backend.forward(batch)
+    assert bound == [True]
+
+
 def broken(batch: StepBatch):
     """A batch with one thing wrong each, and what the refusal says."""
     far = np.array([10**6], np.int32)

@@ -153,13 +153,25 @@ def test_other_sources_are_other_code(tmp_path, monkeypatch):
     (package / "a.py").write_text("x = 1")
     (package / "b.py").write_text("y = 2")
     monkeypatch.setattr(cache_module, "__file__", str(package / "cache.py"))
-    seen = [key_of("names")]
+    seen = []
+
+    def imported_anew() -> None:
+        monkeypatch.setattr(cache_module, "_SOURCES", cache_module._digest_sources())
+        seen.append(key_of("names"))
+
+    imported_anew()
     (package / "b.py").write_text("y = 3")
-    seen.append(key_of("names"))
+    # Code is that of the sources that were imported, whatever lies on disk by now.
+    assert key_of("names") == seen[-1]
+    imported_anew()
     (package / "b.py").rename(package / "c.py")
-    seen.append(key_of("names"))
+    imported_anew()
     (package / "c.py").unlink()
-    seen.append(key_of("names"))
+    imported_anew()
+    (package / "a.py").unlink()
+    imported_anew()
+    CodeCache(tmp_path / "kept").write("key", b"code")
+    assert not (tmp_path / "kept").exists()
     seen += [key_of("nam", "es"), key_of("name", "s"), key_of("names", "")]
     assert len(set(seen)) == len(seen)
 

@@ -62,6 +62,7 @@ def test_powers_of_two(runner):
 def test_curves_that_end_flat(runner, function, exact):
     x = np.concatenate([np.linspace(-95, 95, 1 << 16), np.linspace(-1, 1, 1 << 12)]).astype(np.float32)
     np.testing.assert_allclose(apply(runner, function, x), exact(x.astype(np.float64)), rtol=0, atol=1e-6)
+    assert np.isnan(apply(runner, "tanh", np.full(LANES, np.nan, np.float32))).all()
     ends = np.resize(np.array([-np.inf, np.inf, -3e38, 3e38], np.float32), LANES)
     np.testing.assert_allclose(apply(runner, function, ends), exact(np.clip(ends, -80, 80)), atol=1e-6)
 

@@ -71,7 +71,7 @@ def test_damaged_files_are_refused(path, damage):
     else:
         content = content.replace(b'"float32", [3, 4], 1048576', b'"float32", [3, 4], 9948576')
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="damaged"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         PackedFile(path)
 
 
@@ -177,21 +177,63 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     assert not any("compiling" in line or "packing" in line for line in lines)
 
 
+@needs_kernels
 def test_backends_share_no_blocks(tmp_path):
     """They cut a piece in other ways, or round other weights: other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
     kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}]
-    if choose_kernels(ComputeFlags(model=folder), prepare(ModelFlags(model=folder, dtype="float32")))[0] is None:
-        pytest.skip("there are no kernels for this processor")
-    loaded = [load_model(DecodeFlags(model=folder, dtype="float32", **said), 1) for said in kinds]
+    loaded = [load_model(DecodeFlags(model=folder, dtype="bfloat16", **said), 1) for said in kinds]
     assert len({each.namespace() for each in loaded}) == 3
+
+
+@needs_kernels
+def test_int8_needs_rows_of_bfloat16(tmp_path):
+    folder = str(save_model(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="needs --dtype bfloat16, not float32"):
+        load_model(DecodeFlags(model=folder, dtype="float32", quantization="int8"), 1)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "layers.0.o", "layers.1.gate_up"])
+@pytest.mark.parametrize("number", ["pairs", "depth", "num_groups", "group_bytes"])
+def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
+    """Kernels would go by them, wherever that leads."""
+    prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
+    weights = load_cpu_weights(prepared, load_config(prepared.folder), "none", lambda line: None)
+    weights.linear(name)
+    for wrong in (0, -1, 100_000):
+        weights._file.numbers[f"{name}.{number}"] = wrong
+        with pytest.raises(ConfigError, match="do not fit together"):
+            weights.linear(name)
+
+
+def test_files_that_others_could_have_written_are_refused(path):
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o620)
+    with pytest.raises(ConfigError, match="others could have written it"):
+        PackedFile(path)
+
+
+def test_a_server_without_llvm_runs_on_torch(tmp_path):
+    """As where llvmlite has no build: nothing that torch needs may import it."""
+    folder = str(save_model(tmp_path / "model"))
+    program = f"""
+import sys
+sys.modules["llvmlite"] = sys.modules["llvmlite.binding"] = None
+from engine.loading import load_model, make_ready
+from pillion.config import DecodeFlags
+flags = DecodeFlags(model={folder!r}, dtype="float32")
+make_ready(flags, print)
+print(load_model(flags, 1).operators)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "torch"
 
 
 def test_lists_of_cores():
     assert parse_cores("") == ()
     assert parse_cores("0") == (0,)
     assert parse_cores(" 0, 0-0") == (0, 0)
-    for text in ("x", "1-", "-1", "3-1", "0-5000", "1,,x"):
+    for text in ("x", "²", "1-", "-1", "3-1", "0-5000", "1,,x"):
         with pytest.raises(ConfigError, match="--cpu-affinity"):
             parse_cores(text)
     with pytest.raises(ConfigError, match="may not use core"):

@@ -52,6 +52,22 @@ class WhoAmI:
 
 
 @dataclass(frozen=True, slots=True)
+class Uneven:
+    """The first thread's call takes ``turns``, the second's ``more`` times as long; ``waste`` [threads, 16] float32."""
+
+    layout: ClassVar[Layout] = Layout("uneven", pointers=("waste",), numbers=("turns", "more"))
+    name: str = "uneven"
+
+    def emit(self, call: Call) -> None:
+        k = call.k
+        wasted = k.variable(k.vector(1.0))
+        times = call.thread * call.args.number("more") + 1
+        with k.range(call.args.number("turns") * times):
+            wasted.value = k.fma(wasted.value, k.vector(0.5), k.vector(0.25))
+        k.store(call.args.pointer("waste") + call.thread * VECTOR_BYTES, wasted.value)
+
+
+@dataclass(frozen=True, slots=True)
 class Stray:
     """Writes a vector ``offset`` bytes behind the begin of ``out``, or of its scratch."""
 
