@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-import multiprocessing
 import os
-from pathlib import Path
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from kernels.cpu import cache as cache_module
 from kernels.cpu import compiler
 from kernels.cpu.cache import CodeCache, key_of
 from kernels.cpu.compiler import assembly, compile_kernels, object_code, target_of
-from kernels.cpu.isa import BY_NAME, TABLE, choose_isa, host_features
+from kernels.cpu.isa import BY_NAME, TABLE, host_features
 from kernels.cpu.module import SIGNATURE
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 
@@ -206,20 +206,25 @@ def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
     assert "are not kept" in caplog.text
 
 
-def compile_in_a_child(folder: Path, start, results) -> None:
-    start.wait()
-    results.put(compiled(folder, choose_isa("auto", host_features())).from_cache)
+CHILD = """
+import sys
+from pathlib import Path
+from tests.cpu.test_compiler import choose_isa, compiled, host_features
+print("ready", flush=True)
+sys.stdin.readline()
+print(compiled(Path(sys.argv[1]), choose_isa("auto", host_features())).from_cache)
+"""
 
 
 def test_several_processes_may_compile_at_once(tmp_path, isa):
-    context = multiprocessing.get_context("spawn")
-    start, results = context.Barrier(3), context.Queue()
-    children = [context.Process(target=compile_in_a_child, args=(tmp_path, start, results)) for _ in range(3)]
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     for child in children:
-        child.start()
-    found = [results.get(timeout=60) for _ in children]
+        assert child.stdout.readline() == "ready\n"
     for child in children:
-        child.join()
+        child.stdin.write("\n")
+        child.stdin.flush()
+    found = [child.communicate(timeout=60)[0] == "True\n" for child in children]
     assert not all(found)
     assert len(files(tmp_path)) == 1
     assert compiled(tmp_path, isa).from_cache
