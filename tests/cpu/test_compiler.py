@@ -209,7 +209,8 @@ def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
 CHILD = """
 import sys
 from pathlib import Path
-from tests.cpu.test_compiler import choose_isa, compiled, host_features
+from kernels.cpu.isa import choose_isa, host_features
+from tests.cpu.test_compiler import compiled
 print("ready", flush=True)
 sys.stdin.readline()
 print(compiled(Path(sys.argv[1]), choose_isa("auto", host_features())).from_cache)
