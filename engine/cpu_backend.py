@@ -64,7 +64,7 @@ def load_cpu_model(
 ) -> CpuModel:
     """Maps the weights (packs them, the first time) and gets the kernels (compiles them, the first time).
 
-    ``checked``: kernels with bounds checks; None: if PILLION_CHECK_KERNELS is 1. :func:`engine.cpu_model.unsupported`
+    ``checked``: kernels with bounds checks; None: if PILLION_CHECK_KERNELS is 1. :func:`engine.loading.unsupported`
     must have found nothing. Raises ConfigError for weights that do not fit the config.
     """
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked

@@ -27,7 +27,6 @@ from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.attention_rows import Shape
 from kernels.cpu.gemm import GATED, Gemm
 from kernels.cpu.isa import Isa
-from kernels.cpu.kv_layout import LANES
 from kernels.cpu.packing import DTYPES
 from kernels.cpu.program import Buffer, HeadStride, Operation
 from kernels.cpu.rotate import RotateWrite
@@ -36,15 +35,6 @@ from pillion.errors import ConfigError
 
 # Rows of partial sums that a KV head has room for: a step cuts no more contexts than these hold.
 MAX_PARTIAL_ROWS = 4096
-
-
-def unsupported(config: ModelConfig, block_size: int) -> str:
-    """Why the kernels cannot run this model, or "": what they ask of its shape."""
-    if config.head_dim % LANES:
-        return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
-    if block_size % LANES:
-        return f"attention needs blocks of a multiple of {LANES} tokens, not {block_size}"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

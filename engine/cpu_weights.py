@@ -17,20 +17,18 @@ from torch.nn.functional import pad
 
 from engine.checkpoint import open_checkpoint
 from engine.layers import GatedMLP, Norm
-from engine.model_cache import ModelCache
+from engine.model_cache import PACKING_VERSION, ModelCache
 from engine.model_config import ModelConfig
 from engine.model_files import Progress
 from engine.moe import MoeWeights
 from engine.packed_file import PackedFile, PackedWriter, write_packed
 from engine.prepare import PreparedModel
 from engine.weights import LayerWeights, load_final_norm, load_head, load_layer
-from kernels.cpu.kv_layout import LANES
+from kernels.cpu.isa import LANES
 from kernels.cpu.packing import PANEL_COLUMNS, PackedWeight, pack_bias, pack_gated, pack_gated_bias, pack_linear
 from kernels.torch_linear import Linear
 from pillion.errors import ConfigError
 
-# Grows when the packed layout changes: old files are then of no use, and removed.
-PACKING_VERSION = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -102,8 +100,7 @@ def load_cpu_weights(
 ) -> CpuWeights:
     """Maps the packed weights of a model, packing them first where nobody has. Raises ConfigError as load_weights."""
     cache = cache or ModelCache()
-    folder = cache.make("packed")
-    path = folder / f"{prepared.fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
+    path = cache.packed_weights(prepared.fingerprint, quantization)
     found = _mapped(path)
     if found is None:
         with cache.lock(progress):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.backend import Backend
-from engine.model_config import load_config
+from engine.model_cache import ModelCache
+from engine.model_config import ModelConfig, load_config
 from engine.model_files import Progress
 from engine.prepare import PreparedModel, prepare
-from kernels.cpu.isa import Isa, choose_isa, host_features
+from kernels.cpu.isa import LANES, Isa, choose_isa, host_features
 from kvstore.hashing import namespace_base
 from pillion.config import ComputeFlags, WorkerFlags
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
@@ -83,10 +84,14 @@ def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | No
 
 
 def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
-    """Everything that is made once: the model, and for the CPU kernels packed weights and machine code."""
+    """Everything that is made once: the model, and for the CPU kernels packed weights and machine code.
+
+    Where weights are packed already nothing is loaded: that would cost every start seconds, and code that is missing,
+    after an update say, is compiled by the first worker.
+    """
     prepared = prepare(flags, progress)
     isa, _ = choose_kernels(flags, prepared)
-    if isa is not None:
+    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
         load_cpu_model(flags, prepared, isa, progress)
     return prepared
 
@@ -102,9 +107,6 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         said = flags.cpu_kernels == "torch"
         reason = "--cpu-kernels torch" if said else "there are no kernels for this processor"
     else:
-        # Only here: it needs LLVM, which machines that run on torch may lack.
-        from engine.cpu_model import unsupported
-
         reason = unsupported(load_config(prepared.folder), flags.block_size)
     if isa is not None and not reason:
         if flags.quantization != "none" and prepared.dtype != "bfloat16":
@@ -113,6 +115,15 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
     if flags.quantization != "none":
         raise ConfigError(f"--quantization {flags.quantization} needs the CPU kernels: {reason}")
     return None, reason
+
+
+def unsupported(config: ModelConfig, block_size: int) -> str:
+    """Why the kernels cannot run this model, or "": what they ask of its shape."""
+    if config.head_dim % LANES:
+        return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
+    if block_size % LANES:
+        return f"attention needs blocks of a multiple of {LANES} tokens, not {block_size}"
+    return ""
 
 
 def load_cpu_model(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:

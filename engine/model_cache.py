@@ -26,6 +26,8 @@ from pillion.errors import ConfigError
 
 # Grows when conversion or loading changes numbers: other KV, so other fingerprints and other records.
 CONVERSION_VERSION = 2
+# Grows when the layout of packed weights changes: old files are then of no use, and removed.
+PACKING_VERSION = 3
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
@@ -115,6 +117,10 @@ class ModelCache:
                     told = True
                 time.sleep(LOCK_POLL_S)
             yield
+
+    def packed_weights(self, fingerprint: str, quantization: str) -> Path:
+        """Where the weights of a model lie, or will, in the layout of the CPU kernels."""
+        return self.make("packed") / f"{fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
         """A folder of the cache for something else."""

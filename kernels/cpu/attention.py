@@ -35,8 +35,8 @@ from kernels.cpu.attention_rows import (
     emit_weighted,
     emit_weights,
 )
-from kernels.cpu.emit import LANES, VECTOR_BYTES, Kernel
-from kernels.cpu.isa import Isa
+from kernels.cpu.emit import VECTOR_BYTES, Kernel
+from kernels.cpu.isa import LANES, Isa
 from kernels.cpu.kv_layout import unpack_pool
 from kernels.cpu.module import SCRATCH_BYTES, Call
 from kernels.cpu.records import Layout

@@ -16,7 +16,8 @@ import math
 from dataclasses import dataclass
 
 from kernels.cpu.attention_plan import PARTITION_TOKENS
-from kernels.cpu.emit import LANES, VECTOR_BYTES, Kernel
+from kernels.cpu.emit import VECTOR_BYTES, Kernel
+from kernels.cpu.isa import LANES
 from kernels.cpu.kv_layout import group_bytes
 from kernels.cpu.values import Int, Pairs, Ptr, Variable, Vec
 

@@ -24,10 +24,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.isa import Isa
+from kernels.cpu.isa import LANES, Isa
 from kernels.cpu.values import Bool, Int, Pairs, Ptr, Variable, Vec
 
-LANES = 16
 VECTOR_BYTES = 64
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))

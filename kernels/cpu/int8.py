@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from kernels.cpu.emit import LANES, Kernel
+from kernels.cpu.emit import Kernel
+from kernels.cpu.isa import LANES
 from kernels.cpu.values import Pairs, Ptr
 
 MAX_QUANTUM = 127

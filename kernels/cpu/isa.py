@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from pillion.errors import ConfigError
 
+# Of a vector in the kernels' language, whatever the processor has; tokens of a group of the pool.
+LANES = 16
 # What ``--cpu-kernels`` takes besides the names of the table.
 AUTO, TORCH = "auto", "torch"
 

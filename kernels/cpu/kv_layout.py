@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import torch
 
-LANES = 16
+from kernels.cpu.isa import LANES
+
 # Part of the block hash's namespace: other layouts share no blocks (I2).
 LAYOUT_VERSION = "lanes16-1"
 

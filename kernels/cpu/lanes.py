@@ -6,7 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.emit import LANES, Kernel
+from kernels.cpu.emit import Kernel
+from kernels.cpu.isa import LANES
 from kernels.cpu.values import Int, Ptr, Vec
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels.cpu.emit import LANES, VECTOR_BYTES
+from kernels.cpu.emit import VECTOR_BYTES
+from kernels.cpu.isa import LANES
 from kernels.cpu.module import Call
 from kernels.cpu.records import Layout
 

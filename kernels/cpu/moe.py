@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 
 from kernels.cpu import lanes
-from kernels.cpu.emit import LANES, VECTOR_BYTES, Kernel
+from kernels.cpu.emit import VECTOR_BYTES, Kernel
+from kernels.cpu.isa import LANES
 from kernels.cpu.module import SCRATCH_BYTES, Call
 from kernels.cpu.records import Layout
 from kernels.cpu.rows import copy_row, vectors_of

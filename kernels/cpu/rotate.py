@@ -13,7 +13,8 @@ import torch
 from llvmlite import ir
 
 from kernels.cpu import lanes
-from kernels.cpu.emit import LANES, VECTOR_BYTES
+from kernels.cpu.emit import VECTOR_BYTES
+from kernels.cpu.isa import LANES
 from kernels.cpu.kv_layout import group_bytes, pack_pool, unpack_pool
 from kernels.cpu.module import Call
 from kernels.cpu.records import Layout

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from kernels.cpu.emit import LANES, VECTOR_BYTES, Kernel
+from kernels.cpu.emit import VECTOR_BYTES, Kernel
+from kernels.cpu.isa import LANES
 from kernels.cpu.module import Call
 from kernels.cpu.records import Layout
 from kernels.cpu.values import Int, Ptr, Vec

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from kernels.cpu.attention import Span, Unit, emit_groups
 from kernels.cpu.attention_plan import ITEM_WORDS
 from kernels.cpu.attention_rows import PARTITION_GROUPS, Groups, Shape
-from kernels.cpu.emit import LANES, VECTOR_BYTES
+from kernels.cpu.emit import VECTOR_BYTES
+from kernels.cpu.isa import LANES
 from kernels.cpu.module import Call
 from kernels.cpu.records import Layout
 from kernels.cpu.values import Int, Variable

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.emit import LANES, VECTOR_BYTES
+from kernels.cpu.emit import VECTOR_BYTES
+from kernels.cpu.isa import LANES
 from kernels.cpu.module import Call
 from kernels.cpu.records import Layout
 from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, rows_step

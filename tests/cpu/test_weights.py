@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu_weights import PACKING_VERSION, load_cpu_weights
+from engine.cpu_weights import load_cpu_weights
 from engine.loading import choose_kernels, load_model, make_ready
-from engine.model_cache import ModelCache
+from engine.model_cache import PACKING_VERSION, ModelCache
 from engine.model_config import load_config
 from engine.packed_file import PackedFile, write_packed
 from engine.prepare import prepare
