@@ -4,12 +4,14 @@ torch on the CPU, the CPU kernels and the GPU kernels are backends, and no code 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from engine.batch import StepBatch
-from pillion.errors import Internal
+from pillion.errors import ConfigError, Internal
 
 if TYPE_CHECKING:
     # The layout's arithmetic is also for those who have no torch: the gateway and the supervisor.
@@ -36,6 +38,29 @@ class KVLayout:
         """Bytes of one slot."""
         size = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * size
+
+
+def checked_memory(memory: memoryview, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
+    """A pool's memory as bytes, and how many of them are in use. Raises ConfigError for too few, or read-only ones."""
+    needed = num_slots * layout.block_bytes
+    if memory.nbytes < needed or memory.readonly:
+        raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
+    return memory.cast("B"), needed
+
+
+def warm_up_batches(max_tokens: int, block_size: int) -> Iterator[StepBatch]:
+    """Two steps in a pool's first slots, of ``max_tokens`` tokens of a text and of one; each samples a row."""
+    tables = np.arange(-(-max_tokens // block_size), dtype=np.int32)[None]
+    for count in (max_tokens, 1):
+        positions = np.arange(count, dtype=np.int32)
+        yield StepBatch(
+            token_ids=np.zeros(count, np.int32),
+            positions=positions,
+            query_starts=np.array([0, count], np.int32),
+            context_lens=np.array([count], np.int32),
+            block_tables=tables,
+            sample_rows=positions[-1:],
+        )
 
 
 def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:

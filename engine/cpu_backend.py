@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout, checked_copies
+from engine.backend import KVLayout, checked_copies, checked_memory, warm_up_batches
 from engine.batch import StepBatch
 from engine.cpu_model import ModelPlan, attention_planner, plan_model
 from engine.cpu_weights import CpuWeights, load_cpu_weights
@@ -30,7 +30,7 @@ from kernels.cpu.kv_layout import LAYOUT_VERSION
 from kernels.cpu.module import SCRATCH_BYTES
 from kernels.cpu.program import Bounds, Operation, Program, StepRecord, Workspace, aligned_bytes, check_batch
 from kernels.cpu.team import Team
-from pillion.errors import ConfigError, Internal
+from pillion.errors import Internal
 
 log = logging.getLogger("pillion.worker")
 
@@ -112,11 +112,8 @@ class CpuBackend:
 
     def bind_pool(self, memory: memoryview, num_slots: int) -> None:
         """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
-        needed = num_slots * self._layout.block_bytes
-        if memory.nbytes < needed or memory.readonly:
-            raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
-        pool = np.frombuffer(memory.cast("B"), np.uint8, count=needed).reshape(num_slots, -1)
-        self._pool = pool
+        memory, needed = checked_memory(memory, num_slots, self._layout)
+        self._pool = np.frombuffer(memory, np.uint8, count=needed).reshape(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's KV, give float32 logits [R, vocab_size], which the next forward overwrites."""
@@ -139,19 +136,8 @@ class CpuBackend:
         block_size, max_tokens = self._layout.block_size, min(max_tokens, self.model.max_model_len)
         blocks = -(-max_tokens // block_size)
         pool = aligned_bytes(blocks * self._layout.block_bytes, PAGE_BYTES).reshape(blocks, -1)
-        for count in (max_tokens, 1):
-            positions = np.arange(count, dtype=np.int32)
-            self._run(
-                pool,
-                StepBatch(
-                    token_ids=np.zeros(count, np.int32),
-                    positions=positions,
-                    query_starts=np.array([0, count], np.int32),
-                    context_lens=np.array([count], np.int32),
-                    block_tables=np.arange(blocks, dtype=np.int32)[None],
-                    sample_rows=positions[-1:],
-                ),
-            )
+        for batch in warm_up_batches(max_tokens, block_size):
+            self._run(pool, batch)
         log.info(
             "memory of this worker beside weights and pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",
             *(size / 2**20 for size in self.memory_bytes()),

@@ -21,6 +21,7 @@ from engine.cpu_moe import GATED_EPILOGUE, moe_operations
 from engine.cpu_weights import CpuWeights
 from engine.model_config import ModelConfig
 from engine.rope import make_ropes
+from engine.weights import DTYPES as MODEL_DTYPES
 from engine.weights import embedding_scale
 from kernels.cpu.attention import Attention, AttentionMerge, partial_row_bytes, row_counts
 from kernels.cpu.attention_plan import AttentionPlanner
@@ -191,13 +192,12 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_m
 
 def _embed(parts: Parts) -> Operation:
     config = parts.config
-    dtype = torch.bfloat16 if parts.bf16 else torch.float32
     values = {
         "table": parts.weights.tensor("embedding"),
         "hidden": parts.hidden,
         "width": config.hidden_size,
         "hidden_stride": parts.hidden.stride,
-        "scale": embedding_scale(config, dtype),
+        "scale": embedding_scale(config, MODEL_DTYPES[parts.layout.dtype]),
     }
     return Operation(Embed(parts.bf16), values)
 

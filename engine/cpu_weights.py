@@ -23,13 +23,11 @@ from engine.model_files import Progress
 from engine.moe import MoeWeights
 from engine.packed_file import PackedFile, PackedWriter, write_packed
 from engine.prepare import PreparedModel
-from engine.weights import LayerWeights, load_final_norm, load_head, load_layer
+from engine.weights import DTYPES, LayerWeights, load_final_norm, load_head, load_layer
 from kernels.cpu.isa import LANES
 from kernels.cpu.packing import PANEL_COLUMNS, PackedWeight, pack_bias, pack_gated, pack_gated_bias, pack_linear
 from kernels.torch_linear import Linear
 from pillion.errors import ConfigError
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def load_cpu_weights(
                 progress("packing weights for the CPU kernels")
                 kind = "int8" if quantization == "int8" else {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
                 with write_packed(path) as writer:
-                    _pack(prepared.folder, config, _DTYPES[prepared.dtype], kind, writer)
+                    _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
                 found = PackedFile(path)
     return CpuWeights(found)
 

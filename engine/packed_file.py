@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from kernels.cpu.cache import others_could_write
 from pillion.errors import ConfigError
 
 _MAGIC = b"PILLIONW"
@@ -90,8 +90,7 @@ class PackedFile:
         """Raises ConfigError for a file that is not whole; OSError where there is none."""
         try:
             with path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                if others_could_write(os.fstat(file.fileno())):
                     raise ValueError("others could have written it")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             said = self._read_header()

@@ -13,17 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout, checked_copies
+from engine.backend import KVLayout, checked_copies, checked_memory, warm_up_batches
 from engine.batch import StepBatch
 from engine.decoder import run_decoder
 from engine.model_config import load_config
 from engine.prepare import PreparedModel, kv_layout
 from engine.rope import make_ropes
-from engine.weights import load_weights
+from engine.weights import DTYPES, load_weights
 from kernels.torch_attention import StepAttention
-from pillion.errors import ConfigError, Internal
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from pillion.errors import Internal
 
 
 class TorchBackend:
@@ -55,10 +53,8 @@ class TorchBackend:
 
     def bind_pool(self, memory: memoryview, num_slots: int) -> None:
         """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
-        needed = num_slots * self._layout.block_bytes
-        if memory.nbytes < needed or memory.readonly:
-            raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
-        flat = torch.frombuffer(memory.cast("B"), dtype=torch.uint8, count=needed)
+        memory, needed = checked_memory(memory, num_slots, self._layout)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=needed)
         self._pool = self._shaped(flat.view(self._dtype), num_slots)
 
     def close(self) -> None:
@@ -88,20 +84,8 @@ class TorchBackend:
         pool = self._shaped(
             torch.zeros(blocks * self._layout.block_bytes // self._dtype.itemsize, dtype=self._dtype), blocks
         )
-        tables = np.arange(blocks, dtype=np.int32)[None]
-        for count in {max_tokens, 1}:
-            positions = np.arange(count, dtype=np.int32)
-            self._run(
-                pool,
-                StepBatch(
-                    token_ids=np.zeros(count, np.int32),
-                    positions=positions,
-                    query_starts=np.array([0, count], np.int32),
-                    context_lens=np.array([count], np.int32),
-                    block_tables=tables,
-                    sample_rows=positions[-1:],
-                ),
-            )
+        for batch in warm_up_batches(max_tokens, block_size):
+            self._run(pool, batch)
 
     def _shaped(self, values: torch.Tensor, num_slots: int) -> torch.Tensor:
         layout = self._layout

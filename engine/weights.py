@@ -19,6 +19,8 @@ from engine.moe import MoeWeights
 from engine.rope import partial_order
 from kernels.torch_linear import Linear
 
+# Of arithmetic and KV, by the names that flags and layouts have.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # What becomes of a matrix [out, in] and its bias [out].
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 

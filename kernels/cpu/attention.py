@@ -12,6 +12,8 @@ weigh exactly 0, so a row's bits depend on its query and its context alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -156,6 +158,17 @@ class Unit:
         return k.most(self.first, lowest // PARTITION_TOKENS)
 
 
+@contextmanager
+def each_unit(call: Call, kind: str) -> Iterator[tuple[Int, Unit]]:
+    """KV head and unit of all that a thread takes of the step's ``kind``, "items" or "merges".
+
+    All of a KV head come before those of the next: chunks find its keys in the cache.
+    """
+    count, records = call.step.number(f"num_{kind}"), call.step.pointer(kind)
+    with call.shared_range(count * call.args.number("kv_heads"), 1) as (index, _):
+        yield index // count, Unit.read(call.k, records + (index % count) * (4 * ITEM_WORDS))
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Attends all items of the step. ``softcap`` and ``window``: whether the layer has one; else the field is unused.
@@ -181,12 +194,7 @@ class Attention:
         """Writes its instructions."""
         k = call.k
         narrow, wide = row_counts(k.isa, self.shape.group)
-        num_items = call.step.number("num_items")
-        items = call.step.pointer("items")
-        with call.shared_range(num_items * call.args.number("kv_heads"), 1) as (index, _):
-            # All items of a KV head before those of the next: chunks find its keys in the cache.
-            head = index // num_items
-            unit = Unit.read(k, items + (index % num_items) * (4 * ITEM_WORDS))
+        with each_unit(call, "items") as (head, unit):
             with k.when(unit.rows <= narrow):
                 _UnitPass(self, call, unit, head, narrow).emit()
             if narrow != wide:
@@ -289,12 +297,8 @@ class AttentionMerge:
     def emit(self, call: Call) -> None:
         """Writes its instructions."""
         k, shape = call.k, self.shape
-        num_merges = call.step.number("num_merges")
-        merges = call.step.pointer("merges")
         window = call.args.number("window") if self.window else None
-        with call.shared_range(num_merges * call.args.number("kv_heads"), 1) as (index, _):
-            head = index // num_merges
-            unit = Unit.read(k, merges + (index % num_merges) * (4 * ITEM_WORDS))
+        with each_unit(call, "merges") as (head, unit):
             partials = call.args.pointer("partials") + head * call.args.number("partial_stride")
             begin = unit.begin(k, shape.group, window)
             with k.range(unit.rows) as row:

@@ -40,7 +40,7 @@ class CodeCache:
         try:
             with path.open("rb") as file:
                 about = os.fstat(file.fileno())
-                if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                if others_could_write(about):
                     _log.warning("%s could have been written by others; it is not used", path)
                     return None
                 content = file.read(MAX_ENTRY_BYTES + _HEADER_BYTES)
@@ -95,6 +95,11 @@ class CodeCache:
             total += size
             if count >= MAX_ENTRIES or total > MAX_CACHE_BYTES:
                 path.unlink(missing_ok=True)
+
+
+def others_could_write(about: os.stat_result) -> bool:
+    """Whether a file is somebody else's, or one that group or others may write."""
+    return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def key_of(*parts: str) -> str:

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kernels.cpu.emit import VECTOR_BYTES, Kernel
 from kernels.cpu.int8 import widen
 from kernels.cpu.isa import Isa
-from kernels.cpu.packing import PANEL_COLUMNS, PackedWeight, unpack
+from kernels.cpu.packing import PANEL_COLUMNS
 from kernels.cpu.subroutines import call_subroutine
 from kernels.cpu.values import Int, Ptr
 
@@ -52,11 +50,6 @@ class TileArgs:
     ahead: Ptr
     ahead_step: Int
     sums: Ptr
-
-
-def reference_tile(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-    """x [T, depth] times a whole packed matrix -> float64 [T, pairs * 32]; scales are not applied."""
-    return x.double() @ unpack(packed).double().T
 
 
 def most_rows(isa: Isa, kind: str) -> int:

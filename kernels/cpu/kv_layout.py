@@ -29,35 +29,24 @@ def group_bytes(head_dim: int, bf16: bool) -> int:
 
 def pack_pool(pool: torch.Tensor) -> torch.Tensor:
     """From the plain layout [..., 2, kv_heads, block_size, head_dim] to this one, of the same shape and type."""
-    *front, two, heads, block_size, head_dim = pool.shape
-    assert two == 2
-    groups = block_size // LANES
-    keys, values = pool.unbind(-4)
-    lead = (*front, heads)
-    dims = len(lead)
-    order = list(range(dims))
-    if pool.dtype == torch.bfloat16:
-        keys = keys.view(*lead, groups, LANES, head_dim // 2, 2).permute(*order, dims, dims + 2, dims + 1, dims + 3)
-        values = values.view(*lead, block_size // 2, 2, head_dim).transpose(-1, -2)
-    else:
-        keys = keys.view(*lead, groups, LANES, head_dim).transpose(-1, -2)
-    shape = (*lead, block_size, head_dim)
-    return torch.stack((keys.reshape(shape), values.reshape(shape)), -4)
+    pair, (block_size, head_dim) = _pair(pool), pool.shape[-2:]
+    return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
 
 
 def unpack_pool(packed: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`pack_pool`."""
-    *front, two, heads, block_size, head_dim = packed.shape
-    assert two == 2
-    groups = block_size // LANES
-    keys, values = packed.unbind(-4)
-    lead = (*front, heads)
-    dims = len(lead)
-    order = list(range(dims))
-    if packed.dtype == torch.bfloat16:
-        keys = keys.view(*lead, groups, head_dim // 2, LANES, 2).permute(*order, dims, dims + 2, dims + 1, dims + 3)
-        values = values.view(*lead, block_size // 2, head_dim, 2).transpose(-1, -2)
-    else:
-        keys = keys.view(*lead, groups, head_dim, LANES).transpose(-1, -2)
-    shape = (*lead, block_size, head_dim)
-    return torch.stack((keys.reshape(shape), values.reshape(shape)), -4)
+    pair, (block_size, head_dim) = _pair(packed), packed.shape[-2:]
+    return _turned(packed, (block_size // LANES, head_dim // pair, LANES, pair), (block_size // pair, head_dim, pair))
+
+
+def _pair(pool: torch.Tensor) -> int:
+    """Values of a lane."""
+    return 2 if pool.dtype == torch.bfloat16 else 1
+
+
+def _turned(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
+    """Pieces seen in these shapes, with the two dimensions before a key's pair, or the last two of V, exchanged."""
+    k, v = pool.unbind(-4)
+    lead = k.shape[:-2]
+    turned = (k.reshape(*lead, *keys).transpose(-3, -2), v.reshape(*lead, *values).transpose(-2, -1))
+    return torch.stack([part.reshape(k.shape) for part in turned], -4)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.cpu.attention import Span, Unit, emit_groups
-from kernels.cpu.attention_plan import ITEM_WORDS
+from kernels.cpu.attention import Span, each_unit, emit_groups
 from kernels.cpu.attention_rows import PARTITION_GROUPS, Groups, Shape
 from kernels.cpu.emit import VECTOR_BYTES
 from kernels.cpu.isa import LANES
@@ -45,12 +44,8 @@ class Stream:
     def emit(self, call: Call) -> None:
         """Writes its instructions."""
         k = call.k
-        num_items = call.step.number("num_items")
-        items = call.step.pointer("items")
         sums = [k.variable(k.vector(0.0)) for _ in range(_SIDE)]
-        with call.shared_range(num_items * call.args.number("kv_heads"), 1) as (index, _):
-            head = index // num_items
-            unit = Unit.read(k, items + (index % num_items) * (4 * ITEM_WORDS))
+        with each_unit(call, "items") as (head, unit):
             last = (unit.behind(self.shape.group, unit.rows - 1) + (LANES - 1)) // LANES
             with k.range(unit.last, unit.first) as partition:
                 end = k.least((partition + 1) * PARTITION_GROUPS, last)

@@ -112,7 +112,8 @@ def test_damaged_code_is_compiled_again(tmp_path, isa, damage, caplog):
     else:
         middle = len(good) // 2
         edited = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
-        file.write_bytes({"truncated": good[:-1], "edited": edited, "empty": b"", "header": b"0" + good[1:]}[damage])
+        other = bytes([good[0] ^ 1]) + good[1:]
+        file.write_bytes({"truncated": good[:-1], "edited": edited, "empty": b"", "header": other}[damage])
     with caplog.at_level(logging.WARNING):
         assert not compiled(tmp_path, isa).from_cache
     assert "damaged" in caplog.text

@@ -16,7 +16,7 @@ from kernels.cpu.gemm import GATED, LAYOUT, Gemm, reference_gemm
 from kernels.cpu.isa import BY_NAME
 from kernels.cpu.packing import DTYPES, PackedWeight, pack_gated, pack_linear
 from pillion.errors import Internal
-from tests.support.kernel_runner import BOTH_MODES, Runner, isa_or_skip, padded, rows_step, stride
+from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
 
@@ -31,16 +31,7 @@ FACTOR = 0.5
 FILLER = 7.0
 
 
-@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
-def runner(request):
-    name, checked = request.param
-    found = Runner(SPECS, isa_or_skip(name), checked)
-    yield found
-    found.close()
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+runner = runner_of(SPECS)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine import moe as torch_moe
 from kernels.cpu import moe
-from tests.support.kernel_runner import BOTH_MODES, Runner, isa_or_skip, padded, rows_step, stride
+from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
 
@@ -30,16 +30,7 @@ SPECS = [
 ]
 
 
-@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
-def runner(request):
-    name, checked = request.param
-    found = Runner(SPECS, isa_or_skip(name), checked)
-    yield found
-    found.close()
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+runner = runner_of(SPECS)
 
 
 def some_experts(rows, experts, chosen, seed=0):

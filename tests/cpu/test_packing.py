@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from kernels.cpu.int8 import MAX_QUANTUM, pack_lines, quantize, unpack_lines
 from kernels.cpu.packing import DTYPES, pack_bias, pack_gated, pack_gated_bias, pack_linear, unpack
+from tests.support.kernel_runner import normal
 
 torch.set_num_threads(1)
 
 KINDS = ("bf16", "fp32", "int8")
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def weights_of(packed):

@@ -14,7 +14,7 @@ from engine.rope import Rope, rotate
 from kernels.cpu.rotate import RotateWrite, reference_rotate, reference_write
 from pillion.errors import Internal
 from tests.support.batches import Sequences
-from tests.support.kernel_runner import BOTH_MODES, Runner, batch_step, isa_or_skip, padded, stride
+from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
 
 torch.set_num_threads(1)
 
@@ -48,16 +48,7 @@ def wide(spec):
 SPECS = [*SHAPES, *OPTIONS, *map(wide, SHAPES), *map(wide, OPTIONS)]
 
 
-@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
-def runner(request):
-    name, checked = request.param
-    found = Runner(SPECS, isa_or_skip(name), checked)
-    yield found
-    found.close()
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+runner = runner_of(SPECS)
 
 
 def frequencies(spec):

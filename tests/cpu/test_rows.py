@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from engine import layers
 from kernels.cpu import rows
 from tests.support.batches import Sequences
-from tests.support.kernel_runner import BOTH_MODES, Runner, batch_step, isa_or_skip, padded, rows_step, stride
+from tests.support.kernel_runner import (
+    batch_step,
+    normal,
+    padded,
+    rows_step,
+    runner_of,
+    stride,
+)
 
 torch.set_num_threads(1)
 
@@ -29,16 +36,7 @@ SPECS = [
 EPS = 0.1
 
 
-@pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
-def runner(request):
-    name, checked = request.param
-    found = Runner(SPECS, isa_or_skip(name), checked)
-    yield found
-    found.close()
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+runner = runner_of(SPECS)
 
 
 def run_norm(runner, spec, x, weight, bias=None, threads=3):

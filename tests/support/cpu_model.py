@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from engine.cpu_backend import CpuBackend, load_cpu_model
 from engine.prepare import PreparedModel
 from kernels.cpu.isa import choose_isa, host_features
-from kernels.cpu.program import aligned_bytes
 from tests.support.torch_model import Driver
 
 ISA = choose_isa("auto", host_features())
@@ -40,8 +38,4 @@ class CpuDriver(Driver):
         seed: int = 0,
         backend: CpuBackend | None = None,
     ) -> None:
-        backend = backend or cpu_backend(prepared, block_size)
-        super().__init__(prepared, block_size, num_slots, seed, backend)
-        pool = aligned_bytes(num_slots * backend.layout.block_bytes)
-        pool[:] = np.uint8(0xFF)
-        backend.bind_pool(memoryview(pool), num_slots)
+        super().__init__(prepared, block_size, num_slots, seed, backend or cpu_backend(prepared, block_size))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from engine.batch import StepBatch
@@ -23,8 +24,6 @@ BOTH_MODES = [(name, checked) for name in ISAS for checked in (False, True)]
 
 def isa_or_skip(name: str) -> Isa:
     """A row of the table; skips the test where this processor does not have it."""
-    import pytest
-
     try:
         isa = choose_isa(name, host_features())
     except ConfigError as lacking:
@@ -52,6 +51,24 @@ class Runner:
         program = np.array([[self.kernels.address(spec.name), args.ctypes.data, -1, 0]], np.int64)
         assert program.shape[1] == ENTRY_WORDS
         self._teams[threads].run(program, step.words)
+
+
+def runner_of(specs: Sequence[KernelSpec]) -> Any:
+    """A module's fixture ``runner``: its kernels, for each of BOTH_MODES."""
+
+    @pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+    def runner(request: Any) -> Iterator[Runner]:
+        name, checked = request.param
+        found = Runner(specs, isa_or_skip(name), checked)
+        yield found
+        found.close()
+
+    return runner
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rows_step(tokens: int, samples: int = 0) -> StepRecord:
