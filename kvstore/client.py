@@ -17,7 +17,7 @@ from pillion.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire import kvnode as wire
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import Adopted, CommitResult, CommitRun, HeartbeatReply, NodeStatus, Ticket
+from pillion.wire.kvnode import Adopted, Brought, CommitResult, CommitRun, HeartbeatReply, NodeStatus, Ticket
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
+PREFETCH_GRACE_S = 0.5
 
 
 class Session:
@@ -136,6 +137,39 @@ class NodeClient:
     ) -> list[CommitResult]:
         """Seals runs of blocks, in order; see CommitResult for lost races (I2)."""
         return wire.results_from_pb(await self._unary(self._stub.Commit, wire.runs_to_pb(epoch, runs), timeout_s))
+
+    async def prefetch(
+        self,
+        epoch: int,
+        ticket_id: int,
+        block_hashes: bytes,
+        source_node_ids: Sequence[str] = (),
+        *,
+        timeout_s: float,
+        max_bytes: int = 0,
+    ) -> Brought:
+        """Brings what it can of the chain into the node's pool, under a ticket that the epoch holds, within the time.
+
+        Raises NotFound without such a ticket. Whatever goes wrong between nodes only brings less (I1).
+        """
+        request = kvnode_pb2.PrefetchRequest(
+            epoch=epoch,
+            ticket_id=ticket_id,
+            block_hashes=block_hashes,
+            source_node_ids=source_node_ids,
+            timeout_ms=max(1, int(timeout_s * 1000)),
+            max_bytes=max_bytes,
+        )
+        # The node ends it in time by itself; a little longer, so that its answer still counts.
+        return wire.brought_from_pb(await self._unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S))
+
+    async def reattach(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> int:
+        """A fenced worker's new epoch, for its word that no step uses anything of the old one any more.
+
+        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
+        """
+        reply = await self._unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch), timeout_s)
+        return int(reply.epoch)
 
     async def heartbeat(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> HeartbeatReply:
         """A sign of life. Raises NotFound for a void epoch."""

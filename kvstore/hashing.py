@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pillion.errors import InvalidRequest
 
 HASH_BYTES = 32
+# Of a chain, that the index keeps in one place: a shard answers for so many at once, and no shard for a whole chain.
+SEGMENT_BLOCKS = 64
 TOKEN_BYTES = 4
 
 _BASE_TAG = b"pillion.namespace.1"

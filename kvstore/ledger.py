@@ -89,6 +89,7 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
+            fenced_parts=tuple(sorted(holder.name for holder in self.holders.values() if holder.fenced)),
         )
 
     def drain_events(self) -> list[IndexEvent]:
@@ -183,6 +184,38 @@ class Ledger:
         holder.tickets.add(ticket.ticket_id)
         return ticket
 
+    def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
+        """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are here.
+
+        A block that is found needs no slot any more, so one that was reserved for it is free to be promised again.
+        Raises NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
+        """
+        self.active(epoch)
+        ticket = self.tickets.get(ticket_id)
+        if ticket is None or epoch not in ticket.holders:
+            raise NotFound("no such ticket: it was released, or the node restarted")
+        if ticket.tail is not None and (ticket.blocks > len(hashes) or hashes[ticket.blocks - 1] != ticket.tail.hash):
+            raise InvalidRequest("the ticket is of another chain")
+        for block_hash in hashes[ticket.blocks :]:
+            block = self.tree.by_hash.get(block_hash)
+            if block is None or block.parent is not ticket.tail:
+                break
+            if not (block.holds or ticket.reserved or self.unpromised):
+                # Others were promised the slots of what nobody protects.
+                break
+            self.move_pin(ticket, block)
+            promised = min(1, ticket.reserved)
+            ticket.reserved -= promised
+            self.reserved -= promised
+        return ticket
+
+    def move_pin(self, ticket: TicketState, block: Block) -> None:
+        """The ticket's chain ends with ``block``, a child of its tail, from now on."""
+        self.tree.pin(block)
+        if ticket.tail is not None:
+            self.tree.unpin(ticket.tail)
+        ticket.tail = block
+
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent."""
         holder = self.active(epoch)
@@ -236,8 +269,9 @@ class Ledger:
         """A leased slot becomes a committed block, born with one pin."""
         del holder.leased[slot]
         self.committed_ever += 1
-        self._events.append(IndexEvent(block_hash, here=True))
-        return self.tree.add(slot, block_hash, parent)
+        block = self.tree.add(slot, block_hash, parent)
+        self._events.append(IndexEvent(block_hash, here=True, segment=block.segment))
+        return block
 
     # -- inside
 
@@ -261,7 +295,7 @@ class Ledger:
     def _evict(self) -> int:
         block = self.tree.evict()
         self.evicted_ever += 1
-        self._events.append(IndexEvent(block.hash, here=False))
+        self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot
 
     def _free(self, holder: Holder, slots: list[int]) -> None:

@@ -19,7 +19,16 @@ from kvstore.hashing import split_hashes
 from kvstore.ledger import Ledger
 from kvstore.records import SESSION, IndexEvent
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
-from pillion.wire.kvnode import Adopted, AttachHello, CommitResult, CommitRun, HeartbeatReply, NodeStatus, Ticket
+from pillion.wire.kvnode import (
+    Adopted,
+    AttachHello,
+    Brought,
+    CommitResult,
+    CommitRun,
+    HeartbeatReply,
+    NodeStatus,
+    Ticket,
+)
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -54,6 +63,9 @@ class Pool:
         self._block_bytes = 0
         self._judged_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
+        # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
+        self._first_epoch: dict[int, int] = {}
+        self._last_epoch: dict[int, int] = {}
         self.ledger = Ledger(_new_id, decode_reserve_percent)
         self.line = WaitingLine(self.ledger, max_waiting)
 
@@ -89,9 +101,26 @@ class Pool:
 
     def ended(self, epoch: int) -> None:
         """A worker's death or a session's end is proven. Idempotent."""
+        epoch = self._last_epoch.pop(epoch, epoch)
+        self._first_epoch.pop(epoch, None)
         self.ledger.gone(epoch)
         self._dismiss(epoch, "the caller is gone")
         self._after()
+
+    def reattach(self, epoch: int) -> int:
+        """A fenced worker woke and uses nothing of its old epoch any more: all of that is let go, and it gets a new one.
+
+        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
+        """
+        old = self.ledger.seen(epoch, time.monotonic())
+        self.ledger.drained(epoch)
+        fresh = self.ledger.attach(old.name, old.role)
+        # The attachment's end still comes under the epoch that it began with.
+        first = self._first_epoch.pop(epoch, epoch)
+        self._first_epoch[fresh], self._last_epoch[first] = first, fresh
+        log.info("%s drained and has a new epoch", old.name)
+        self._after()
+        return fresh
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
         """Raises NotFound for a void epoch."""
@@ -135,6 +164,22 @@ class Pool:
         if grant is None:
             grant = await self._wait(waiter)
         return Ticket(grant.ticket_id, grant.pinned_blocks)
+
+    async def prefetch(
+        self,
+        epoch: int,
+        ticket_id: int,
+        block_hashes: bytes,
+        sources: Sequence[str],
+        *,
+        timeout_s: float,
+        max_bytes: int,
+    ) -> Brought:
+        """Brings what it can of a ticket's chain here; see :class:`kvstore.fetch.Fetcher`."""
+        self.ledger.seen(epoch, time.monotonic())
+        ticket = self.ledger.extend(epoch, ticket_id, split_hashes(block_hashes))
+        self._after()
+        return Brought(ticket.blocks)
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
         """Drops holds, by ticket or by the nonce of an OpenTicket call that is still in line or was granted."""

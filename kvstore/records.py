@@ -47,7 +47,8 @@ class TicketState:
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """A block came (``here``) or went; what the index should learn."""
+    """A block came (``here``) or went; what the index should learn. ``segment``: see :class:`kvstore.tree.Block`."""
 
     block_hash: bytes
     here: bool
+    segment: bytes = b""

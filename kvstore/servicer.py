@@ -85,6 +85,25 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     ) -> kvnode_pb2.HeartbeatReply:
         return wire.heartbeat_to_pb(self._pool.heartbeat(request.epoch))
 
+    async def Reattach(  # noqa: N802
+        self, request: kvnode_pb2.ReattachRequest, context: Context
+    ) -> kvnode_pb2.ReattachReply:
+        return kvnode_pb2.ReattachReply(epoch=self._pool.reattach(request.epoch))
+
+    async def Prefetch(  # noqa: N802
+        self, request: kvnode_pb2.PrefetchRequest, context: Context
+    ) -> kvnode_pb2.PrefetchReply:
+        return wire.brought_to_pb(
+            await self._pool.prefetch(
+                request.epoch,
+                request.ticket_id,
+                request.block_hashes,
+                tuple(request.source_node_ids),
+                timeout_s=request.timeout_ms / 1000,
+                max_bytes=request.max_bytes,
+            )
+        )
+
     async def GetNodeStatus(  # noqa: N802
         self, request: kvnode_pb2.GetNodeStatusRequest, context: Context
     ) -> kvnode_pb2.NodeStatus:

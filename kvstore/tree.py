@@ -16,19 +16,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.eviction import EvictionPolicy
+from kvstore.hashing import SEGMENT_BLOCKS
 from pillion.errors import Internal
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A sealed slot. ``depth`` is the number of blocks before it in its chain."""
+    """A sealed slot.
+
+    Attributes:
+        depth: number of blocks before it in its chain.
+        segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
+        checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
+    """
 
     slot: int
     hash: bytes
     parent: Block | None = field(repr=False)
     depth: int
+    segment: bytes = field(repr=False)
     holds: int = 0
     children: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,9 @@ class BlockTree:
 
     def add(self, slot: int, block_hash: bytes, parent: Block | None) -> Block:
         """A new block, born with one pin: the caller's."""
-        block = Block(slot, block_hash, parent, parent.depth + 1 if parent else 0, holds=1)
+        depth = parent.depth + 1 if parent else 0
+        segment = parent.segment if parent and depth % SEGMENT_BLOCKS else block_hash
+        block = Block(slot, block_hash, parent, depth, segment, holds=1)
         self.by_hash[block_hash] = block
         self.protected += 1
         if parent is not None:

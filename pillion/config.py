@@ -88,6 +88,15 @@ class KVNodeFlags(CommonFlags):
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
+    eviction_policy: str = flag("lru", "What leaves the pool first.", choices=("lru", "lfu", "arc"))
+    low_watermark_percent: int = flag(2, "Free share of the pool below which blocks are evicted ahead of need.")
+    high_watermark_percent: int = flag(5, "Free share of the pool at which that ends.")
+    kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
+    verify_blocks: bool = flag(True, "Check the checksum of every block that comes from another node or from disk.")
+    fetch_timeout_ms: int = flag(2000, "Longest time that blocks from another node or from disk are waited for.")
+    max_fetch_bytes: int = flag(2**30, "Most bytes that one fetch may bring.", kind=parse_size)
+    disk_path: str = flag("", "Folder for blocks that leave the pool. Empty: they are forgotten.")
+    disk_bytes: int = flag(10 * 2**30, "Most that this folder may hold.", kind=parse_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,9 @@ class ServeFlags(GatewayFlags, ComputeFlags):
 
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
+    disk_bytes: int = flag(10 * 2**30, "Most that this folder may hold.", kind=parse_size)
+    fence_kill_after_s: float = flag(30.0, "A worker that stays fenced for longer is killed and started again.")
     prefill_workers: int = flag(1, "Prefill workers to start.")
     decode_workers: int = flag(1, "Decode workers to start.")
     max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)

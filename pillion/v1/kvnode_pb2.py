@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pillion.v1 import common_pb2 as pillion_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pillion/v1/kvnode.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"6\n\x12OpenSessionRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\"?\n\x0cSessionEvent\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x7f\n\x11OpenTicketRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x0e\n\x06resume\x18\x04 \x01(\x08\x12\r\n\x05nonce\x18\x05 \x01(\x06\x12\x10\n\x08priority\x18\x06 \x01(\x11\";\n\x0fOpenTicketReply\x12\x11\n\tticket_id\x18\x01 \x01(\x06\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\"I\n\x14ReleaseTicketRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x12\n\nticket_ids\x18\x02 \x03(\x06\x12\x0e\n\x06nonces\x18\x03 \x03(\x06\"\x14\n\x12ReleaseTicketReply\"L\n\x12\x41\x64optTicketRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tticket_id\x18\x02 \x01(\x06\x12\x14\n\x0clease_blocks\x18\x03 \x01(\r\"P\n\x10\x41\x64optTicketReply\x12\x13\n\x0b\x63hain_slots\x18\x01 \x03(\r\x12\x14\n\x0cleased_slots\x18\x02 \x03(\r\x12\x11\n\ttail_hash\x18\x03 \x01(\x0c\"2\n\x11LeaseSlotsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\" \n\x0fLeaseSlotsReply\x12\r\n\x05slots\x18\x01 \x03(\r\"2\n\x12ReturnSlotsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\r\n\x05slots\x18\x02 \x03(\r\"\x12\n\x10ReturnSlotsReply\"C\n\tCommitRun\x12\x11\n\tticket_id\x18\x01 \x01(\x06\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\"C\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12#\n\x04runs\x18\x02 \x03(\x0b\x32\x15.pillion.v1.CommitRun\"1\n\x0f\x43ommitRunResult\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0f\n\x07refusal\x18\x02 \x01(\t\";\n\x0b\x43ommitReply\x12,\n\x07results\x18\x01 \x03(\x0b\x32\x1b.pillion.v1.CommitRunResult\"!\n\x10HeartbeatRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"7\n\x0eHeartbeatReply\x12\x0e\n\x06\x66\x65nced\x18\x01 \x01(\x08\x12\x15\n\rrecall_blocks\x18\x02 \x01(\r\"\x16\n\x14GetNodeStatusRequest\"\xe0\x02\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rleased_blocks\x18\x06 \x01(\r\x12\x18\n\x10\x63ommitted_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x15\n\rpinned_blocks\x18\t \x01(\r\x12\x17\n\x0freserved_blocks\x18\n \x01(\r\x12\x0f\n\x07tickets\x18\x0b \x01(\r\x12\x0f\n\x07holders\x18\x0c \x01(\r\x12\x17\n\x0fwaiting_tickets\x18\r \x01(\r\x12\x16\n\x0e\x65victed_blocks\x18\x0e \x01(\x04\x12\x1d\n\x15\x63ommitted_blocks_ever\x18\x0f \x01(\x04\"\x17\n\x15\x43heckIntegrityRequest\"\x15\n\x13\x43heckIntegrityReply2\xfa\x05\n\x06KVNode\x12I\n\x0bOpenSession\x12\x1e.pillion.v1.OpenSessionRequest\x1a\x18.pillion.v1.SessionEvent0\x01\x12H\n\nOpenTicket\x12\x1d.pillion.v1.OpenTicketRequest\x1a\x1b.pillion.v1.OpenTicketReply\x12Q\n\rReleaseTicket\x12 .pillion.v1.ReleaseTicketRequest\x1a\x1e.pillion.v1.ReleaseTicketReply\x12K\n\x0b\x41\x64optTicket\x12\x1e.pillion.v1.AdoptTicketRequest\x1a\x1c.pillion.v1.AdoptTicketReply\x12H\n\nLeaseSlots\x12\x1d.pillion.v1.LeaseSlotsRequest\x1a\x1b.pillion.v1.LeaseSlotsReply\x12K\n\x0bReturnSlots\x12\x1e.pillion.v1.ReturnSlotsRequest\x1a\x1c.pillion.v1.ReturnSlotsReply\x12<\n\x06\x43ommit\x12\x19.pillion.v1.CommitRequest\x1a\x17.pillion.v1.CommitReply\x12\x45\n\tHeartbeat\x12\x1c.pillion.v1.HeartbeatRequest\x1a\x1a.pillion.v1.HeartbeatReply\x12I\n\rGetNodeStatus\x12 .pillion.v1.GetNodeStatusRequest\x1a\x16.pillion.v1.NodeStatus\x12T\n\x0e\x43heckIntegrity\x12!.pillion.v1.CheckIntegrityRequest\x1a\x1f.pillion.v1.CheckIntegrityReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pillion/v1/kvnode.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"6\n\x12OpenSessionRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\"?\n\x0cSessionEvent\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x7f\n\x11OpenTicketRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x0e\n\x06resume\x18\x04 \x01(\x08\x12\r\n\x05nonce\x18\x05 \x01(\x06\x12\x10\n\x08priority\x18\x06 \x01(\x11\";\n\x0fOpenTicketReply\x12\x11\n\tticket_id\x18\x01 \x01(\x06\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\"I\n\x14ReleaseTicketRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x12\n\nticket_ids\x18\x02 \x03(\x06\x12\x0e\n\x06nonces\x18\x03 \x03(\x06\"\x14\n\x12ReleaseTicketReply\"L\n\x12\x41\x64optTicketRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tticket_id\x18\x02 \x01(\x06\x12\x14\n\x0clease_blocks\x18\x03 \x01(\r\"P\n\x10\x41\x64optTicketReply\x12\x13\n\x0b\x63hain_slots\x18\x01 \x03(\r\x12\x14\n\x0cleased_slots\x18\x02 \x03(\r\x12\x11\n\ttail_hash\x18\x03 \x01(\x0c\"2\n\x11LeaseSlotsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\" \n\x0fLeaseSlotsReply\x12\r\n\x05slots\x18\x01 \x03(\r\"2\n\x12ReturnSlotsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\r\n\x05slots\x18\x02 \x03(\r\"\x12\n\x10ReturnSlotsReply\"\x89\x01\n\x0fPrefetchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tticket_id\x18\x02 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x17\n\x0fsource_node_ids\x18\x04 \x03(\t\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x11\n\tmax_bytes\x18\x06 \x01(\x04\"P\n\rPrefetchReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x16\n\x0e\x66\x65tched_blocks\x18\x02 \x01(\r\x12\x17\n\x0frestored_blocks\x18\x03 \x01(\r\" \n\x0fReattachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"\x1e\n\rReattachReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"C\n\tCommitRun\x12\x11\n\tticket_id\x18\x01 \x01(\x06\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\"C\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12#\n\x04runs\x18\x02 \x03(\x0b\x32\x15.pillion.v1.CommitRun\"1\n\x0f\x43ommitRunResult\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0f\n\x07refusal\x18\x02 \x01(\t\";\n\x0b\x43ommitReply\x12,\n\x07results\x18\x01 \x03(\x0b\x32\x1b.pillion.v1.CommitRunResult\"!\n\x10HeartbeatRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"7\n\x0eHeartbeatReply\x12\x0e\n\x06\x66\x65nced\x18\x01 \x01(\x08\x12\x15\n\rrecall_blocks\x18\x02 \x01(\r\"\x16\n\x14GetNodeStatusRequest\"\xb0\x04\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rleased_blocks\x18\x06 \x01(\r\x12\x18\n\x10\x63ommitted_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x15\n\rpinned_blocks\x18\t \x01(\r\x12\x17\n\x0freserved_blocks\x18\n \x01(\r\x12\x0f\n\x07tickets\x18\x0b \x01(\r\x12\x0f\n\x07holders\x18\x0c \x01(\r\x12\x17\n\x0fwaiting_tickets\x18\r \x01(\r\x12\x16\n\x0e\x65victed_blocks\x18\x0e \x01(\x04\x12\x1d\n\x15\x63ommitted_blocks_ever\x18\x0f \x01(\x04\x12\x14\n\x0c\x66\x65nced_parts\x18\x10 \x03(\t\x12\x16\n\x0e\x66\x65tched_blocks\x18\x11 \x01(\x04\x12\x15\n\rserved_blocks\x18\x12 \x01(\x04\x12\x17\n\x0frestored_blocks\x18\x13 \x01(\x04\x12\x16\n\x0espilled_blocks\x18\x14 \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\x15 \x01(\x04\x12\x15\n\rshort_fetches\x18\x16 \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x17 \x01(\r\x12\x14\n\x0ckv_transport\x18\x18 \x01(\t\"\x17\n\x15\x43heckIntegrityRequest\"\x15\n\x13\x43heckIntegrityReply2\x82\x07\n\x06KVNode\x12I\n\x0bOpenSession\x12\x1e.pillion.v1.OpenSessionRequest\x1a\x18.pillion.v1.SessionEvent0\x01\x12H\n\nOpenTicket\x12\x1d.pillion.v1.OpenTicketRequest\x1a\x1b.pillion.v1.OpenTicketReply\x12Q\n\rReleaseTicket\x12 .pillion.v1.ReleaseTicketRequest\x1a\x1e.pillion.v1.ReleaseTicketReply\x12K\n\x0b\x41\x64optTicket\x12\x1e.pillion.v1.AdoptTicketRequest\x1a\x1c.pillion.v1.AdoptTicketReply\x12H\n\nLeaseSlots\x12\x1d.pillion.v1.LeaseSlotsRequest\x1a\x1b.pillion.v1.LeaseSlotsReply\x12K\n\x0bReturnSlots\x12\x1e.pillion.v1.ReturnSlotsRequest\x1a\x1c.pillion.v1.ReturnSlotsReply\x12<\n\x06\x43ommit\x12\x19.pillion.v1.CommitRequest\x1a\x17.pillion.v1.CommitReply\x12\x42\n\x08Prefetch\x12\x1b.pillion.v1.PrefetchRequest\x1a\x19.pillion.v1.PrefetchReply\x12\x45\n\tHeartbeat\x12\x1c.pillion.v1.HeartbeatRequest\x1a\x1a.pillion.v1.HeartbeatReply\x12\x42\n\x08Reattach\x12\x1b.pillion.v1.ReattachRequest\x1a\x19.pillion.v1.ReattachReply\x12I\n\rGetNodeStatus\x12 .pillion.v1.GetNodeStatusRequest\x1a\x16.pillion.v1.NodeStatus\x12T\n\x0e\x43heckIntegrity\x12!.pillion.v1.CheckIntegrityRequest\x1a\x1f.pillion.v1.CheckIntegrityReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,26 +56,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RETURNSLOTSREQUEST']._serialized_end=768
   _globals['_RETURNSLOTSREPLY']._serialized_start=770
   _globals['_RETURNSLOTSREPLY']._serialized_end=788
-  _globals['_COMMITRUN']._serialized_start=790
-  _globals['_COMMITRUN']._serialized_end=857
-  _globals['_COMMITREQUEST']._serialized_start=859
-  _globals['_COMMITREQUEST']._serialized_end=926
-  _globals['_COMMITRUNRESULT']._serialized_start=928
-  _globals['_COMMITRUNRESULT']._serialized_end=977
-  _globals['_COMMITREPLY']._serialized_start=979
-  _globals['_COMMITREPLY']._serialized_end=1038
-  _globals['_HEARTBEATREQUEST']._serialized_start=1040
-  _globals['_HEARTBEATREQUEST']._serialized_end=1073
-  _globals['_HEARTBEATREPLY']._serialized_start=1075
-  _globals['_HEARTBEATREPLY']._serialized_end=1130
-  _globals['_GETNODESTATUSREQUEST']._serialized_start=1132
-  _globals['_GETNODESTATUSREQUEST']._serialized_end=1154
-  _globals['_NODESTATUS']._serialized_start=1157
-  _globals['_NODESTATUS']._serialized_end=1509
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=1511
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=1534
-  _globals['_CHECKINTEGRITYREPLY']._serialized_start=1536
-  _globals['_CHECKINTEGRITYREPLY']._serialized_end=1557
-  _globals['_KVNODE']._serialized_start=1560
-  _globals['_KVNODE']._serialized_end=2322
+  _globals['_PREFETCHREQUEST']._serialized_start=791
+  _globals['_PREFETCHREQUEST']._serialized_end=928
+  _globals['_PREFETCHREPLY']._serialized_start=930
+  _globals['_PREFETCHREPLY']._serialized_end=1010
+  _globals['_REATTACHREQUEST']._serialized_start=1012
+  _globals['_REATTACHREQUEST']._serialized_end=1044
+  _globals['_REATTACHREPLY']._serialized_start=1046
+  _globals['_REATTACHREPLY']._serialized_end=1076
+  _globals['_COMMITRUN']._serialized_start=1078
+  _globals['_COMMITRUN']._serialized_end=1145
+  _globals['_COMMITREQUEST']._serialized_start=1147
+  _globals['_COMMITREQUEST']._serialized_end=1214
+  _globals['_COMMITRUNRESULT']._serialized_start=1216
+  _globals['_COMMITRUNRESULT']._serialized_end=1265
+  _globals['_COMMITREPLY']._serialized_start=1267
+  _globals['_COMMITREPLY']._serialized_end=1326
+  _globals['_HEARTBEATREQUEST']._serialized_start=1328
+  _globals['_HEARTBEATREQUEST']._serialized_end=1361
+  _globals['_HEARTBEATREPLY']._serialized_start=1363
+  _globals['_HEARTBEATREPLY']._serialized_end=1418
+  _globals['_GETNODESTATUSREQUEST']._serialized_start=1420
+  _globals['_GETNODESTATUSREQUEST']._serialized_end=1442
+  _globals['_NODESTATUS']._serialized_start=1445
+  _globals['_NODESTATUS']._serialized_end=2005
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=2007
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=2030
+  _globals['_CHECKINTEGRITYREPLY']._serialized_start=2032
+  _globals['_CHECKINTEGRITYREPLY']._serialized_end=2053
+  _globals['_KVNODE']._serialized_start=2056
+  _globals['_KVNODE']._serialized_end=2954
 # @@protoc_insertion_point(module_scope)

@@ -318,6 +318,112 @@ class ReturnSlotsReply(_message.Message):
 Global___ReturnSlotsReply: _TypeAlias = ReturnSlotsReply  # noqa: Y015
 
 @_typing.final
+class PrefetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    SOURCE_NODE_IDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The caller holds the ticket under this epoch."""
+    ticket_id: _builtins.int
+    block_hashes: _builtins.bytes
+    """The prompt's chain from its first block, 32 bytes each, as far as it is wanted."""
+    timeout_ms: _builtins.int
+    """Longest time and most bytes that this may take; 0: the node's own bounds, which are never exceeded."""
+    max_bytes: _builtins.int
+    @_builtins.property
+    def source_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes that probably have it, best first; this node's own lower tiers are always asked before."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        ticket_id: _builtins.int = ...,
+        block_hashes: _builtins.bytes = ...,
+        source_node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        timeout_ms: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "max_bytes", b"max_bytes", "source_node_ids", b"source_node_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Leading block_hashes that are here and pinned to the ticket now."""
+    fetched_blocks: _builtins.int
+    """Of those, what this call brought from other nodes, and from this node's lower tiers."""
+    restored_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        fetched_blocks: _builtins.int = ...,
+        restored_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "fetched_blocks", b"fetched_blocks", "restored_blocks", b"restored_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchReply: _TypeAlias = PrefetchReply  # noqa: Y015
+
+@_typing.final
+class ReattachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The fenced epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReattachRequest: _TypeAlias = ReattachRequest  # noqa: Y015
+
+@_typing.final
+class ReattachReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReattachReply: _TypeAlias = ReattachReply  # noqa: Y015
+
+@_typing.final
 class CommitRun(_message.Message):
     """A run of blocks of one ticket, each the child of the one before; the first is the child of the ticket's tail."""
 
@@ -496,6 +602,15 @@ class NodeStatus(_message.Message):
     WAITING_TICKETS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     COMMITTED_BLOCKS_EVER_FIELD_NUMBER: _builtins.int
+    FENCED_PARTS_FIELD_NUMBER: _builtins.int
+    FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SERVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SPILLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CORRUPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    SHORT_FETCHES_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_TRANSPORT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -514,6 +629,23 @@ class NodeStatus(_message.Message):
     waiting_tickets: _builtins.int
     evicted_blocks: _builtins.int
     committed_blocks_ever: _builtins.int
+    fetched_blocks: _builtins.int
+    """Since the node started: blocks from other nodes, blocks sent to others, blocks back from a lower tier, blocks written
+    to one, blocks whose checksum did not fit, and fetches that brought less than they should have.
+    """
+    served_blocks: _builtins.int
+    restored_blocks: _builtins.int
+    spilled_blocks: _builtins.int
+    corrupt_blocks: _builtins.int
+    short_fetches: _builtins.int
+    disk_blocks: _builtins.int
+    """Blocks on this node's disk now."""
+    kv_transport: _builtins.str
+    """What moves blocks between nodes: nixl or grpc."""
+    @_builtins.property
+    def fenced_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that are fenced and have not said yet that they drained; who starts them may want to kill them."""
+
     def __init__(
         self,
         *,
@@ -532,10 +664,19 @@ class NodeStatus(_message.Message):
         waiting_tickets: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
         committed_blocks_ever: _builtins.int = ...,
+        fenced_parts: _abc.Iterable[_builtins.str] | None = ...,
+        fetched_blocks: _builtins.int = ...,
+        served_blocks: _builtins.int = ...,
+        restored_blocks: _builtins.int = ...,
+        spilled_blocks: _builtins.int = ...,
+        corrupt_blocks: _builtins.int = ...,
+        short_fetches: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        kv_transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "evicted_blocks", b"evicted_blocks", "fenced_parts", b"fenced_parts", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "kv_transport", b"kv_transport", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

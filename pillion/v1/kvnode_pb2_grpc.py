@@ -70,10 +70,20 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.CommitRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.CommitReply.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/pillion.v1.KVNode/Prefetch',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/pillion.v1.KVNode/Heartbeat',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.HeartbeatReply.FromString,
+                _registered_method=True)
+        self.Reattach = channel.unary_unary(
+                '/pillion.v1.KVNode/Reattach',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReattachRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.ReattachReply.FromString,
                 _registered_method=True)
         self.GetNodeStatus = channel.unary_unary(
                 '/pillion.v1.KVNode/GetNodeStatus',
@@ -145,8 +155,27 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
+        ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
+        what is missing is computed again (I1). Several calls for one block are one transfer.
+        NOT_FOUND: no such ticket, or the caller does not hold it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reattach(self, request, context):
+        """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
+        worker gets a new one, under the same attachment.
+        FAILED_PRECONDITION: the epoch is not fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,10 +233,20 @@ def add_KVNodeServicer_to_server(servicer, server):
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.CommitRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.CommitReply.SerializeToString,
             ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.SerializeToString,
+            ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.HeartbeatRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'Reattach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reattach,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ReattachRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.ReattachReply.SerializeToString,
             ),
             'GetNodeStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNodeStatus,
@@ -421,6 +460,33 @@ class KVNode(object):
             _registered_method=True)
 
     @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/Prefetch',
+            pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Heartbeat(request,
             target,
             options=(),
@@ -437,6 +503,33 @@ class KVNode(object):
             '/pillion.v1.KVNode/Heartbeat',
             pillion_dot_v1_dot_kvnode__pb2.HeartbeatRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reattach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/Reattach',
+            pillion_dot_v1_dot_kvnode__pb2.ReattachRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.ReattachReply.FromString,
             options,
             channel_credentials,
             insecure,

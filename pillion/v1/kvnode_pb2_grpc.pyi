@@ -62,8 +62,19 @@ class KVNodeStub:
     """Gives leased slots back unwritten, or after a lost commit race."""
     Commit: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CommitRequest, _kvnode_pb2.CommitReply]
     """Seals written slots under their hashes and pins them to their tickets."""
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.PrefetchRequest, _kvnode_pb2.PrefetchReply]
+    """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
+    ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
+    what is missing is computed again (I1). Several calls for one block are one transfer.
+    NOT_FOUND: no such ticket, or the caller does not hold it.
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]
     """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
+    Reattach: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]
+    """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
+    worker gets a new one, under the same attachment.
+    FAILED_PRECONDITION: the epoch is not fenced.
+    """
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]
@@ -95,8 +106,19 @@ class KVNodeAsyncStub(KVNodeStub):
     """Gives leased slots back unwritten, or after a lost commit race."""
     Commit: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.CommitRequest, _kvnode_pb2.CommitReply]  # type: ignore[assignment]
     """Seals written slots under their hashes and pins them to their tickets."""
+    Prefetch: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.PrefetchRequest, _kvnode_pb2.PrefetchReply]  # type: ignore[assignment]
+    """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
+    ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
+    what is missing is computed again (I1). Several calls for one block are one transfer.
+    NOT_FOUND: no such ticket, or the caller does not hold it.
+    """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]  # type: ignore[assignment]
     """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
+    Reattach: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]  # type: ignore[assignment]
+    """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
+    worker gets a new one, under the same attachment.
+    FAILED_PRECONDITION: the epoch is not fenced.
+    """
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]  # type: ignore[assignment]
@@ -169,12 +191,35 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         """Seals written slots under their hashes and pins them to their tickets."""
 
     @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _kvnode_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.PrefetchReply, _abc.Awaitable[_kvnode_pb2.PrefetchReply]]:
+        """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
+        ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
+        what is missing is computed again (I1). Several calls for one block are one transfer.
+        NOT_FOUND: no such ticket, or the caller does not hold it.
+        """
+
+    @_abc_1.abstractmethod
     def Heartbeat(
         self,
         request: _kvnode_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.HeartbeatReply, _abc.Awaitable[_kvnode_pb2.HeartbeatReply]]:
         """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
+
+    @_abc_1.abstractmethod
+    def Reattach(
+        self,
+        request: _kvnode_pb2.ReattachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.ReattachReply, _abc.Awaitable[_kvnode_pb2.ReattachReply]]:
+        """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
+        worker gets a new one, under the same attachment.
+        FAILED_PRECONDITION: the epoch is not fenced.
+        """
 
     @_abc_1.abstractmethod
     def GetNodeStatus(

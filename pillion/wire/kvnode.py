@@ -54,6 +54,16 @@ class CommitResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Brought:
+    """What a prefetch came to: ``blocks`` of the chain are pinned now; of them it brought ``fetched_blocks`` from other
+    nodes and ``restored_blocks`` from the node's own lower tiers."""
+
+    blocks: int
+    fetched_blocks: int = 0
+    restored_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """``fenced``: the epoch may no longer commit or emit (I4). ``recall_blocks``: slots wanted back from the stock."""
 
@@ -80,15 +90,28 @@ class NodeStatus:
     waiting_tickets: int = 0
     evicted_blocks: int = 0
     committed_blocks_ever: int = 0
+    fenced_parts: tuple[str, ...] = ()
+    fetched_blocks: int = 0
+    served_blocks: int = 0
+    restored_blocks: int = 0
+    spilled_blocks: int = 0
+    corrupt_blocks: int = 0
+    short_fetches: int = 0
+    disk_blocks: int = 0
+    kv_transport: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachHello:
-    """A worker's first line on the attach socket: JSON, because no message of gRPC's travels there."""
+    """A worker's first line on the attach socket: JSON, because no message of gRPC's travels there.
+
+    ``namespace`` is the base of its hashes (hexadecimal): model, dtype, layout, block size, sharding.
+    """
 
     part_id: str
     role: str
     block_bytes: int
+    namespace: str = ""
     protocol: int = PROTOCOL
     version: str = VERSION
 
@@ -202,9 +225,20 @@ def heartbeat_to_pb(reply: HeartbeatReply) -> kvnode_pb2.HeartbeatReply:
 
 def status_from_pb(message: kvnode_pb2.NodeStatus) -> NodeStatus:
     """Field by field."""
-    return NodeStatus(**{name: getattr(message, name) for name in NodeStatus.__dataclass_fields__})
+    said = {name: getattr(message, name) for name in NodeStatus.__dataclass_fields__}
+    return NodeStatus(**said | {"fenced_parts": tuple(message.fenced_parts)})
 
 
 def status_to_pb(status: NodeStatus) -> kvnode_pb2.NodeStatus:
     """Field by field."""
     return kvnode_pb2.NodeStatus(**asdict(status))
+
+
+def brought_from_pb(message: kvnode_pb2.PrefetchReply) -> Brought:
+    """Field by field."""
+    return Brought(message.blocks, message.fetched_blocks, message.restored_blocks)
+
+
+def brought_to_pb(brought: Brought) -> kvnode_pb2.PrefetchReply:
+    """Field by field."""
+    return kvnode_pb2.PrefetchReply(**asdict(brought))

@@ -1,0 +1,51 @@
+"""Lower tiers: where blocks go when they leave the pool, and where they come back from. Each is a target of eviction and a
+source of blocks, in order: pool, disk, object store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """What a block is called wherever it is kept.
+
+    Attributes:
+        hash: its chain hash (32 bytes).
+        parent: hash of the block before it, empty for a chain's first.
+        segment: hash of its segment's first block (:class:`kvstore.tree.Block`).
+        checksum: XXH3-64 of its bytes.
+    """
+
+    hash: bytes
+    parent: bytes
+    segment: bytes
+    checksum: int
+
+
+class Tier(Protocol):
+    """Owned by the node's loop; the work itself runs in threads. Never raises for a medium's trouble: what cannot be
+    written is forgotten, what cannot be read or does not fit its checksum is removed, counted and missing (I1)."""
+
+    name: str
+
+    def __len__(self) -> int:
+        """Blocks that are kept."""
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether it is believed to be here. Costs no input or output."""
+
+    async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:
+        """Keeps whole blocks. Returns what is not kept any more: older ones that made room, and those that failed."""
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole."""
+
+    def names(self) -> Iterable[BlockName]:
+        """All that is kept, for the index; of a chain the head before its tail where both are."""
+
+    async def close(self) -> None:
+        """Waits for writes under way. What is kept stays. Idempotent."""
