@@ -77,12 +77,14 @@ class Attachment:
         self._sock.close()
 
 
-def attach(socket_path: str, *, part_id: str, role: str, block_bytes: int, timeout_s: float) -> Attachment:
+def attach(
+    socket_path: str, *, part_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
+) -> Attachment:
     """Attach to the node behind ``socket_path``; blocks for up to ``timeout_s``, waiting for the node if need be.
 
     Raises ConfigError, in one line, if the node refuses, does not answer or does not exist.
     """
-    hello = AttachHello(part_id=part_id, role=role, block_bytes=block_bytes)
+    hello = AttachHello(part_id=part_id, role=role, block_bytes=block_bytes, namespace=namespace)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
     fds: list[int] = []

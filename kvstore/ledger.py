@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstore import commits, integrity
 from kvstore.eviction import EvictionPolicy, LruEviction
-from kvstore.records import NO_TICKET, PREFILL, SESSION, Holder, IndexEvent, TicketState
+from kvstore.records import FETCH, NO_TICKET, PREFILL, SESSION, Holder, IndexEvent, TicketState
 from kvstore.tree import Block, BlockTree
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
 from pillion.wire.kvnode import Adopted, CommitResult, CommitRun, NodeStatus
@@ -184,6 +184,27 @@ class Ledger:
         holder.tickets.add(ticket.ticket_id)
         return ticket
 
+    def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
+        """A ticket that holds what is here of a chain and reserves nothing: for a reader. Raises InvalidRequest for a
+        nonce that is in use."""
+        holder = self.active(epoch)
+        if (epoch, nonce) in self.by_opener:
+            raise InvalidRequest("the nonce is in use")
+        ticket = TicketState(self._new_id(), (epoch, nonce), None, 0, {epoch})
+        self.tickets[ticket.ticket_id] = self.by_opener[ticket.opener] = ticket
+        holder.tickets.add(ticket.ticket_id)
+        return self.extend(epoch, ticket.ticket_id, hashes)
+
+    def lend(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
+        """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first; the epoch becomes a holder.
+
+        Raises NotFound without such a ticket.
+        """
+        ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
+        promised = ticket.reserved if ticket is not None else 0
+        most = min(promised + self._leasable(holder), self.available)
+        return self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots
+
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
         """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are here.
 
@@ -273,6 +294,12 @@ class Ledger:
         self._events.append(IndexEvent(block_hash, here=True, segment=block.segment))
         return block
 
+    def evict_block(self, block: Block) -> None:
+        """Frees the slot of a block that nobody protects and that has no children, ahead of need. Raises Internal for
+        another."""
+        self.tree.drop(block)
+        self.free.append(self._evicted(block))
+
     # -- inside
 
     def active(self, epoch: int) -> Holder:
@@ -285,7 +312,7 @@ class Ledger:
         return holder
 
     def _leasable(self, holder: Holder) -> int:
-        return max(0, self.unpromised - (self.decode_reserve if holder.role == PREFILL else 0))
+        return max(0, self.unpromised - (self.decode_reserve if holder.role in (PREFILL, FETCH) else 0))
 
     def _take(self, holder: Holder, count: int, charge: int) -> tuple[int, ...]:
         slots = tuple(self.free.pop() if self.free else self._evict() for _ in range(count))
@@ -293,7 +320,9 @@ class Ledger:
         return slots
 
     def _evict(self) -> int:
-        block = self.tree.evict()
+        return self._evicted(self.tree.evict())
+
+    def _evicted(self, block: Block) -> int:
         self.evicted_ever += 1
         self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot

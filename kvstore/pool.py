@@ -1,7 +1,7 @@
 """A KV node's heart: the ledger and the waiting line, fed with real time and real callers.
 
-Every call that changes something ends in :meth:`Pool._after`: who can be admitted now is, and the index hears the news.
-All of it runs on one asyncio loop and never waits in the middle, so no lock is needed.
+Every call that changes something ends in :meth:`Pool.changed`: who can be admitted now is, and the index hears the
+news. All of it runs on one asyncio loop and never waits in the middle, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from kvstore.admission import Grant, Waiter, WaitingLine
+from kvstore.fetch import Fetcher
 from kvstore.hashing import split_hashes
 from kvstore.ledger import Ledger
 from kvstore.records import SESSION, IndexEvent
+from kvstore.tree import Block
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.wire.kvnode import (
     Adopted,
@@ -33,8 +35,18 @@ from pillion.wire.kvnode import (
 log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
+MAX_SOURCES = 64
 # Beyond this a slot number or a byte offset would stop fitting somewhere.
 MAX_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What the first worker decided: how many slots, of how many bytes, of which namespace (hexadecimal)."""
+
+    num_slots: int
+    block_bytes: int
+    namespace: str
 
 
 class Pool:
@@ -46,6 +58,10 @@ class Pool:
         max_waiting: most OpenTicket calls that wait in line.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
         announce: hears what came and went.
+        shaped: hears of the pool's shape, once.
+
+    Attributes:
+        fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
     """
 
     def __init__(
@@ -56,8 +72,13 @@ class Pool:
         max_waiting: int,
         heartbeat_timeout_s: float,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
+        shaped: Callable[[PoolShape], None] = lambda shape: None,
     ) -> None:
+        self.fetcher: Fetcher | None = None
+        self.served_blocks = 0
         self._pool_bytes = pool_bytes
+        self._shaped = shaped
+        self._namespace = ""
         self._timeout_s = heartbeat_timeout_s
         self._announce = announce
         self._block_bytes = 0
@@ -83,15 +104,22 @@ class Pool:
                 f"this pool's blocks have {self._block_bytes} bytes, the worker's {hello.block_bytes}: all workers of "
                 "one node must agree on model, dtype and --block-size; restart the node to change them"
             )
+        if self._block_bytes and hello.namespace != self._namespace:
+            raise Conflict(
+                "this pool's blocks are of another model, dtype, layout or block size than the worker's: all workers "
+                "of one node must agree on them; restart the node to change them"
+            )
         if hello.block_bytes > self._pool_bytes:
             raise InvalidRequest(
                 f"one block has {hello.block_bytes} bytes, the whole pool {self._pool_bytes}: raise --kv-pool-bytes"
             )
         self._bound_holders()
         if not self._block_bytes:
-            self._block_bytes = hello.block_bytes
-            self.ledger.shape(min(self._pool_bytes // hello.block_bytes, MAX_BLOCKS))
-            log.info("pool shaped: %d slots of %d bytes", self.ledger.num_slots, hello.block_bytes)
+            num_slots = min(self._pool_bytes // hello.block_bytes, MAX_BLOCKS)
+            self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
+            self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
+            self.ledger.shape(num_slots)
+            log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
         return self.ledger.attach(hello.part_id, hello.role), self.ledger.num_slots
 
     def open_session(self, name: str) -> int:
@@ -105,10 +133,10 @@ class Pool:
         self._first_epoch.pop(epoch, None)
         self.ledger.gone(epoch)
         self._dismiss(epoch, "the caller is gone")
-        self._after()
+        self.changed()
 
     def reattach(self, epoch: int) -> int:
-        """A fenced worker woke and uses nothing of its old epoch any more: all of that is let go, and it gets a new one.
+        """A fenced worker woke and uses nothing of its old epoch any more: that is let go, and it gets a new one.
 
         Raises Conflict for an epoch that is not fenced, NotFound for a void one.
         """
@@ -119,7 +147,7 @@ class Pool:
         first = self._first_epoch.pop(epoch, epoch)
         self._first_epoch[fresh], self._last_epoch[first] = first, fresh
         log.info("%s drained and has a new epoch", old.name)
-        self._after()
+        self.changed()
         return fresh
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
@@ -139,7 +167,7 @@ class Pool:
             log.warning("%s was silent for %.1f s: fenced", self.ledger.holders[epoch].name, self._timeout_s)
             self.ledger.fence(epoch)
             self._dismiss(epoch, "the epoch is fenced")
-            self._after()
+            self.changed()
 
     # -- tickets
 
@@ -177,9 +205,41 @@ class Pool:
     ) -> Brought:
         """Brings what it can of a ticket's chain here; see :class:`kvstore.fetch.Fetcher`."""
         self.ledger.seen(epoch, time.monotonic())
-        ticket = self.ledger.extend(epoch, ticket_id, split_hashes(block_hashes))
-        self._after()
-        return Brought(ticket.blocks)
+        hashes = split_hashes(block_hashes)
+        if self.fetcher is None:
+            return Brought(self.ledger.extend(epoch, ticket_id, hashes).blocks)
+        if len(sources) > MAX_SOURCES:
+            raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
+        return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
+
+    async def pin_chain(self, epoch: int, nonce: int, block_hashes: bytes, first_block: int) -> tuple[int, list[Block]]:
+        """For another node that wants to read: a ticket, and the blocks from ``first_block`` on that it pins.
+
+        What is in a lower tier is brought up first, as far as there is room. A caller that goes away leaves no ticket.
+        """
+        self.ledger.seen(epoch, time.monotonic())
+        hashes = split_hashes(block_hashes)
+        ticket = self.ledger.pin_chain(epoch, nonce, hashes)
+        try:
+            if self.fetcher is not None and ticket.blocks < len(hashes):
+                await self.fetcher.bring(epoch, ticket.ticket_id, hashes)
+        except BaseException:
+            with contextlib.suppress(NotFound, Conflict):
+                self.ledger.release(epoch, [ticket.ticket_id])
+            raise
+        finally:
+            self.changed()
+        chain = self.ledger.tree.chain(ticket.tail)[first_block:]
+        self.served_blocks += len(chain)
+        return ticket.ticket_id, chain
+
+    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
+        """Slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
+        self.ledger.seen(epoch, time.monotonic())
+        ticket = self.ledger.tickets.get(ticket_id)
+        if ticket is None or epoch not in ticket.holders:
+            raise NotFound("no such ticket: it was released, or the node restarted")
+        return frozenset(block.slot for block in self.ledger.tree.chain(ticket.tail))
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
         """Drops holds, by ticket or by the nonce of an OpenTicket call that is still in line or was granted."""
@@ -188,13 +248,13 @@ class Pool:
             if self.line.withdraw((epoch, nonce)):
                 self._fail((epoch, nonce), "the caller no longer waits")
         self.ledger.release(epoch, ticket_ids, nonces)
-        self._after()
+        self.changed()
 
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted:
         """See :meth:`Ledger.adopt`."""
         self.ledger.seen(epoch, time.monotonic())
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
-        self._after()
+        self.changed()
         return adopted
 
     # -- slots
@@ -203,27 +263,29 @@ class Pool:
         """See :meth:`Ledger.lease`."""
         self.ledger.seen(epoch, time.monotonic())
         slots = self.ledger.lease(epoch, blocks)
-        self._after()
+        self.changed()
         return slots
 
     def give_back(self, epoch: int, slots: Sequence[int]) -> None:
         """See :meth:`Ledger.give_back`."""
         self.ledger.seen(epoch, time.monotonic())
         self.ledger.give_back(epoch, slots)
-        self._after()
+        self.changed()
 
     def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
         """See :meth:`Ledger.commit`."""
         self.ledger.seen(epoch, time.monotonic())
         results = self.ledger.commit(epoch, runs)
-        self._after()
+        self.changed()
         return results
 
     # -- books
 
     def status(self) -> NodeStatus:
         """Everything but the node's name and boot epoch."""
-        return replace(self.ledger.books(), block_bytes=self._block_bytes, waiting_tickets=len(self.line))
+        books = replace(self.ledger.books(), block_bytes=self._block_bytes, waiting_tickets=len(self.line))
+        books = replace(books, served_blocks=self.served_blocks)
+        return books if self.fetcher is None else replace(books, **asdict(self.fetcher.counts))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict) with what does not add up."""
@@ -247,9 +309,10 @@ class Pool:
             raise
         finally:
             self._waiting.pop(waiter.key, None)
-            self._after()
+            self.changed()
 
-    def _after(self) -> None:
+    def changed(self) -> None:
+        """Whoever changed the ledger calls this: the line moves on, and the index hears the news."""
         for grant in self.line.poll():
             future = self._waiting.pop(grant.key)
             if future.done():

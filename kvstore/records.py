@@ -13,6 +13,8 @@ LOST_RACE = -1
 
 SESSION = "gateway"
 PREFILL = "prefill"
+# One fetch of this node's own, while it lasts.
+FETCH = "fetch"
 
 
 @dataclass(slots=True)

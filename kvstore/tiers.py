@@ -1,5 +1,6 @@
-"""Lower tiers: where blocks go when they leave the pool, and where they come back from. Each is a target of eviction and a
-source of blocks, in order: pool, disk, object store.
+"""Lower tiers: where blocks go when they leave the pool, and where they come back from.
+
+Each is a target of eviction and a source of blocks, in order: pool, disk, object store.
 """
 
 from __future__ import annotations
@@ -26,11 +27,30 @@ class BlockName:
     checksum: int
 
 
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks, since the node started.
+
+    Attributes:
+        stored, loaded: that went in and came back whole.
+        dropped: that made room for others.
+        corrupt: that did not fit their header or checksum, and were removed.
+        failed: that the medium could not write or read.
+    """
+
+    stored: int = 0
+    loaded: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    failed: int = 0
+
+
 class Tier(Protocol):
     """Owned by the node's loop; the work itself runs in threads. Never raises for a medium's trouble: what cannot be
     written is forgotten, what cannot be read or does not fit its checksum is removed, counted and missing (I1)."""
 
     name: str
+    counts: TierCounts
 
     def __len__(self) -> int:
         """Blocks that are kept."""
@@ -38,11 +58,20 @@ class Tier(Protocol):
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether it is believed to be here. Costs no input or output."""
 
-    async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:
+    def room_bytes(self) -> int:
+        """What a store may bring now without being refused: bounds what waits to be written; 0 in times of trouble."""
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """They were used elsewhere, the last one last; what is not here is ignored."""
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Keeps whole blocks. Returns what is not kept any more: older ones that made room, and those that failed."""
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole."""
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole.
+
+        When it ends, however it ends, nobody writes to the targets any more.
+        """
 
     def names(self) -> Iterable[BlockName]:
         """All that is kept, for the index; of a chain the head before its tail where both are."""

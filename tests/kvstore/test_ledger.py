@@ -10,7 +10,7 @@ import pytest
 from kvstore.hashing import chain_hashes, split_hashes
 from kvstore.integrity import IntegrityError
 from kvstore.ledger import Ledger
-from kvstore.records import SESSION, TicketState
+from kvstore.records import FETCH, SESSION, TicketState
 from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.wire.kvnode import CommitRun
 
@@ -324,3 +324,48 @@ def test_damage_is_found() -> None:
     for damage, words in damages.items():
         with pytest.raises(IntegrityError, match=words):
             broken(damage).check_integrity()
+
+
+def test_a_ticket_grows_over_what_others_committed_and_reserves_less(ledger):
+    gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
+    hashes = prompt(1, 2, 3)
+    first, second = open_ticket(ledger, gateway, hashes), open_ticket(ledger, gateway, hashes)
+    fill(ledger, worker, second, hashes[:2])
+    assert ledger.extend(gateway, first.ticket_id, hashes) is first
+    assert (first.blocks, first.reserved, ledger.reserved) == (2, 2, 4)
+    with pytest.raises(InvalidRequest, match="another chain"):
+        ledger.extend(gateway, first.ticket_id, prompt(1, 3))
+    with pytest.raises(NotFound):
+        ledger.extend(worker, first.ticket_id, hashes)
+
+
+def test_a_reader_does_not_pin_what_others_were_promised():
+    ledger = make(4)
+    cache(ledger, 1, 2)
+    gateway, reader = ledger.attach("g", SESSION), ledger.attach("r", SESSION)
+    greedy = open_ticket(ledger, gateway, prompt(9), 4)
+    ledger.check_integrity()
+    assert ledger.pin_chain(reader, 1, prompt(1, 2)).blocks == 0
+    ledger.check_integrity()
+    ledger.release(gateway, [greedy.ticket_id])
+    ticket = ledger.pin_chain(reader, 2, prompt(1, 2, 3))
+    assert (ticket.blocks, ticket.reserved) == (2, 0)
+    with pytest.raises(InvalidRequest, match="nonce"):
+        ledger.pin_chain(reader, 2, prompt(1))
+    ledger.gone(reader)
+    assert ledger.books().pinned_blocks == 0
+    ledger.check_integrity()
+
+
+def test_a_fetch_is_lent_the_reservation_and_leaves_the_decodes_theirs():
+    ledger = make(10, reserve_percent=30)
+    gateway, fetch = ledger.attach("g", SESSION), ledger.attach("f", FETCH)
+    ticket = open_ticket(ledger, gateway, prompt(1, 2, 3), 4)
+    # Four were reserved, six are left, three of them are the decodes'.
+    assert len(ledger.lend(fetch, ticket.ticket_id, 9)) == 7
+    assert ledger.lend(fetch, ticket.ticket_id, 1) == ()
+    ledger.gone(fetch)
+    assert (ticket.reserved, len(ledger.free)) == (4, 10)
+    with pytest.raises(NotFound):
+        ledger.lend(gateway, 999, 1)
+    ledger.check_integrity()
