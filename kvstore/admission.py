@@ -79,8 +79,9 @@ class WaitingLine:
         """
         self._judge(waiter)
         first_in_line = not self._line or waiter.place < self._line[0].place
-        if first_in_line and not self._ledger.shortage(waiter.hashes, waiter.total_blocks):
-            return self._admit(waiter)
+        grant = self._admit(waiter) if first_in_line else None
+        if grant is not None:
+            return grant
         # Counted apart, so that new prompts do not shut out who comes back.
         resuming = bisect_left(self._line, (True, -inf), key=lambda other: other.place)
         if (resuming if waiter.resume else len(self) - resuming) >= self._max_waiting:
@@ -93,11 +94,11 @@ class WaitingLine:
         """Admits from the front while it fits. To be called after anything changed in the ledger."""
         grants = []
         while self._line:
-            first = self._line[0]
-            if self._ledger.shortage(first.hashes, first.total_blocks):
+            grant = self._admit(self._line[0])
+            if grant is None:
                 break
-            self.withdraw(first.key)
-            grants.append(self._admit(first))
+            self.withdraw(grant.key)
+            grants.append(grant)
         return grants
 
     def withdraw(self, key: tuple[int, int]) -> bool:
@@ -123,9 +124,9 @@ class WaitingLine:
         first = self._line[0] if self._line else None
         return self._ledger.shortage(first.hashes, first.total_blocks) if first else 0
 
-    def _admit(self, waiter: Waiter) -> Grant:
-        ticket = self._ledger.open_ticket(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks)
-        return Grant(waiter.key, ticket.ticket_id, ticket.blocks)
+    def _admit(self, waiter: Waiter) -> Grant | None:
+        ticket = self._ledger.admit(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks)
+        return Grant(waiter.key, ticket.ticket_id, ticket.blocks) if ticket is not None else None
 
     def _judge(self, waiter: Waiter) -> None:
         ledger = self._ledger

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore import commits, integrity
 from kvstore.eviction import EvictionPolicy, LruEviction
 from kvstore.records import FETCH, NO_TICKET, PREFILL, SESSION, Holder, IndexEvent, TicketState
-from kvstore.tree import Block, BlockTree
+from kvstore.tree import Block, BlockTree, Match
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
 from pillion.wire.kvnode import Adopted, CommitResult, CommitRun, NodeStatus
 
@@ -167,15 +167,17 @@ class Ledger:
     def shortage(self, hashes: Sequence[bytes], total_blocks: int) -> int:
         """Slots that are missing before a prompt may be admitted; 0 when it may. The decode reserve is left alone,
         unless nothing else is admitted: then the prompt gets in if it fits at all (I5)."""
-        match = self.tree.longest_prefix(hashes)
-        floor = self.decode_reserve if self.tickets else 0
-        left = self.available - self.reserved - match.newly - (total_blocks - match.blocks)
-        return max(0, floor - left)
+        return self._missing(self.tree.longest_prefix(hashes), total_blocks)
 
-    def open_ticket(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState:
-        """Pins what is here of ``hashes`` and reserves the rest. The caller saw :meth:`shortage` say 0."""
+    def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
+        """Pins what is here of ``hashes`` and reserves the rest; None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
+        # The chain is walked only where it can matter: whoever waits for memory is asked after every change.
+        if self._missing(Match(None, len(hashes), 0), total_blocks):
+            return None
         match = self.tree.longest_prefix(hashes)
+        if self._missing(match, total_blocks):
+            return None
         if match.tail is not None:
             self.tree.pin(match.tail)
         ticket = TicketState(self._new_id(), (epoch, nonce), match.tail, total_blocks - match.blocks, {epoch})
@@ -183,6 +185,11 @@ class Ledger:
         self.reserved += ticket.reserved
         holder.tickets.add(ticket.ticket_id)
         return ticket
+
+    def _missing(self, match: Match, total_blocks: int) -> int:
+        floor = self.decode_reserve if self.tickets else 0
+        left = self.available - self.reserved - match.newly - (total_blocks - match.blocks)
+        return max(0, floor - left)
 
     def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
         """A ticket that holds what is here of a chain and reserves nothing: for a reader. Raises InvalidRequest for a

@@ -133,7 +133,8 @@ class Node:
         return self._memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
 
     def ticket(self, hashes: Sequence[bytes] = PROMPT) -> int:
-        ticket = self.ledger.open_ticket(self.gateway, next(self._nonces), hashes, len(hashes) + 1)
+        ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, len(hashes) + 1)
+        assert ticket is not None
         return ticket.ticket_id
 
     async def bring(self, ticket_id: int, *sources: str, hashes: list[bytes] = PROMPT, **more: float) -> int:

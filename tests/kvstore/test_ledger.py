@@ -40,8 +40,9 @@ nonces = itertools.count(1)
 
 def open_ticket(ledger: Ledger, epoch: int, hashes: list[bytes], total_blocks: int | None = None) -> TicketState:
     total = total_blocks or len(hashes) + 1
-    assert ledger.shortage(hashes, total) == 0
-    return ledger.open_ticket(epoch, next(nonces), hashes, total)
+    ticket = ledger.admit(epoch, next(nonces), hashes, total)
+    assert ticket is not None
+    return ticket
 
 
 def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) -> tuple[int, ...]:
@@ -285,7 +286,8 @@ def test_giving_back_what_is_not_yours(ledger: Ledger) -> None:
 
 def test_release_by_nonce_and_twice(ledger: Ledger) -> None:
     gateway, other = ledger.attach("g", SESSION), ledger.attach("h", SESSION)
-    ticket = ledger.open_ticket(gateway, 77, prompt(1), 2)
+    ticket = ledger.admit(gateway, 77, prompt(1), 2)
+    assert ticket is not None
     ledger.release(other, [ticket.ticket_id], [77])
     assert ledger.tickets, "not the other's to release"
     ledger.release(gateway, nonces=[77, 78])

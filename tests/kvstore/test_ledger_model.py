@@ -71,9 +71,12 @@ class NodeLife(RuleBasedStateMachine):
         """A request from end to end, where there is room at once: leaves its chain in the cache."""
         gateway, worker = self.live(SESSION)[0], self.live("decode")[0]
         hashes = split_hashes(chain_hashes(bytes(32), tokens, 1))
-        if len(self.line) or self.ledger.shortage(hashes, len(hashes) + 1):
+        missing = self.ledger.shortage(hashes, len(hashes) + 1)
+        ticket = None if len(self.line) else self.ledger.admit(gateway, next(self.nonces), hashes, len(hashes) + 1)
+        if ticket is None:
+            assert len(self.line) or missing
             return
-        ticket = self.ledger.open_ticket(gateway, next(self.nonces), hashes, len(hashes) + 1)
+        assert not missing
         left = hashes[ticket.blocks :]
         slots = self.ledger.adopt(worker, ticket.ticket_id, len(left)).leased_slots if not self.lost() else ()
         if left and slots:

@@ -89,9 +89,9 @@ class SchedulerLine:
         last = (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1
-        if self.ledger.shortage(hashes, total):
+        ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total)
+        if ticket is None:
             return None
-        ticket = self.ledger.open_ticket(self.gateway, next(self._nonces), hashes, total)
         lease = total - ticket.blocks - (1 if chunks else 0)
         adopted = self.ledger.adopt(self.worker, ticket.ticket_id, lease)
         self.ledger.release(self.gateway, [ticket.ticket_id])
@@ -235,10 +235,10 @@ class SchedulerLine:
             hashes = split_hashes(order.block_hashes)
             if order.total_blocks > self.ledger.num_slots:
                 self.scheduler.fail(order.seq_id, PillionError("never fits"), self.now)
-            elif self.ledger.shortage(hashes, order.total_blocks):
-                return
             else:
-                ticket = self.ledger.open_ticket(self.worker, next(self._nonces), hashes, order.total_blocks)
+                ticket = self.ledger.admit(self.worker, next(self._nonces), hashes, order.total_blocks)
+                if ticket is None:
+                    return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
                 holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
                 self.scheduler.resumed(order.seq_id, holding, self.now)

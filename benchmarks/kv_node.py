@@ -1,0 +1,186 @@
+"""`python -m benchmarks.kv_node`: what a KV node's calls cost, over real gRPC to a node of its own process.
+
+Beside each figure stands its floor in the same run: an empty call to the same node. Blocks are tiny and never written:
+these calls move slot numbers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.report import percentile, save, show_table, spread
+from kvstore.attach import Attachment, attach
+from kvstore.client import NodeClient, Session
+from kvstore.hashing import HASH_BYTES, chain_hashes
+from pillion.wire.kvnode import CommitRun
+
+BLOCK_BYTES = 64
+NUM_SLOTS = 200_000
+CHAIN_BLOCKS = 2048
+COMMIT_BLOCKS = 32
+BATCH_BLOCKS = 512
+ROOT = bytes(HASH_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A client that is gateway and worker in one."""
+
+    client: NodeClient
+    session: Session
+    worker: Attachment
+    seed: Iterator[int]
+
+    def prompt(self, blocks: int) -> bytes:
+        """Hashes that nobody had before."""
+        first = next(self.seed)
+        return chain_hashes(ROOT, [first, *range(blocks - 1)], 1)
+
+    async def fill(self, hashes: bytes, batch: int) -> int:
+        """Opens a ticket and commits the whole chain under it, ``batch`` blocks at a time; returns the ticket."""
+        count = len(hashes) // HASH_BYTES
+        ticket = await self.client.open_ticket(self.session.epoch, hashes, count + 1)
+        for at in range(0, count, batch):
+            piece = hashes[at * HASH_BYTES : (at + batch) * HASH_BYTES]
+            await self.commit(ticket.ticket_id, piece)
+        return ticket.ticket_id
+
+    async def commit(self, ticket_id: int, hashes: bytes) -> float:
+        """Leases and commits blocks behind the ticket's tail; returns the seconds of the commit alone."""
+        epoch = self.worker.epoch
+        slots = (await self.client.adopt(epoch, ticket_id, len(hashes) // HASH_BYTES)).leased_slots
+        begin = time.perf_counter()
+        (result,) = await self.client.commit(epoch, [CommitRun(ticket_id, slots, hashes)])
+        took = time.perf_counter() - begin
+        assert result.slots == slots, result.refusal
+        return took
+
+    async def release(self, ticket_id: int) -> None:
+        """Both holds."""
+        for epoch in (self.session.epoch, self.worker.epoch):
+            await self.client.release(epoch, [ticket_id])
+
+
+def main() -> None:
+    """Print a table and write results/kv_node.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with running_node() as folder:
+        result = asyncio.run(measure(folder, args.rounds))
+    table = Table(title="A KV node's calls over gRPC (medians of rounds)")
+    for name in ("call", "p50 ms", "p99 ms", "target"):
+        table.add_column(name, justify="left" if name == "call" else "right")
+    for row in result["calls"]:
+        table.add_row(row["call"], f"{row['p50_ms']:.3f}", f"{row['p99_ms']:.3f}", row["target"])
+    show_table(table)
+    rate = result["lease_commit_blocks_per_s"]
+    print(
+        f"lease + commit, {BATCH_BLOCKS} blocks a call: {rate['median']:,.0f} blocks/s ({rate['min']:,.0f} to {rate['max']:,.0f})"
+    )
+    print(f"written to {save('kv_node', result)}")
+
+
+@contextmanager
+def running_node() -> Iterator[str]:
+    """A node process with tiny blocks; yields the folder of its sockets."""
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        argv = [sys.executable, "-m", "pillion", "kvnode", f"--node-listen=unix:{folder}/node.sock"]
+        argv += [f"--attach-socket={folder}/attach.sock", f"--kv-pool-bytes={NUM_SLOTS * BLOCK_BYTES}"]
+        process = subprocess.Popen([*argv, "--log-level=warning"], env={**os.environ, "PILLION_REDIS_URL": ""})
+        try:
+            yield folder
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+async def measure(folder: str, rounds: int) -> dict[str, Any]:
+    """All figures."""
+    worker = await asyncio.to_thread(
+        attach, f"{folder}/attach.sock", part_id="bench", role="decode", block_bytes=BLOCK_BYTES, timeout_s=20.0
+    )
+    client = NodeClient(worker.node_address, "bench")
+    session = await client.open_session()
+    line = Line(client, session, worker, itertools.count(1))
+    try:
+        return {
+            "calls": [
+                await _call("empty call (heartbeat)", "", rounds, lambda: client.heartbeat(worker.epoch)),
+                await _commits(line, rounds),
+                await _pins(line, rounds),
+            ],
+            "lease_commit_blocks_per_s": spread([await _throughput(line) for _ in range(rounds)]),
+        }
+    finally:
+        await session.aclose()
+        await client.aclose()
+        worker.close()
+
+
+async def _call(name: str, target: str, rounds: int, work: Callable[[], Awaitable[Any]], times: int = 300) -> Any:
+    samples = []
+    for _ in range(rounds):
+        took = []
+        for _ in range(times):
+            begin = time.perf_counter()
+            answer = await work()
+            # Work that measures a part of itself says so.
+            took.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
+        samples.append(took)
+    return {
+        "call": name,
+        "target": target,
+        "p50_ms": statistics.median(percentile(took, 50) for took in samples) * 1000,
+        "p99_ms": statistics.median(percentile(took, 99) for took in samples) * 1000,
+    }
+
+
+async def _commits(line: Line, rounds: int) -> Any:
+    async def once() -> float:
+        hashes = line.prompt(COMMIT_BLOCKS)
+        ticket = await line.client.open_ticket(line.session.epoch, hashes, COMMIT_BLOCKS + 1)
+        took = await line.commit(ticket.ticket_id, hashes)
+        await line.release(ticket.ticket_id)
+        return took
+
+    return await _call(f"commit of {COMMIT_BLOCKS} blocks", "< 0.5 p50", rounds, once)
+
+
+async def _pins(line: Line, rounds: int) -> Any:
+    hashes = line.prompt(CHAIN_BLOCKS)
+    await line.release(await line.fill(hashes, BATCH_BLOCKS))
+
+    async def once() -> None:
+        ticket = await line.client.open_ticket(line.session.epoch, hashes, CHAIN_BLOCKS + 1)
+        assert ticket.pinned_blocks == CHAIN_BLOCKS
+        await line.client.release(line.session.epoch, [ticket.ticket_id])
+
+    return await _call(f"pin + unpin of {CHAIN_BLOCKS} blocks", "< 1 p50", rounds, once, times=100)
+
+
+async def _throughput(line: Line) -> float:
+    """Blocks per second of one worker that leases and commits as fast as it can."""
+    prompts = [line.prompt(CHAIN_BLOCKS) for _ in range(20)]
+    begin = time.perf_counter()
+    for hashes in prompts:
+        await line.release(await line.fill(hashes, BATCH_BLOCKS))
+    return len(prompts) * CHAIN_BLOCKS / (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    main()
