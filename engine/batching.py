@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
-from engine.batch import Int32, StepBatch
+from engine.batch import StepBatch
 from engine.plan import Piece, StepPlan
 from engine.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
 from engine.sequence import Sequence
@@ -20,37 +20,37 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """The batch of a plan that has at least one piece; shapes in :class:`StepBatch`."""
     pieces = plan.pieces
     starts = np.array([piece.start for piece in pieces], dtype=np.int32)
-    counts = np.array([piece.count for piece in pieces], dtype=np.int32)
-    ends = starts + counts
-    query_starts = np.zeros(len(pieces) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_starts[1:])
-    # Row r of sequence s is position starts[s] + (r - query_starts[s]).
-    positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
-    num_blocks = -(-ends // block_size)
-    tables = np.zeros((len(pieces), int(num_blocks.max())), dtype=np.int32)
-    for row, piece, used in zip(tables, pieces, num_blocks.tolist(), strict=True):
+    context_lens = [piece.start + piece.count for piece in pieces]
+    query_starts = [0, *accumulate(piece.count for piece in pieces)]
+    positions, ends = starts, query_starts[1:]
+    if ends[-1] != len(pieces):
+        # Row r of sequence s is position starts[s] + (r - query_starts[s]).
+        counts = [piece.count for piece in pieces]
+        positions = np.arange(ends[-1], dtype=np.int32)
+        positions += np.repeat(starts - np.array(query_starts[:-1], dtype=np.int32), counts)
+    num_blocks = [-(-end // block_size) for end in context_lens]
+    tables = np.zeros((len(pieces), max(num_blocks)), dtype=np.int32)
+    for row, piece, used in zip(tables, pieces, num_blocks, strict=True):
         row[:used] = piece.sequence.table()[:used]
     return StepBatch(
         token_ids=np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces]),
         positions=positions,
-        query_starts=query_starts,
-        context_lens=ends,
+        query_starts=np.array(query_starts, dtype=np.int32),
+        context_lens=np.array(context_lens, dtype=np.int32),
         block_tables=tables,
-        sample_rows=_sample_rows(pieces, query_starts[1:]),
+        sample_rows=np.array([*_sample_rows(pieces, ends)], dtype=np.int32),
     )
 
 
-def _sample_rows(pieces: tuple[Piece, ...], ends: Int32) -> Int32:
+def _sample_rows(pieces: tuple[Piece, ...], ends: list[int]) -> Iterator[int]:
     """Of each piece its last ``samples`` rows, then the last one again for each fork."""
-    samples = np.array([piece.samples for piece in pieces], dtype=np.int32)
-    lasts = ends - np.int32(1)
-    if not (samples > 1).any() and not any(piece.fork_seeds for piece in pieces):
-        return lasts[samples > 0]
-    counts = samples + np.array([len(piece.fork_seeds) for piece in pieces], dtype=np.int32)
-    place = np.arange(counts.sum(), dtype=np.int32) - np.repeat(counts.cumsum(dtype=np.int32) - counts, counts)
-    back = np.repeat(samples, counts) - 1 - place
-    chosen: Int32 = np.repeat(lasts, counts) - np.maximum(back, 0)
-    return chosen
+    for piece, end in zip(pieces, ends, strict=True):
+        if piece.samples == 1:
+            yield end - 1
+        elif piece.samples:
+            yield from range(end - piece.samples, end)
+        for _ in piece.fork_seeds:
+            yield end - 1
 
 
 def build_sampling(plan: StepPlan) -> SamplingRows:

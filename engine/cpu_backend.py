@@ -97,6 +97,8 @@ class CpuBackend:
         self._unbound = False
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
         self._pool: npt.NDArray[np.uint8] | None = None
+        # Views of the logits' buffer, by rows.
+        self._logits: dict[int, torch.Tensor] = {}
         # Of the last step: what it took beside this is the host's part.
         self.kernel_seconds = 0.0
 
@@ -163,11 +165,12 @@ class CpuBackend:
         self._workspace.check_integrity()
 
     def _run(self, pool: npt.NDArray[np.uint8], batch: StepBatch) -> torch.Tensor:
-        vocab_size, logits = self._config.vocab_size, self.model.plan.logits
-        check_batch(batch, replace(self._bounds, num_slots=len(pool)))
+        if self._bounds.num_slots != len(pool):
+            self._bounds = replace(self._bounds, num_slots=len(pool))
+        check_batch(batch, self._bounds)
         # Several answers to one prompt want the same row's logits: it is computed once.
         rows, places = batch.sample_rows, None
-        if len(rows) > 1 and (rows[1:] == rows[:-1]).any():
+        if len(set(rows.tolist())) < len(rows):
             rows, places = np.unique(rows, return_inverse=True)
         self._fill(pool, batch, rows)
         begin = time.perf_counter()
@@ -175,9 +178,16 @@ class CpuBackend:
         self.kernel_seconds = time.perf_counter() - begin
         if self.model.checked:
             self.check_integrity()
-        table = self._workspace.array(logits).view(np.float32).reshape(-1, logits.stride // 4)
-        found = torch.from_numpy(table[: len(rows), :vocab_size])
+        found = self._logits.get(len(rows))
+        if found is None:
+            found = self._logits[len(rows)] = self._logits_of(len(rows))
         return found if places is None else found[torch.from_numpy(places)]
+
+    def _logits_of(self, rows: int) -> torch.Tensor:
+        """The first ``rows`` of the buffer, without its padding."""
+        buffer = self.model.plan.logits
+        table = self._workspace.array(buffer).view(np.float32).reshape(-1, buffer.stride // 4)
+        return torch.from_numpy(table[:rows, : self._config.vocab_size])
 
     def _fill(self, pool: npt.NDArray[np.uint8], batch: StepBatch, rows: npt.NDArray[np.int32]) -> None:
         """The step's record; buffers grow where this step is larger than all before it."""
@@ -185,13 +195,16 @@ class CpuBackend:
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows))):
             self._unbound |= self._workspace.reserve(unit, count)
         if self._unbound:
+            self._logits.clear()
             # Where this fails for want of memory, no kernel may run before it has succeeded.
             self._program.bind()
             self._unbound = False
-        step, lengths = self._step, batch.query_starts[1:] - batch.query_starts[:-1]
+        step, row_seqs = self._step, np.arange(batch.num_seqs, dtype=np.int32)
+        if batch.num_tokens != batch.num_seqs:
+            row_seqs = np.repeat(row_seqs, batch.query_starts[1:] - batch.query_starts[:-1])
         step.point("token_ids", batch.token_ids)
         step.point("positions", batch.positions)
-        step.point("row_seqs", np.repeat(np.arange(batch.num_seqs, dtype=np.int32), lengths))
+        step.point("row_seqs", row_seqs)
         step.point("query_starts", batch.query_starts)
         step.point("context_lens", batch.context_lens)
         step.point("block_tables", batch.block_tables)

@@ -17,6 +17,8 @@ A row whose largest logit is NaN or infinite cannot be drawn from: it gives its 
 
 from __future__ import annotations
 
+from math import isfinite
+
 import numpy as np
 import torch
 
@@ -25,10 +27,8 @@ from engine.gumbel import GROUP_TOKENS, group_waits, token_waits
 from engine.logprobs import Report
 from engine.penalties import edited
 from engine.plan import Sampled
-from engine.sampling_rows import Float32, Int64, SamplingRows
+from engine.sampling_rows import MIN_TEMPERATURE, Float32, Int64, SamplingRows
 
-# Below this, logits / temperature leave float32; the limit of the softmax is the largest logit anyway.
-MIN_TEMPERATURE = 1e-5
 # In units of scores. A bound and what it bounds are rounded on different ways; this is far more than they differ by.
 _SLACK = np.float32(1e-3)
 
@@ -40,6 +40,10 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     """
     if not len(rows):
         return Sampled()
+    if rows.plain:
+        found = _largest(logits)
+        if found is not None:
+            return Sampled(tuple(found))
     table = _table(logits)
     # Infinities and what comes of them are legal here.
     with np.errstate(all="ignore"):
@@ -47,6 +51,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         with edited(table, rows.edits):
             tokens = _choose(table, rows)
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
+
+
+def _largest(logits: torch.Tensor) -> list[int] | None:
+    """The largest logit of each row, of equals the lowest id; None where one of them is no number or infinite."""
+    table: Float32 = logits.numpy()
+    tokens: list[int] = table.argmax(axis=1).tolist()
+    value = table.item
+    return tokens if all(isfinite(value(row, token)) for row, token in enumerate(tokens)) else None
 
 
 def _table(logits: torch.Tensor) -> Float32:

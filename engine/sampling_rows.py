@@ -13,6 +13,9 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Ids = Int32 | Int64
 
+# Below this, logits / temperature leave float32; the limit of the softmax is the largest logit anyway.
+# Exactly a float32, as temperatures are: whoever compares in float64 must come to the same answer.
+MIN_TEMPERATURE = float(np.float32(1e-5))
 NO_IDS: Int64 = np.empty(0, np.int64)
 
 
@@ -57,6 +60,7 @@ class SamplingRows:
         positions: [R] int64, the position that the chosen token will have in its sequence.
         logprobs: [R] int64, alternatives to report beside the chosen token's log probability; -1: report nothing.
         edits: of rows that have any, at most one each.
+        plain: whether every row takes its largest logit, and nobody asks for anything else. Follows from the others.
     """
 
     temperature: Float32
@@ -67,6 +71,12 @@ class SamplingRows:
     positions: Int64
     logprobs: Int64
     edits: tuple[RowEdit, ...] = ()
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        greedy = max(self.temperature.tolist(), default=0.0) < MIN_TEMPERATURE
+        plain = greedy and not self.edits and max(self.logprobs.tolist(), default=-1) < 0
+        object.__setattr__(self, "plain", plain)
 
     def __len__(self) -> int:
         """R."""

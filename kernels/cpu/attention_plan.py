@@ -61,14 +61,30 @@ class AttentionPlanner:
 
     def plan(self, batch: RaggedBatch) -> AttentionPlan:
         """All rows of ``batch``, which has positions that follow each other in a sequence, and no empty sequence."""
-        items, tokens = self._rows(batch)
+        single = len(batch.positions) == len(batch.context_lens) and self._group <= self._narrow
+        items, tokens = self._single_rows(batch) if single else self._rows(batch)
         most = int(tokens.sum()) * self._kv_heads // (self._threads * ITEMS_PER_THREAD)
         span = max(1, most // PARTITION_TOKENS)
         merges = items[:0]
-        if int((items[:, LAST] - items[:, FIRST]).max()) > span and int(tokens.max()) > most:
+        if int(tokens.max()) > most and int((items[:, LAST] - items[:, FIRST]).max()) > span:
             items, tokens, merges = self._cut(items, tokens, span)
         order = np.argsort(-tokens, kind="stable")
         return AttentionPlan(items[order], merges)
+
+    def _single_rows(self, batch: RaggedBatch) -> tuple[Int32, Int64]:
+        """:meth:`_rows` of one token of each sequence: an item each."""
+        limits = batch.context_lens.astype(np.int64)
+        each = np.arange(len(limits), dtype=np.int32)
+        items = np.zeros((len(limits), ITEM_WORDS), np.int32)
+        items[:, SEQUENCE], items[:, ROW], items[:, ROWS] = each, each * self._group, self._group
+        items[:, SHIFT] = batch.positions - each
+        items[:, LAST] = (limits + (PARTITION_TOKENS - 1)) // PARTITION_TOKENS
+        items[:, PARTIAL] = -1
+        if not self._window:
+            return items, limits
+        lowest = np.maximum(limits - self._window, 0)
+        items[:, FIRST] = lowest // PARTITION_TOKENS
+        return items, limits - lowest
 
     def _rows(self, batch: RaggedBatch) -> tuple[Int32, Int64]:
         """Uncut items, and how many tokens each one meets."""

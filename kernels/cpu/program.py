@@ -24,6 +24,7 @@ from pillion.errors import Internal
 LINE_BYTES = 64
 # Buffers grow in steps of this many rows, so that they seldom do.
 ROWS_STEP = 64
+_INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,30 +183,37 @@ class BatchArrays(RaggedBatch, Protocol):
 
 def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
     """Raises Internal unless no kernel can leave its memory with this batch."""
-    tokens, seqs = len(batch.token_ids), len(batch.context_lens)
+    ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
     starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
-    for array in (batch.token_ids, batch.positions, starts, batch.context_lens, tables, samples):
-        if array.dtype != np.int32 or not array.flags.c_contiguous:
+    for array in (ids, positions, starts, lengths, tables, samples):
+        if array.dtype != _INT32 or not array.flags.c_contiguous:
             raise Internal("a batch's arrays must be contiguous int32")
-    if not tokens or len(batch.positions) != tokens or len(starts) != seqs + 1 or len(tables) != seqs:
+    tokens, seqs = len(ids), len(lengths)
+    if not tokens or len(positions) != tokens or len(starts) != seqs + 1 or len(tables) != seqs:
         raise Internal(f"a batch of {tokens} tokens and {seqs} sequences has arrays of other lengths")
     counts = starts[1:] - starts[:-1]
     if starts[0] != 0 or starts[-1] != tokens or int(counts.min()) < 1:
         raise Internal("a batch's sequences do not divide its rows")
-    # Positions follow from lengths: a kernel may take either.
-    first = batch.context_lens - counts
-    expected = np.arange(tokens, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
-    if int(first.min()) < 0 or not np.array_equal(batch.positions, expected):
+    # Positions follow from lengths: a kernel may take either. Most steps run one token of each sequence.
+    first = expected = lengths - counts
+    if tokens != seqs:
+        expected = np.arange(tokens, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
+    if int(first.min()) < 0 or positions.tobytes() != expected.tobytes():
         raise Internal("a batch's positions are not the last ones of its contexts")
-    longest = int(batch.context_lens.max())
+    longest = _greatest(lengths)
     if longest > bounds.max_tokens or longest > tables.shape[1] * bounds.block_size:
         raise Internal(f"a context of {longest} tokens is longer than its table or the model allows")
-    if int(tables.min()) < 0 or int(tables.max()) >= bounds.num_slots:
+    if _greatest(tables) >= bounds.num_slots:
         raise Internal(f"a block table leaves the pool of {bounds.num_slots} slots")
-    if int(batch.token_ids.min()) < 0 or int(batch.token_ids.max()) >= bounds.vocab_size:
+    if _greatest(ids) >= bounds.vocab_size:
         raise Internal("a token id is not of the vocabulary")
-    if len(samples) and (int(samples.min()) < 0 or int(samples.max()) >= tokens):
+    if len(samples) and _greatest(samples) >= tokens:
         raise Internal("a sampled row is not of the batch")
+
+
+def _greatest(array: Int32) -> int:
+    """The greatest of the values, taken as unsigned: one that is negative is above every bound."""
+    return int(np.maximum.reduce(array.view(np.uint32), axis=None))
 
 
 def aligned_bytes(size: int, alignment: int = LINE_BYTES) -> npt.NDArray[np.uint8]:

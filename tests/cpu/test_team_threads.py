@@ -145,8 +145,9 @@ def test_an_idle_team_burns_nothing(fast):
     team.close()
 
 
-CROWD = """
-import time
+# A child's program of so many entries, each of which adds ``factor`` to ``out``; what it does with it stands behind.
+CHILD = """
+import sys, time
 import numpy as np
 from kernels.cpu.compiler import compile_kernels
 from kernels.cpu.isa import choose_isa, host_features
@@ -156,21 +157,31 @@ from tests.support.small_kernels import Scale
 
 kernels = compile_kernels([Scale()], choose_isa("auto", host_features()))
 x, out = np.ones((8, 16), np.float32), np.zeros((8, 16), np.float32)
-record = np.zeros(Scale.layout.num_words, np.int64)
-Scale.layout.fill(record, {"x": x, "out": out, "items": 8, "factor": 0.0})
-program = np.array([[kernels.address("scale_1"), record.ctypes.data, -1, 0]] * 3, np.int64)
-team, step = Team(kernels, 8), np.zeros(STEP.num_words, np.int64)
+step, record = np.zeros(STEP.num_words, np.int64), np.zeros(Scale.layout.num_words, np.int64)
+
+def program(entries, factor):
+    Scale.layout.fill(record, {"x": x, "out": out, "items": 8, "factor": factor})
+    return np.array([[kernels.address("scale_1"), record.ctypes.data, -1, 0]] * entries, np.int64)
+"""
+
+CROWD = """
+team, table = Team(kernels, 8), program(3, 0.0)
 end = time.monotonic() + 4
 while time.monotonic() < end:
-    team.run(program, step)
+    team.run(table, step)
 print("done", flush=True)
 """
+
+
+def child(script, *args):
+    command = [sys.executable, "-c", CHILD + script, *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_many_more_threads_than_cores_never_hang(fast):
     """A helper that wakes for the run before may find the next one's door open before its gate is set."""
     for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", CROWD], stdout=subprocess.PIPE, text=True)
+        process = child(CROWD)
         try:
             assert process.communicate(timeout=40)[0] == "done\n"
         finally:
@@ -211,41 +222,24 @@ def test_whoever_leads_is_bound(fast):
 
 
 WORKER = """
-import sys
-import numpy as np
-from kernels.cpu.compiler import compile_kernels
-from kernels.cpu.isa import choose_isa, host_features
-from kernels.cpu.records import STEP
-from kernels.cpu.team import Team
-from tests.support.small_kernels import Scale
-
-kernels = compile_kernels([Scale()], choose_isa("auto", host_features()))
-x, out = np.ones((8, 16), np.float32), np.zeros((8, 16), np.float32)
-record = np.zeros(Scale.layout.num_words, np.int64)
-Scale.layout.fill(record, {"x": x, "out": out, "items": 8, "factor": 1.0})
-program = np.array([[kernels.address("scale_1"), record.ctypes.data, -1, 0]] * 20, np.int64)
-team = Team(kernels, 2)
-for _ in range(int(sys.argv[1])):
-    team.run(program, np.zeros(STEP.num_words, np.int64))
-assert (out == 20.0 * int(sys.argv[1])).all()
+team, table, runs = Team(kernels, 2), program(20, 1.0), int(sys.argv[1])
+for _ in range(runs):
+    team.run(table, step)
+assert (out == 20.0 * runs).all()
 print("done")
 """
 
 
-def worker(count):
-    return subprocess.Popen([sys.executable, "-c", WORKER, str(count)], stdout=subprocess.PIPE, text=True)
-
-
 def test_two_processes_with_teams_on_the_same_cores_both_get_on(fast):
     """And both leave their team open: the interpreter's exit ends it."""
-    workers = [worker(4000), worker(4000)]
+    workers = [child(WORKER, 4000), child(WORKER, 4000)]
     for process in workers:
         assert process.communicate(timeout=60)[0] == "done\n"
         assert process.returncode == 0
 
 
 def test_a_worker_can_be_killed_in_the_middle(fast):
-    process = worker(10**9)
+    process = child(WORKER, 10**9)
     time.sleep(1.0)
     process.terminate()
     assert process.wait(timeout=10) == -15

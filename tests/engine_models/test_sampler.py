@@ -31,6 +31,22 @@ def kept(logits: torch.Tensor, ask: Ask) -> np.ndarray:
     return logits.numpy() >= cuts(table, group_maxima(table), rows_of([ask]), np.array([0]))[0]
 
 
+@pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("vocab_size", [97, 1280])
+def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
+    """A step of nothing but greedy rows takes a short way to the same tokens."""
+    logits, greedy = random_logits(4, vocab_size, spread=0.1), Ask(temperature=0.0)
+    logits[1, [9, 40, 90]] = odd
+    logits[2] = odd
+    rows = rows_of([greedy] * 4)
+    assert rows.plain
+    alone = sample(logits, rows).token_ids
+    for beside in (Ask(seed=1), replace(greedy, logprobs=0), replace(greedy, bias={3: 1.0})):
+        longer = rows_of([*[greedy] * 4, beside])
+        assert not longer.plain
+        assert sample(torch.cat((logits, logits[:1])), longer).token_ids[:4] == alone
+
+
 @pytest.mark.parametrize("vocab_size", [97, 300, 1280])
 def test_greedy_is_the_argmax(vocab_size: int) -> None:
     logits, wanted = random_logits(5, vocab_size), random_logits(5, vocab_size).argmax(-1).tolist()
