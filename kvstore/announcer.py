@@ -1,12 +1,14 @@
 """Tells the index what a node has: what is still to be said, and the task that says it.
 
     events --push--> AnnounceQueue --take--> Redis
-                        ^   |
-                        +---+ put back when Redis does not answer
+                      ^    ^   |
+    all there is -----+    +---+ put back when Redis does not answer
 
-Everything is said again when Redis lost its memory (another generation), or when it thought the node dead and others
-may have swept its entries out. When more piles up than the queue may hold, the node gives up counting and takes a new
-boot epoch instead: all it ever said is void then, without a scan, and what it has is said again.
+News goes out at once. Everything is said again, at a bounded rate and after the news, when Redis lost its memory
+(another generation), when it thought the node dead and others may have swept its entries out, and every REPEAT_S, since
+a Redis that is short of memory, or a replica that takes over, forgets without a sign. Saying everything goes on where
+it stopped when Redis was away in between. When more news piles up than the queue may hold, the node gives up counting
+and takes a new boot epoch instead: all it ever said is void then, without a scan, and what it has is said again.
 """
 
 from __future__ import annotations
@@ -14,73 +16,95 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvstore.index import Beat, IndexWriter, Registry
+from kvstore import redis_keys as keys
+from kvstore.index import Registry
 from kvstore.records import IndexEvent
+from kvstore.redis_writer import IndexWriter, SweepPlace
 from pillion.errors import Unavailable
 from pillion.wire.registry import PartRecord
 
 log = logging.getLogger("pillion.kvnode")
 
 MAX_PENDING_BLOCKS = 262_144
-# One announcement keeps Redis busy for about a millisecond.
+# One announcement keeps Redis busy for less than a millisecond.
 BATCH_BLOCKS = 512
 RETRY_S = 0.5
-# Of 65,536 buckets, after every heartbeat.
-SWEEP_BUCKETS = 8
-ALL_BUCKETS = 65_536
+# Saying everything again: so many blocks a second at most, and never more than this share of the time waiting for
+# Redis, so that a thousand nodes that start over together leave room for look-ups.
+REPEAT_BLOCKS_PER_S = 50_000
+REPEAT_DUTY = 0.25
+REPEAT_S = 3600.0
+# Of which a heartbeat asks whether they were lost.
+CHECKED_GROUPS = 16
 
 
 class AnnounceQueue:
     """Sans-IO. Of several events of one block only the last counts, so the queue holds each block once."""
 
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
-        self._max_blocks = self._bound_blocks = max_blocks
-        self._pending: dict[bytes, bool] = {}
+        self._max_blocks = max_blocks
+        self._news: dict[bytes, IndexEvent] = {}
+        self._rest: Iterator[tuple[bytes, bytes]] = iter(())
+        self._went_meanwhile: set[bytes] = set()
+        self.repeating = False
         self.overflowed = False
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._news)
 
     def push(self, events: Iterable[IndexEvent]) -> None:
         """Adds what changed. Beyond the bound everything is forgotten and ``overflowed`` is set."""
         if self.overflowed:
             return
         for event in events:
-            self._pending.pop(event.block_hash, None)
-            self._pending[event.block_hash] = event.here
+            self._news.pop(event.block_hash, None)
+            self._news[event.block_hash] = event
+            if self.repeating and not event.here:
+                self._went_meanwhile.add(event.block_hash)
         self._bound()
 
-    def say_all(self, hashes: Iterable[bytes]) -> None:
-        """Starts over with everything that is here, and with what Redis may still believe in. A big pool stretches the
-        bound: the queue must hold it."""
-        gone = {block_hash: False for block_hash, here in self._pending.items() if not here}
-        self._pending = gone | dict.fromkeys(hashes, True)
-        self._bound_blocks = max(self._max_blocks, 2 * len(self._pending))
+    def say_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Starts over with everything that is here now, (hash, segment) each, after the news. ``blocks`` is read bit by
+        bit. News that something went stands: Redis may still believe in it."""
+        self._news = {block_hash: event for block_hash, event in self._news.items() if not event.here}
+        self._rest, self.repeating = iter(blocks), True
+        self._went_meanwhile.clear()
         self.overflowed = False
 
-    def take(self, count: int) -> tuple[list[bytes], list[bytes]]:
-        """The oldest events, at most ``count``: what came, what went."""
-        came: list[bytes] = []
-        went: list[bytes] = []
-        for block_hash in list(islice(self._pending, count)):
-            (came if self._pending.pop(block_hash) else went).append(block_hash)
-        return came, went
+    def take(self, count: int) -> list[IndexEvent]:
+        """The oldest news, at most ``count``."""
+        return [self._news.pop(block_hash) for block_hash in list(islice(self._news, count))]
 
-    def put_back(self, came: Iterable[bytes], went: Iterable[bytes]) -> None:
+    def take_repeated(self, count: int) -> list[IndexEvent]:
+        """The next of all there is, at most ``count``, without those whose news is newer."""
+        taken = list(islice(self._rest, count))
+        events = [
+            IndexEvent(block_hash, here=True, segment=segment)
+            for block_hash, segment in taken
+            if block_hash not in self._went_meanwhile and block_hash not in self._news
+        ]
+        if len(taken) < count:
+            self.repeating = False
+            self._went_meanwhile.clear()
+        return events
+
+    def put_back(self, events: Iterable[IndexEvent]) -> None:
         """Undoes a take whose announcement failed; newer events of the same blocks stand."""
-        for hashes, here in ((came, True), (went, False)):
-            for block_hash in hashes:
-                self._pending.setdefault(block_hash, here)
+        for event in events:
+            self._news.setdefault(event.block_hash, event)
         self._bound()
 
     def _bound(self) -> None:
-        if len(self._pending) > self._bound_blocks:
-            self._pending.clear()
+        if len(self._news) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
+            self._news.clear()
+            self._went_meanwhile.clear()
+            self._rest, self.repeating = iter(()), False
             self.overflowed = True
 
 
@@ -90,7 +114,8 @@ class Announcer:
     Args:
         redis_url, heartbeat_s, ttl_ms: where, how often, and how long one heartbeat counts.
         record: makes the node's record for a boot epoch.
-        hashes: everything that is committed now, parents before children.
+        hashes: everything that is committed when it is called, (hash, segment) each, parents before children; read bit
+            by bit afterwards.
     """
 
     def __init__(
@@ -100,7 +125,7 @@ class Announcer:
         heartbeat_s: float,
         ttl_ms: int,
         record: Callable[[int], PartRecord],
-        hashes: Callable[[], list[bytes]],
+        hashes: Callable[[], Iterable[tuple[bytes, bytes]]],
     ) -> None:
         self.boot_epoch = new_boot_epoch()
         self._registry = Registry(redis_url, ttl_ms)
@@ -110,9 +135,12 @@ class Announcer:
         self._hashes = hashes
         self._queue = AnnounceQueue()
         self._news = asyncio.Event()
-        self._generation = b""
         self._entry = b""
-        self._sweep_at = secrets.randbelow(ALL_BUCKETS)
+        # Of each group since everything was said last; another one tells that a shard has lost its memory.
+        self._generations: dict[bytes, bytes] = {}
+        self._lost = False
+        self._repeat_at_s = 0.0
+        self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
         self._answered = True
 
     def push(self, events: list[IndexEvent]) -> None:
@@ -128,16 +156,18 @@ class Announcer:
         while True:
             try:
                 if loop.time() >= next_beat_s:
+                    # Counted from here: what Redis takes for an answer is no reason to beat less often.
+                    due_s = loop.time() + self._heartbeat_s
                     await self._beat()
-                    next_beat_s = loop.time() + self._heartbeat_s
-                await self._announce_all(next_beat_s)
+                    next_beat_s = due_s
+                wait_s = await self._announce(next_beat_s)
                 self._note(answered=True)
             except Unavailable as error:
                 self._note(answered=False, words=error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.0, next_beat_s - loop.time()))
+                await asyncio.wait_for(self._news.wait(), max(0.0, min(wait_s, next_beat_s - loop.time())))
 
     async def leave(self) -> None:
         """Says goodbye, if Redis answers, and closes."""
@@ -147,38 +177,64 @@ class Announcer:
         await self._writer.aclose()
 
     async def _beat(self) -> None:
+        now = asyncio.get_running_loop().time()
         if self._queue.overflowed:
             self.boot_epoch = new_boot_epoch()
-            self._queue.say_all(self._hashes())
+            self._lost = True
             log.warning("too much to tell Redis piled up: all is said again under boot epoch %08x", self.boot_epoch)
         beat = await self._registry.beat(self._record(self.boot_epoch))
-        if beat.generation != self._generation or not beat.known:
-            self._queue.say_all(self._hashes())
-        self._remember(beat)
-        await self._writer.sweep(self._sweep_at, SWEEP_BUCKETS)
-        self._sweep_at = (self._sweep_at + SWEEP_BUCKETS) % ALL_BUCKETS
-
-    def _remember(self, beat: Beat) -> None:
-        self._generation = beat.generation
         self._entry = beat.node_number + struct.pack(">I", self.boot_epoch)
+        if self._lost or not beat.known or (now >= self._repeat_at_s and not self._queue.repeating):
+            self._lost = False
+            self._generations.clear()
+            self._queue.say_all(self._hashes())
+            self._repeat_at_s = now + REPEAT_S
+        self._learn(await self._writer.generations(self._some_groups()))
+        self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
+        self._learn(generations)
 
-    async def _announce_all(self, until_s: float) -> None:
-        """Empties the queue, but lets no heartbeat wait for it."""
+    def _some_groups(self) -> list[bytes]:
+        known = list(self._generations)
+        return known if len(known) <= CHECKED_GROUPS else random.sample(known, CHECKED_GROUPS)
+
+    async def _live(self) -> frozenset[bytes]:
+        return (await self._registry.nodes()).entries()
+
+    async def _announce(self, until_s: float) -> float:
+        """Says all news, then some of what is to be repeated, and lets no heartbeat wait for it. Returns for how many
+        seconds the rest may wait."""
         self._news.clear()
         loop = asyncio.get_running_loop()
-        while len(self._queue) and loop.time() < until_s:
-            came, went = self._queue.take(BATCH_BLOCKS)
-            try:
-                generation = await self._writer.announce(self._entry, came, went)
-            except BaseException:
-                self._queue.put_back(came, went)
-                raise
-            if generation != self._generation:
-                # Redis was emptied under us: the next beat says everything again.
-                self._generation = b""
-                return
-        if len(self._queue):
-            self._news.set()
+        while len(self._queue):
+            if loop.time() >= until_s:
+                return 0.0
+            await self._say(self._queue.take(BATCH_BLOCKS))
+        if not self._queue.repeating:
+            return self._heartbeat_s
+        begun = loop.time()
+        await self._say(self._queue.take_repeated(BATCH_BLOCKS))
+        took_s = loop.time() - begun
+        return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, took_s / REPEAT_DUTY) - took_s
+
+    async def _say(self, events: list[IndexEvent]) -> None:
+        """Raises Unavailable, with what was not taken back in the queue."""
+        if not events:
+            return
+        untold = events
+        try:
+            told = await self._writer.announce(self._entry, events)
+            untold = told.untold
+            self._learn(told.generations)
+        finally:
+            self._queue.put_back(untold)
+        if untold:
+            raise Unavailable(f"Redis did not take {len(untold)} of {len(events)} announcements")
+
+    def _learn(self, generations: dict[bytes, bytes]) -> None:
+        """The next beat says everything again where a group was lost."""
+        for group, generation in generations.items():
+            if self._generations.setdefault(group, generation) != generation:
+                self._lost = True
 
     def _note(self, *, answered: bool, words: str = "") -> None:
         """Logs changes only: a Redis that is away for an hour is one line."""

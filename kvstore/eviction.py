@@ -1,7 +1,8 @@
 """Which cached block goes first. A policy is a small class behind :class:`EvictionPolicy`; the tree feeds it.
 
 The one rule all policies keep: a block leaves only after all its descendants, because a block whose parent is gone can
-never be found by a prefix look-up. LRU gets that for free (see below); another policy has to see to it.
+never be found by a prefix look-up. LRU gets that for free (see below); the others, in
+:mod:`kvstore.eviction_frequency`, count in a way that gives it to them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
+
+from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstore.tree import Block
@@ -25,6 +28,9 @@ class EvictionPolicy(Protocol):
 
     def pop(self) -> Block:
         """Forgets and returns the next victim: a block without children. Raises KeyError when none is known."""
+
+    def drop(self, block: Block) -> None:
+        """Forgets ``block``, which is known and has no children: it leaves the pool out of turn."""
 
     def __len__(self) -> int:
         """Known blocks."""
@@ -57,8 +63,23 @@ class LruEviction:
         """From the front."""
         return self._queue.popitem(last=False)[0]
 
+    def drop(self, block: Block) -> None:
+        """Out of line."""
+        del self._queue[block]
+
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._queue)
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """A new policy by the name that ``--eviction-policy`` takes: lru, lfu or arc. Raises ConfigError for another."""
+    # Here, because that module's readers come from this one.
+    from kvstore.eviction_frequency import ArcEviction, LfuEviction
+
+    policies: dict[str, type[EvictionPolicy]] = {"lru": LruEviction, "lfu": LfuEviction, "arc": ArcEviction}
+    if name not in policies:
+        raise ConfigError(f"--eviction-policy {name}: choose {', '.join(policies)}")
+    return policies[name]()

@@ -185,8 +185,7 @@ class Fetcher:
 
     async def _bring_some(self, fetch: _Fetch, at: int, left_s: float) -> bool:
         """The next blocks, from whoever has them; False when nobody has or no slot is left."""
-        wanted = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
-        wanted = list(takewhile(lambda block_hash: block_hash not in self._coming, wanted))
+        wanted = self._free_to_bring(fetch, at)
         for tier in self._tiers:
             here = list(takewhile(tier.__contains__, wanted))
             if here:
@@ -195,6 +194,10 @@ class Fetcher:
         while fetch.sources:
             pinned = await self._pin(fetch, at, left_s)
             if pinned is not None:
+                # While it was pinned, others may have begun to bring the same.
+                wanted = self._free_to_bring(fetch, at)
+                if not wanted:
+                    return True
                 first = at - fetch.pinned_from
                 remote = pinned.slots[first : first + len(wanted)]
                 slots = self._lend(fetch, len(remote))
@@ -356,6 +359,11 @@ class Fetcher:
         for tasks in (fetch.lingering, self._lingering):
             tasks.add(task)
         task.add_done_callback(self._lingering.discard)
+
+    def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
+        """The next blocks of one batch, up to one that somebody else is bringing."""
+        batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
+        return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
 
     def _announce_coming(self, hashes: list[bytes]) -> None:
         event = asyncio.Event()

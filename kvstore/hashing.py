@@ -11,6 +11,7 @@ every token up to the block's end. Nothing here is secret, and nothing depends o
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pillion.errors import InvalidRequest
 
 HASH_BYTES = 32
 # Of a chain, that the index keeps in one place: a shard answers for so many at once, and no shard for a whole chain.
-SEGMENT_BLOCKS = 64
+SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
 
 _BASE_TAG = b"pillion.namespace.1"
@@ -61,11 +62,10 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
         packed.byteswap()
     tokens = packed.tobytes()
     width = block_size * TOKEN_BYTES
-    sha256, digests = hashlib.sha256, []
-    for start in range(0, len(tokens) - width + 1, width):
-        parent = sha256(parent + tokens[start : start + width]).digest()
-        digests.append(parent)
-    return b"".join(digests)
+    whole = memoryview(tokens)[: len(tokens) - len(tokens) % width]
+    # A comprehension over iter_unpack: half the time of slicing in a loop, and hashing stands on every request's path.
+    sha256 = hashlib.sha256
+    return b"".join([parent := sha256(parent + block).digest() for (block,) in struct.iter_unpack(f"{width}s", whole)])
 
 
 def split_hashes(packed: bytes) -> list[bytes]:

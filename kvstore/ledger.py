@@ -17,7 +17,7 @@ once admitted can always finish, whoever dies on the way (I5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore import commits, integrity
 from kvstore.eviction import EvictionPolicy, LruEviction
@@ -97,9 +97,10 @@ class Ledger:
         events, self._events = self._events, []
         return events
 
-    def hashes(self) -> list[bytes]:
-        """Every committed hash; parents before their children."""
-        return list(self.tree.by_hash)
+    def hashes(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every committed block as (hash, segment), parents before their children: a picture of now that may be read
+        bit by bit later."""
+        return ((block.hash, block.segment) for block in list(self.tree.by_hash.values()))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError with everything that does not add up (I4)."""

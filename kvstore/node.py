@@ -1,4 +1,6 @@
-"""The KV node as a part: memory, ledger, attach socket, gRPC service, heartbeats.
+"""The KV node as a part: memory, ledger, attach socket, gRPC services, heartbeats.
+
+start_kvnode --> serving --the first worker attaches--> the pool has its shape: storage (kvstore.storage)
 
 start_kvnode --> serving --stop--> sessions and attachments ended --> gone
                     +-- a task of its own died --> wait_failed() says why
@@ -8,19 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from kvstore.announcer import Announcer, new_boot_epoch
 from kvstore.attach import AttachServer
-from kvstore.pool import Pool
+from kvstore.disk_files import DiskFolder
+from kvstore.eviction import make_policy
+from kvstore.index import Registry
+from kvstore.plane import choose_transport
+from kvstore.plane_servicer import SERVICE_NAME as PLANE_SERVICE_NAME
+from kvstore.plane_servicer import KVPlaneServicer
+from kvstore.pool import Pool, PoolShape
 from kvstore.records import IndexEvent
 from kvstore.segment import Segment
 from kvstore.servicer import SERVICE_NAME, KVNodeServicer
+from kvstore.storage import Storage
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, Conflict
 from pillion.rpc import RunningServer, start_server
-from pillion.v1 import kvnode_pb2_grpc
+from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.wire.kvnode import AttachHello, AttachReply, NodeStatus
 from pillion.wire.registry import PartRecord
 
@@ -49,13 +59,18 @@ class KVNode:
             decode_reserve_percent=flags.decode_reserve_percent,
             max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
+            policy=make_policy(flags.eviction_policy),
             announce=self._announce,
+            shaped=self._shaped,
         )
+        self._storage: Storage | None = None
+        self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
         self._flags = flags
         self._segment = Segment(flags.kv_pool_bytes)
         self._attach = AttachServer(flags.attach_socket, self._segment.fileno(), self._admit, self.pool.ended)
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
+        self._registry: Registry | None = None
         self._boot_epoch = new_boot_epoch()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,11 +79,18 @@ class KVNode:
     async def start(self) -> None:
         """Listen for gRPC first: a worker that attaches is told where to call."""
         flags = self._flags
+        if flags.kv_transport == "nixl":
+            # Asked for by name, so its absence is a mistake; otherwise it is looked for when it is needed.
+            await asyncio.to_thread(choose_transport, "nixl")
         servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping)
+        plane = KVPlaneServicer(self._source)
         try:
             self._server = await start_server(
                 flags.node_listen,
-                [(SERVICE_NAME, lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(servicer, server))],
+                [
+                    (SERVICE_NAME, lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(servicer, server)),
+                    (PLANE_SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(plane, server)),
+                ],
             )
         except OSError as error:
             raise ConfigError(str(error)) from None
@@ -81,8 +103,9 @@ class KVNode:
                 heartbeat_s=flags.heartbeat_ms / 1000,
                 ttl_ms=flags.heartbeat_timeout_ms,
                 record=self._record,
-                hashes=self.pool.ledger.hashes,
+                hashes=self._hashes,
             )
+            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
             self._spawn(self._announcer.run(), "announcing")
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
 
@@ -100,6 +123,13 @@ class KVNode:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            await storage.close()
+        if self._folder is not None:
+            self._folder.close()
+        if self._registry is not None:
+            await self._registry.aclose()
         self._segment.close()
 
     async def wait_failed(self) -> str:
@@ -108,8 +138,8 @@ class KVNode:
 
     def status(self) -> NodeStatus:
         """The node's books."""
-        boot_epoch = self._announcer.boot_epoch if self._announcer else self._boot_epoch
-        return replace(self.pool.status(), node_id=self._flags.node_id, boot_epoch=boot_epoch)
+        status = replace(self.pool.status(), node_id=self._flags.node_id, boot_epoch=self._current_boot())
+        return status if self._storage is None else self._storage.complete(status)
 
     # -- inside
 
@@ -118,9 +148,43 @@ class KVNode:
         log.info("%s (%s) attached", hello.part_id, hello.role)
         return AttachReply(node_id=self._flags.node_id, node_address=self.address, epoch=epoch, num_slots=num_slots)
 
+    def _shaped(self, shape: PoolShape) -> None:
+        self._storage = Storage(
+            self._flags,
+            shape,
+            self._segment.fileno(),
+            self.pool,
+            announce=self._tell_index,
+            addresses=self._addresses,
+            boot_epoch=self._current_boot,
+            folder=self._folder,
+        )
+        self.pool.fetcher = self._storage.fetcher
+        self._spawn(self._storage.run(), "storage")
+
+    def _source(self) -> Storage:
+        if self._storage is None:
+            raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
+        return self._storage
+
     def _announce(self, events: list[IndexEvent]) -> None:
-        if self._announcer is not None:
+        self._tell_index(events if self._storage is None else self._storage.heard(events))
+
+    def _tell_index(self, events: list[IndexEvent]) -> None:
+        if self._announcer is not None and events:
             self._announcer.push(events)
+
+    def _hashes(self) -> Iterator[tuple[bytes, bytes]]:
+        below = () if self._storage is None else self._storage.names()
+        return chain(self.pool.ledger.hashes(), below)
+
+    def _current_boot(self) -> int:
+        return self._announcer.boot_epoch if self._announcer else self._boot_epoch
+
+    async def _addresses(self) -> Mapping[str, str]:
+        """Of all living nodes; of none where there is no registry."""
+        parts = await self._registry.parts() if self._registry is not None else []
+        return {part.node_id: part.address for part in parts if part.role == "kvnode"}
 
     def _record(self, boot_epoch: int) -> PartRecord:
         books = self.pool.status()
@@ -137,6 +201,7 @@ class KVNode:
             leased_blocks=books.leased_blocks,
             committed_blocks=books.committed_blocks,
             quarantined_blocks=books.quarantined_blocks,
+            fenced_parts=books.fenced_parts,
         )
 
     async def _judge_silence(self) -> None:

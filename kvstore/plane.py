@@ -8,34 +8,16 @@ Nothing here decides anything: which blocks, from whom and what becomes of them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import mmap
 from typing import Protocol
 
+from pillion.errors import ConfigError
+from pillion.wire.kvplane import BlockShape, PeerPool, Pinned
 
-@dataclass(frozen=True, slots=True)
-class PeerPool:
-    """What a source said of its pool (MeetReply). Void once its boot epoch differs.
+__all__ = ["BlockShape", "BlockStream", "DataPlane", "PeerPool", "Pinned", "choose_plane", "choose_transport"]
 
-    Attributes:
-        pool_address: where the pool begins in the source's address space.
-        nixl_metadata: empty where the source has no NIXL.
-    """
-
-    node_id: str
-    boot_epoch: int
-    num_slots: int
-    block_bytes: int
-    pool_address: int
-    nixl_metadata: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """Blocks of a chain that are pinned at a source. ``checksums``: XXH3-64, 0 where the source does not check."""
-
-    ticket_id: int
-    slots: tuple[int, ...]
-    checksums: tuple[int, ...]
+log = logging.getLogger("pillion.kvnode")
 
 
 class BlockStream(Protocol):
@@ -62,7 +44,8 @@ class DataPlane(Protocol):
         """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair.
 
         When it ends, however it ends, nobody writes to the local slots any more; so it is never cancelled, and it ends
-        by itself when the source is lost. Raises Unavailable when not everything came.
+        by itself when the source is lost. Raises Unavailable when not everything came, Conflict where the lists of
+        slots do not fit the pools.
         """
 
     def forget(self, node_id: str) -> None:
@@ -70,3 +53,37 @@ class DataPlane(Protocol):
 
     def close(self) -> None:
         """No read is under way any more. Idempotent."""
+
+
+def choose_transport(kv_transport: str) -> str:
+    """What ``--kv-transport`` comes to on this machine: "nixl" or "grpc"; says it in one line.
+
+    Importing NIXL and trying it takes a second or two: not for the event loop's thread. Raises ConfigError where "nixl"
+    is asked for and does not work.
+    """
+    from kvstore.nixl_agent import nixl_trouble
+
+    if kv_transport == "grpc":
+        log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
+        return "grpc"
+    trouble = nixl_trouble()
+    if not trouble:
+        log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
+        return "nixl"
+    if kv_transport == "nixl":
+        raise ConfigError(f"--kv-transport=nixl: {trouble}")
+    log.info("blocks move between nodes by gRPC (--kv-transport=%s; no NIXL: %s)", kv_transport, trouble)
+    return "grpc"
+
+
+def choose_plane(kv_transport: str, memory: mmap.mmap, num_slots: int, block_bytes: int) -> DataPlane:
+    """The plane of a pool that is mapped at ``memory``: ``num_slots`` blocks of ``block_bytes`` from its beginning.
+
+    Takes about a second with NIXL, as :func:`choose_transport`. Raises ConfigError as that does.
+    """
+    from kvstore.grpc_plane import GrpcPlane
+    from kvstore.nixl_plane import NixlPlane
+
+    if choose_transport(kv_transport) == "nixl":
+        return NixlPlane(memory, num_slots, block_bytes)
+    return GrpcPlane(memory, num_slots, block_bytes)

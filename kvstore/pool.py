@@ -12,9 +12,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from kvstore.admission import Grant, Waiter, WaitingLine
+from kvstore.eviction import EvictionPolicy
 from kvstore.fetch import Fetcher
 from kvstore.hashing import split_hashes
 from kvstore.ledger import Ledger
@@ -56,8 +57,9 @@ class Pool:
         pool_bytes: memory to cut into slots once the first worker says how big a block is.
         decode_reserve_percent: share of it that prompts leave to running decodes.
         max_waiting: most OpenTicket calls that wait in line.
+        policy: what leaves the pool first.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
-        announce: hears what came and went.
+        announce: hears what came and went, after every change; maybe nothing.
         shaped: hears of the pool's shape, once.
 
     Attributes:
@@ -71,6 +73,7 @@ class Pool:
         decode_reserve_percent: int,
         max_waiting: int,
         heartbeat_timeout_s: float,
+        policy: EvictionPolicy | None = None,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
     ) -> None:
@@ -87,7 +90,7 @@ class Pool:
         # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
         self._first_epoch: dict[int, int] = {}
         self._last_epoch: dict[int, int] = {}
-        self.ledger = Ledger(_new_id, decode_reserve_percent)
+        self.ledger = Ledger(_new_id, decode_reserve_percent, policy)
         self.line = WaitingLine(self.ledger, max_waiting)
 
     # -- holders
@@ -212,13 +215,13 @@ class Pool:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
         return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
 
-    async def pin_chain(self, epoch: int, nonce: int, block_hashes: bytes, first_block: int) -> tuple[int, list[Block]]:
+    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> tuple[int, list[Block]]:
         """For another node that wants to read: a ticket, and the blocks from ``first_block`` on that it pins.
 
-        What is in a lower tier is brought up first, as far as there is room. A caller that goes away leaves no ticket.
+        What is in a lower tier is brought up first, as far as there is room. Where nothing is here, or the caller goes
+        away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
-        hashes = split_hashes(block_hashes)
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
@@ -230,6 +233,10 @@ class Pool:
         finally:
             self.changed()
         chain = self.ledger.tree.chain(ticket.tail)[first_block:]
+        if not chain:
+            self.ledger.release(epoch, [ticket.ticket_id])
+            self.changed()
+            return 0, []
         self.served_blocks += len(chain)
         return ticket.ticket_id, chain
 
@@ -284,8 +291,7 @@ class Pool:
     def status(self) -> NodeStatus:
         """Everything but the node's name and boot epoch."""
         books = replace(self.ledger.books(), block_bytes=self._block_bytes, waiting_tickets=len(self.line))
-        books = replace(books, served_blocks=self.served_blocks)
-        return books if self.fetcher is None else replace(books, **asdict(self.fetcher.counts))
+        return replace(books, served_blocks=self.served_blocks)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict) with what does not add up."""
@@ -320,9 +326,7 @@ class Pool:
                 self.ledger.release(grant.key[0], [grant.ticket_id])
             else:
                 future.set_result(grant)
-        events = self.ledger.drain_events()
-        if events:
-            self._announce(events)
+        self._announce(self.ledger.drain_events())
 
     def _dismiss(self, epoch: int, words: str) -> None:
         for key in self.line.withdraw_epoch(epoch):

@@ -28,6 +28,7 @@ class Block:
         depth: number of blocks before it in its chain.
         segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
         checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
+        uses, child_uses, rank: the eviction policy's own (:mod:`kvstore.eviction_frequency`).
     """
 
     slot: int
@@ -38,6 +39,9 @@ class Block:
     holds: int = 0
     children: int = 0
     checksum: int = 0
+    uses: int = 0
+    child_uses: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +130,17 @@ class BlockTree:
     def evict(self) -> Block:
         """Forgets the policy's next victim and returns it. Raises Internal if the policy broke its rule."""
         block = self.policy.pop()
+        self._forget(block)
+        return block
+
+    def drop(self, block: Block) -> None:
+        """Forgets a block out of turn. Raises Internal if it is protected or has children."""
+        self._forget(block)
+        self.policy.drop(block)
+
+    def _forget(self, block: Block) -> None:
         if block.holds or block.children:
             raise Internal(f"eviction chose slot {block.slot}: {block.holds} holds, {block.children} children")
         del self.by_hash[block.hash]
         if block.parent is not None:
             block.parent.children -= 1
-        return block

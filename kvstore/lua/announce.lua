@@ -1,15 +1,46 @@
--- A node's blocks that came and went. ARGV: entry (8 bytes), fields that came, fields that went (16 bytes each).
--- Entries of the node's earlier boots and of dead nodes are swept out of what is touched. Returns the generation.
-local entry, live = ARGV[1], live_nodes()
+-- A node's blocks that came and went. KEYS: generation, then buckets.
+-- ARGV: entry (8 bytes), fresh generation, entries per block at most, then per bucket: fields that came, that went.
+-- What the node said in earlier boots about these blocks goes. Returns the generation.
+local entry, most = ARGV[1], tonumber(ARGV[3])
 local number = string.sub(entry, 1, 4)
-local function update(fields, added)
-  for at = 1, #fields, FIELD do
-    local field = string.sub(fields, at, at + FIELD - 1)
-    local bucket = bucket_of(field)
-    local value = redis.call('HGET', bucket, field) or ''
-    store(bucket, field, keep_live(value, live, number) .. added)
+
+-- The newest entries of other nodes, with room for one more.
+local function others(value)
+  local kept = {}
+  for _, other in ipairs(pieces(value or '', ENTRY)) do
+    if string.sub(other, 1, 4) ~= number then
+      kept[#kept + 1] = other
+    end
+  end
+  return table.concat(kept, '', math.max(1, #kept - most + 2))
+end
+
+local function update(bucket, fields, added)
+  if #fields == 0 then
+    return
+  end
+  local values = redis.call('HMGET', bucket, unpack(fields))
+  local set, drop = {}, {}
+  for i, field in ipairs(fields) do
+    local value = others(values[i]) .. added
+    if value ~= '' then
+      set[#set + 1] = field
+      set[#set + 1] = value
+    elseif values[i] then
+      drop[#drop + 1] = field
+    end
+  end
+  if #set > 0 then
+    redis.call('HSET', bucket, unpack(set))
+  end
+  if #drop > 0 then
+    redis.call('HDEL', bucket, unpack(drop))
   end
 end
-update(ARGV[2], entry)
-update(ARGV[3], '')
-return redis.call('GET', prefix .. 'generation') or ''
+
+for i = 2, #KEYS do
+  own(KEYS[i], 'hash')
+  update(KEYS[i], pieces(ARGV[2 * i], FIELD), entry)
+  update(KEYS[i], pieces(ARGV[2 * i + 1], FIELD), '')
+end
+return generation(KEYS[1], ARGV[2])

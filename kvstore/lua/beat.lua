@@ -1,18 +1,21 @@
 -- A part's heartbeat.
--- ARGV: part id, record, ttl in ms, a fresh generation, boot epoch (4 bytes; '' if the part is no KV node).
--- Returns generation, whether the part was known until now (1 or 0), its node number (4 bytes, or '').
-local part, record, ttl, fresh, epoch = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
-redis.call('SET', prefix .. 'generation', fresh, 'NX')
-drop_expired()
-local known = redis.call('ZADD', prefix .. 'expiry', now + ttl, part) == 0 and 1 or 0
-redis.call('HSET', prefix .. 'parts', part, now .. ' ' .. record)
+-- ARGV: part id, record, ttl in ms, boot epoch (4 bytes; '' if the part is no KV node), parts to clean up at most.
+-- Returns whether the part was known until now (1 or 0), and its node number (4 bytes, or '').
+local part, record, ttl, epoch, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local now = now_ms()
+own_registry()
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expiry, '-inf', now, 'LIMIT', 0, limit)) do
+  forget(gone)
+end
+local known = redis.call('ZADD', expiry, now + ttl, part) == 0 and 1 or 0
+redis.call('HSET', parts, part, string.format('%.0f ', now) .. record)
 local number = ''
 if epoch ~= '' then
-  number = redis.call('HGET', prefix .. 'numbers', part)
-  if not number then
-    number = struct.pack('>I4', redis.call('HLEN', prefix .. 'numbers') + 1)
-    redis.call('HSET', prefix .. 'numbers', part, number)
+  number = redis.call('HGET', numbers, part)
+  if not number or #number ~= 4 then
+    number = struct.pack('>I4', redis.call('HLEN', numbers) + 1)
+    redis.call('HSET', numbers, part, number)
   end
-  redis.call('HSET', prefix .. 'nodes', part, number .. epoch .. (now + ttl))
+  redis.call('HSET', nodes, part, number .. epoch .. string.format('%.0f', now + ttl))
 end
-return {redis.call('GET', prefix .. 'generation'), known, number}
+return {known, number}

@@ -1,45 +1,65 @@
--- Longest prefix per live node. ARGV: the chain's fields, 16 bytes each, in order.
--- A node that has a block has all blocks before it, so each node's end is found by bisection; values already read are
--- kept, and nodes without the first block are not asked about at all. Holes make the answer a hint, no more (I3).
--- Returns node id, blocks, node id, blocks...
-local fields, values = ARGV[1], {}
-local function value_at(i)
-  if values[i] == nil then
+-- Longest prefix of (a piece of) a chain, per entry. KEYS: the bucket of each segment of the piece.
+-- ARGV: the piece's fields, packed; blocks per segment; entries to answer at most.
+-- A node that has a block has all blocks before it. So bisection finds the deepest block that anybody has, and then,
+-- for each entry met on the way, how far it reaches. Values already read are kept. A hole makes the answer a hint that
+-- may be too long, no more (I3). Returns entry, blocks, entry, blocks...; nothing where nobody has the first block.
+local fields, per, limit = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local values, read = {}, {}
+
+-- The entries at block i.
+local function at(i)
+  local value = values[i]
+  if not value then
     local field = string.sub(fields, (i - 1) * FIELD + 1, i * FIELD)
-    values[i] = redis.call('HGET', bucket_of(field), field) or ''
+    value = redis.pcall('HGET', KEYS[math.floor((i - 1) / per) + 1], field)
+    if type(value) ~= 'string' then
+      value = ''
+    end
+    values[i] = value
+    read[#read + 1] = i
   end
-  return values[i]
+  return value
 end
 
-local function has(i, wanted)
-  local value = value_at(i)
-  for at = 1, #value, ENTRY do
-    if string.sub(value, at, at + ENTRY - 1) == wanted then
-      return true
-    end
-  end
-  return false
+local function anybody(value)
+  return #value >= ENTRY
 end
 
-local count, first, answer = #fields / FIELD, value_at(1), {}
-if first == '' then
-  return answer
-end
-local live = live_nodes()
-for at = 1, #first, ENTRY do
-  local entry = string.sub(first, at, at + ENTRY - 1)
-  if live[entry] then
-    local low, high = 1, count
-    while low < high do
-      local middle = math.floor((low + high + 1) / 2)
-      if has(middle, entry) then
-        low = middle
-      else
-        high = middle - 1
-      end
+-- The greatest i in low .. high that `good` accepts; `low` is known to be good.
+local function last(low, high, good, entry)
+  while low < high do
+    local middle = math.floor((low + high + 1) / 2)
+    if good(at(middle), entry) then
+      low = middle
+    else
+      high = middle - 1
     end
-    answer[#answer + 1] = live[entry]
-    answer[#answer + 1] = low
+  end
+  return low
+end
+
+local function has(value, entry)
+  local place = string.find(value, entry, 1, true)
+  while place and place % ENTRY ~= 1 do
+    place = string.find(value, entry, place + 1, true)
+  end
+  return place
+end
+
+if not anybody(at(1)) then
+  return {}
+end
+local deepest = last(1, #fields / FIELD, anybody)
+table.sort(read, function(a, b) return a > b end)
+local seen, answer = {}, {}
+for place = 1, #read do
+  local i = read[place]
+  for _, entry in ipairs(pieces(values[i], ENTRY)) do
+    if not seen[entry] and #answer < 2 * limit then
+      seen[entry] = true
+      answer[#answer + 1] = entry
+      answer[#answer + 1] = last(i, deepest, has, entry)
+    end
   end
 end
 return answer

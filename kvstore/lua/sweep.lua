@@ -1,14 +1,47 @@
--- Drops void entries from some buckets. ARGV: first bucket, number of buckets. Returns entries' fields looked at.
-local live, looked = live_nodes(), 0
-for number = tonumber(ARGV[1]), tonumber(ARGV[1]) + tonumber(ARGV[2]) - 1 do
-  local bucket = prefix .. 'b:' .. struct.pack('>I2', number % 65536)
-  local all = redis.call('HGETALL', bucket)
-  for i = 1, #all, 2 do
-    local kept = keep_live(all[i + 1], live, '')
-    if kept ~= all[i + 1] then
-      store(bucket, all[i], kept)
+-- Walks through buckets of one group, and drops entries that are void. KEYS: generation, then buckets.
+-- ARGV: fresh generation; void entries, packed; cursor in the first bucket; fields to look at before it stops.
+-- Returns the generation, how many buckets are done, the cursor in the next one, and the other entries seen, packed.
+local void, cursor, budget = {}, ARGV[3], tonumber(ARGV[4])
+for _, entry in ipairs(pieces(ARGV[2], ENTRY)) do
+  void[entry] = true
+end
+local seen, list, done = {}, {}, 0
+
+local function kept(value)
+  local good = {}
+  for _, entry in ipairs(pieces(value, ENTRY)) do
+    if not void[entry] then
+      good[#good + 1] = entry
+      if not seen[entry] then
+        seen[entry] = true
+        list[#list + 1] = entry
+      end
     end
-    looked = looked + 1
+  end
+  return table.concat(good)
+end
+
+-- Some fields of a bucket; all of it while it is small. Returns the cursor.
+local function walk(bucket)
+  local step = redis.call('HSCAN', bucket, cursor, 'COUNT', budget)
+  for i = 1, #step[2], 2 do
+    local field, value = step[2][i], step[2][i + 1]
+    local now = kept(value)
+    if now == '' then
+      redis.call('HDEL', bucket, field)
+    elseif now ~= value then
+      redis.call('HSET', bucket, field, now)
+    end
+    budget = budget - 1
+  end
+  return step[1]
+end
+
+while done < #KEYS - 1 and budget > 0 do
+  own(KEYS[done + 2], 'hash')
+  cursor = walk(KEYS[done + 2])
+  if cursor == '0' then
+    done = done + 1
   end
 end
-return looked
+return {generation(KEYS[1], ARGV[1]), done, cursor, table.concat(list)}

@@ -23,6 +23,7 @@ class PartRecord:
         running_requests, waiting_requests, waiting_tokens: load, for the planner.
         kernels: what a worker computes with.
         *_blocks: a node's slots by state.
+        fenced_parts: workers that a node has fenced and that have not drained.
         heartbeat_age_ms: filled by the reader.
     """
 
@@ -46,6 +47,7 @@ class PartRecord:
     leased_blocks: int = 0
     committed_blocks: int = 0
     quarantined_blocks: int = 0
+    fenced_parts: tuple[str, ...] = ()
     kernels: str = ""
     heartbeat_age_ms: int = 0
 
@@ -60,7 +62,8 @@ class PartRecord:
         if not isinstance(said, dict):
             raise ValueError("a part record is a JSON object")
         try:
-            return cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
+            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
+            return cls(**known | {"fenced_parts": tuple(map(str, said.get("fenced_parts", ())))})
         except TypeError as error:
             raise ValueError(str(error)) from None
 

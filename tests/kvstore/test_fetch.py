@@ -47,6 +47,7 @@ class FakeSource:
         self._ids = itertools.count(1)
 
     async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> Pinned:
+        await asyncio.sleep(0)
         if self.blocks < 0:
             raise Unavailable("gone")
         here = split_hashes(hashes)[first_block : self.blocks]

@@ -268,7 +268,7 @@ class NodeLife(RuleBasedStateMachine):
         for event in self.ledger.drain_events():
             assert (event.block_hash in self.index) != event.here
             (self.index.add if event.here else self.index.remove)(event.block_hash)
-        assert self.index == set(self.ledger.hashes())
+        assert self.index == {block_hash for block_hash, _ in self.ledger.hashes()}
 
     def teardown(self) -> None:
         """When all that is admitted ends, everybody in line gets in, and at last every slot is free or cached."""

@@ -45,10 +45,7 @@ class RedisServer:
 
     def start(self) -> None:
         quiet = ["--port", "0", "--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"]
-        command = [redis_executable(), *quiet, "--unixsocket", str(self.socket), "--unixsocketperm", "700"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent
-        )
+        self.process = spawn([redis_executable(), *quiet, "--unixsocket", str(self.socket), "--unixsocketperm", "700"])
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             assert self.process.poll() is None, "redis-server ended at once"
@@ -61,6 +58,16 @@ class RedisServer:
             self.process.wait()
             self.process = None
             self.socket.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It is there and says nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def command(self, *words: str | bytes) -> object:
         """Runs one command, as redis-cli would."""
@@ -76,6 +83,11 @@ class RedisServer:
             return bool(self.command("PING"))
         except redis.RedisError:
             return False
+
+
+def spawn(command: list[str]) -> subprocess.Popen[bytes]:
+    """A quiet process that ends with the test run."""
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent)
 
 
 def _die_with_parent() -> None:

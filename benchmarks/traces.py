@@ -1,0 +1,163 @@
+"""Requests as a serving cluster sees them, in the form of the Mooncake traces (Qin et al., FAST 2025).
+
+One JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens) and ``hash_ids``, one number
+for each block of 512 tokens of the input, the same where two inputs are equal up to that block's end.
+
+    chat       one of some system prompts (Zipf), then turns: each repeats what was said and answered, and adds to it
+    document   a long text of its own, asked about once or a few times soon after each other
+
+Everything follows from a seed. Nothing is copied from a real trace: the shares and lengths are assumptions, stated in
+:class:`Mix`, and real traces in this form can be read instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import pathlib
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+TRACE_BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line of a trace. ``hash_ids`` covers the input, its last and maybe partial block included."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """Blocks that can be cached."""
+        return self.hash_ids[: self.input_length // TRACE_BLOCK_TOKENS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What a trace is made of.
+
+    Attributes:
+        sessions_per_s: chats and documents that begin, at random times (Poisson).
+        chat_share: of the sessions; the others are documents.
+        system_prompts, zipf: how many there are, and the exponent of their popularity.
+        system_tokens, turn_tokens, answer_tokens, document_tokens: medians of log-normal lengths with ``sigma``.
+        turns, questions: mean number of turns of a chat and questions about a document (geometric).
+        think_s, reread_s: mean time between two of them (exponential).
+        max_tokens: longest input; a chat ends there.
+    """
+
+    sessions_per_s: float = 1.0
+    chat_share: float = 0.8
+    system_prompts: int = 50
+    zipf: float = 1.1
+    system_tokens: int = 2000
+    turn_tokens: int = 300
+    answer_tokens: int = 200
+    document_tokens: int = 16_000
+    sigma: float = 0.8
+    turns: float = 4.0
+    questions: float = 1.3
+    think_s: float = 60.0
+    reread_s: float = 30.0
+    max_tokens: int = 128_000
+
+
+class _Text:
+    """What a session has said so far: numbers of whole blocks, and tokens behind them."""
+
+    def __init__(self, ids: Iterator[int], shared: tuple[int, ...], tokens: int) -> None:
+        self._ids = ids
+        self.blocks = list(shared)
+        self.tokens = len(shared) * TRACE_BLOCK_TOKENS
+        self.grow(tokens)
+
+    def grow(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.blocks += itertools.islice(self._ids, self.tokens // TRACE_BLOCK_TOKENS - len(self.blocks))
+
+    def hash_ids(self) -> tuple[int, ...]:
+        partial = [next(self._ids)] if self.tokens % TRACE_BLOCK_TOKENS else []
+        return (*self.blocks, *partial)
+
+
+def generate(seed: int, requests: int, mix: Mix | None = None) -> list[Request]:
+    """``requests`` lines in order of time."""
+    mix = mix or Mix()
+    rng, ids = random.Random(seed), itertools.count()
+    prompts = []
+    for _ in range(mix.system_prompts):
+        tokens = _length(rng, mix.system_tokens, mix.sigma)
+        shared = tuple(itertools.islice(ids, tokens // TRACE_BLOCK_TOKENS))
+        prompts.append((shared, tokens - len(shared) * TRACE_BLOCK_TOKENS))
+    weights = [1 / rank**mix.zipf for rank in range(1, mix.system_prompts + 1)]
+    made: list[Request] = []
+    begin_s = 0.0
+    while len(made) < 2 * requests:
+        begin_s += rng.expovariate(mix.sessions_per_s)
+        if rng.random() < mix.chat_share:
+            [(shared, rest)] = rng.choices(prompts, weights)
+            made += _session(rng, mix, _Text(ids, shared, rest), begin_s, mix.turns, mix.think_s)
+        else:
+            text = _Text(ids, (), min(_length(rng, mix.document_tokens, mix.sigma), mix.max_tokens // 2))
+            made += _session(rng, mix, text, begin_s, mix.questions, mix.reread_s, keeps_growing=False)
+    # Made for twice as many, so that the last of them is not a time without new sessions.
+    made.sort(key=lambda request: request.timestamp)
+    return made[:requests]
+
+
+def _session(
+    rng: random.Random, mix: Mix, text: _Text, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
+) -> Iterator[Request]:
+    """``mean`` requests in the mean, each about all of ``text``."""
+    while True:
+        asked = _length(rng, mix.turn_tokens, mix.sigma)
+        answered = _length(rng, mix.answer_tokens, mix.sigma)
+        if keeps_growing:
+            text.grow(asked)
+            yield Request(round(at_s * 1000), text.tokens, answered, text.hash_ids())
+            text.grow(answered)
+        else:
+            # Every question follows the same document, so it shares the document's blocks and nothing behind them.
+            question = _Text(text._ids, tuple(text.blocks), text.tokens % TRACE_BLOCK_TOKENS + asked)
+            yield Request(round(at_s * 1000), question.tokens, answered, question.hash_ids())
+        if rng.random() < 1 / mean or text.tokens > mix.max_tokens:
+            return
+        at_s += rng.expovariate(1 / gap_s)
+
+
+def _length(rng: random.Random, median: int, sigma: float) -> int:
+    return max(1, round(rng.lognormvariate(math.log(median), sigma)))
+
+
+def read(path: pathlib.Path) -> list[Request]:
+    """A trace in this form, ours or a real one."""
+    rows = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+    return [
+        Request(row["timestamp"], row["input_length"], row["output_length"], tuple(row["hash_ids"])) for row in rows
+    ]
+
+
+def write(path: pathlib.Path, requests: list[Request]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
+
+
+def main() -> None:
+    """Write a trace."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=pathlib.Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=10_000)
+    args = parser.parse_args()
+    write(args.path, generate(args.seed, args.requests))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The source's side of the data plane: messages in, calls on the pool, messages out. No decision is made here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+
+from kvstore.hashing import split_hashes
+from kvstore.plane import BlockShape, PeerPool, Pinned
+from pillion.errors import InvalidRequest
+from pillion.v1 import kvplane_pb2_grpc
+from pillion.wire import kvplane as wire
+
+SERVICE_NAME = wire.PLANE_SERVICE_NAME
+# Of a chain that may be pinned at once: 8 MiB of hashes, half of what a message may have.
+MAX_PIN_BLOCKS = 2**18
+MAX_READ_SLOTS = 4096
+MAX_PIECE_BYTES = 2**20
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Source(Protocol):
+    """A pool that others read from."""
+
+    async def describe(self) -> tuple[PeerPool, BlockShape]:
+        """What readers have to know; may take a second the first time. Raises Conflict without a shape."""
+
+    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> Pinned:
+        """Pins the longest prefix that is here, lower tiers included, to a ticket of ``epoch``; names its slots from
+        ``first_block`` on. Ticket 0: nothing of that is here, and nothing is held. Raises NotFound for a void epoch."""
+
+    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
+        """Slots of a ticket's chain. Raises NotFound unless ``epoch`` holds the ticket."""
+
+    @property
+    def memory(self) -> memoryview:
+        """The pool's bytes, slot after slot."""
+
+
+class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
+    """See kvplane.proto. ``source`` gives the pool, or raises Conflict as long as it has no shape."""
+
+    def __init__(self, source: Callable[[], Source]) -> None:
+        self._source = source
+
+    async def Meet(self, request: Any, context: Context) -> Any:  # noqa: N802
+        reader, theirs = wire.meet_from_pb(request)
+        pool, shape = await self._source().describe()
+        shape.check(theirs, reader)
+        return wire.met_to_pb(pool, shape)
+
+    async def PinBlocks(self, request: Any, context: Context) -> Any:  # noqa: N802
+        hashes = split_hashes(request.block_hashes)
+        if len(hashes) > MAX_PIN_BLOCKS:
+            raise InvalidRequest(f"{len(hashes)} blocks cannot be pinned at once, at most {MAX_PIN_BLOCKS}")
+        if request.first_block > len(hashes):
+            raise InvalidRequest(f"block {request.first_block} is behind the end of a chain of {len(hashes)}")
+        pinned = await self._source().pin_chain(request.epoch, request.nonce, hashes, request.first_block)
+        return wire.pinned_to_pb(pinned)
+
+    async def ReadBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
+        slots, source = tuple(request.slots), self._source()
+        if len(slots) > MAX_READ_SLOTS:
+            raise InvalidRequest(f"{len(slots)} slots cannot be read in one call, at most {MAX_READ_SLOTS}")
+        _, shape = await source.describe()
+        size = shape.block_bytes
+        for slot in slots:
+            # Looked at for every block: what was released meanwhile may hold another block already.
+            if slot not in source.pinned_slots(request.epoch, request.ticket_id):
+                raise InvalidRequest(f"slot {slot} is not of ticket {request.ticket_id}'s chain")
+            for start in range(slot * size, (slot + 1) * size, MAX_PIECE_BYTES):
+                end = min(start + MAX_PIECE_BYTES, (slot + 1) * size)
+                yield wire.piece_to_pb(bytes(source.memory[start:end]))

@@ -1,0 +1,193 @@
+"""What --redis-url says, and the redis-py client for it.
+
+    redis://[user:password@]host[:port][/db]                        one server; rediss:// for TLS
+    unix://[user:password@]/path[?db=n]                             one server on this machine
+    redis+sentinel://[user:password@]host[:port],.../service[/db]   the master of a service; rediss+sentinel:// for TLS
+    redis+cluster://[user:password@]host[:port],...                 a Redis Cluster; rediss+cluster:// for TLS
+
+Options follow as a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, sentinel_username and sentinel_password for
+Sentinels that want them. What stands in user and password is percent-encoded where it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+from urllib.parse import parse_qsl, unquote, urlencode
+
+import redis.asyncio
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from pillion.errors import ConfigError
+
+CONNECT_TIMEOUT_MS = 1000
+# Connections to one server per link; RedisLink lets no more calls out at once.
+MAX_CONNECTIONS = 16
+MAX_HOSTS = 64
+
+ONE: Final = "one server"
+SENTINEL: Final = "sentinel"
+CLUSTER: Final = "cluster"
+
+_PORTS = {ONE: 6379, SENTINEL: 26379, CLUSTER: 6379}
+_TLS_OPTIONS = frozenset(
+    {
+        "ssl_ca_certs",
+        "ssl_ca_data",
+        "ssl_cert_reqs",
+        "ssl_certfile",
+        "ssl_check_hostname",
+        "ssl_ciphers",
+        "ssl_keyfile",
+    }
+)
+_SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
+
+Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
+
+
+@dataclass(frozen=True, slots=True)
+class RedisPlace:
+    """Where Redis is.
+
+    Attributes:
+        mode: ``ONE``, ``SENTINEL`` or ``CLUSTER``.
+        hosts: host and port of the server, of the Sentinels, or of some of the Cluster's nodes; none for a Unix socket.
+        service: the name by which Sentinels know the master.
+        settings: keyword arguments of redis-py's connections: credentials, db, path, TLS.
+        sentinel_settings: the same for the Sentinels themselves.
+    """
+
+    mode: str
+    hosts: tuple[tuple[str, int], ...]
+    service: str
+    settings: Mapping[str, Any]
+    sentinel_settings: Mapping[str, Any]
+
+
+def parse(url: str) -> RedisPlace:
+    """Raises ConfigError, which shows no password, for what is no such URL."""
+    try:
+        return _parse(url)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--redis-url {without_password(url)}: {error}") from None
+
+
+def connect(place: RedisPlace) -> Client:
+    """A client that opens its connections when it is first used. Raises ConfigError for settings that cannot be."""
+    # The deadline of a call is ours; a library that tries again would only use it up.
+    limits: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,
+        "socket_timeout": None,
+        "max_connections": MAX_CONNECTIONS,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    settings = {**place.settings, **limits}
+    for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if option in settings and not Path(settings[option]).is_file():
+            raise ConfigError(f"--redis-url: {option}: no file {settings[option]}")
+    try:
+        if place.mode == CLUSTER:
+            # A Cluster's client asks every node it knows for the slots: none may hold it up for longer than a connect.
+            settings["socket_timeout"] = CONNECT_TIMEOUT_MS / 1000
+            nodes = [ClusterNode(host, port) for host, port in place.hosts]
+            return redis.asyncio.RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
+        if place.mode == SENTINEL:
+            asking = {**place.sentinel_settings, **limits, "socket_timeout": CONNECT_TIMEOUT_MS / 1000}
+            sentinels = cast(Any, Sentinel)(place.hosts, sentinel_kwargs=asking, **settings)
+            return cast(Client, sentinels.master_for(place.service))
+        if place.hosts:
+            settings["host"], settings["port"] = place.hosts[0]
+        settings["unix_socket_path"] = settings.pop("path", None)
+        return redis.asyncio.Redis(**settings)
+    except (RedisError, OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--redis-url: {error}") from None
+
+
+def without_password(url: str) -> str:
+    """For messages: credentials and options are left out."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"
+
+
+def _parse(url: str) -> RedisPlace:
+    scheme, separator, rest = url.partition("://")
+    base, plus, kind = scheme.partition("+")
+    mode = {"": ONE, "sentinel": SENTINEL, "cluster": CLUSTER}.get(kind)
+    if not separator or mode is None or (plus and not kind) or base not in ("redis", "rediss", "unix"):
+        raise ValueError("choose redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://")
+    if base == "unix" and mode != ONE:
+        raise ValueError("a Unix socket leads to one server")
+    body, _, query = rest.partition("?")
+    credentials, at, place = body.rpartition("@")
+    own, others = _options(query, base, mode)
+    if base == "unix":
+        settings = dict(parse_url(f"unix://{credentials}{at}{place}?{urlencode(own)}"))
+        if not settings.get("path"):
+            raise ValueError("a path is missing")
+        hosts: tuple[tuple[str, int], ...] = ()
+        service = ""
+    else:
+        named, _, path = place.partition("/")
+        hosts = _hosts(named, _PORTS[mode])
+        if mode == ONE and len(hosts) > 1:
+            raise ValueError("several hosts: choose redis+sentinel:// or redis+cluster://")
+        service, db = _path(path, mode)
+        # redis-py reads credentials and options; it is shown one host, whose name does not matter.
+        settings = dict(parse_url(f"{base}://{credentials}{at}host/{db}?{urlencode(own)}"))
+        settings.pop("host", None)
+    if settings.pop("connection_class", None) is SSLConnection:
+        settings["ssl"] = True
+    tls = {name: value for name, value in settings.items() if name.startswith("ssl")}
+    if tls.get("ssl_cert_reqs", "required") not in ("none", "optional", "required"):
+        raise ValueError("ssl_cert_reqs: choose none, optional or required")
+    return RedisPlace(mode, hosts, service, settings, {**tls, **others})
+
+
+def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
+    hosts = []
+    for one in named.split(","):
+        host, colon, port = one.rpartition(":")
+        if not colon or one.endswith("]"):
+            host, port = one, str(default_port)
+        host = host.removeprefix("[").removesuffix("]") or "localhost"
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{port!r} is no port")
+        hosts.append((host, int(port)))
+    if len(hosts) > MAX_HOSTS:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
+    return tuple(hosts)
+
+
+def _path(path: str, mode: str) -> tuple[str, int]:
+    """Service and database."""
+    service = ""
+    if mode == SENTINEL:
+        service, _, path = path.partition("/")
+        if not service:
+            raise ValueError("the service's name is missing: redis+sentinel://host,host/service")
+    if path and not path.isdecimal():
+        raise ValueError(f"{path!r} is no database number")
+    if mode == CLUSTER and int(path or 0):
+        raise ValueError("a Cluster has database 0 alone")
+    return unquote(service), int(path or 0)
+
+
+def _options(query: str, base: str, mode: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Options for the connections, and those for the Sentinels alone, by their names there."""
+    allowed = (_TLS_OPTIONS if base == "rediss" else frozenset()) | (_SENTINEL_OPTIONS if mode == SENTINEL else set())
+    allowed |= {"db"} if base == "unix" else set()
+    said = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    if unknown := sorted(said.keys() - allowed):
+        raise ValueError(
+            f"unknown option {unknown[0]!r}" + (f"; known: {', '.join(sorted(allowed))}" if allowed else "")
+        )
+    others = {name.removeprefix("sentinel_"): said.pop(name) for name in sorted(_SENTINEL_OPTIONS & said.keys())}
+    return said, others

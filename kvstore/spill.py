@@ -1,0 +1,175 @@
+"""Evicts ahead of need, so that a lease finds free slots, and copies victims to the lower tiers before.
+
+    free < low --> next victims --copied, in a thread--> still unused? --evicted--> bytes go to the tiers
+         ^                                                   | no: the copy is thrown away
+         +------------- free < high ------------------------+
+
+No pin is needed while a victim is copied: a committed block never changes (I2), and it can only be evicted on this
+loop. So if the very same block is still there afterwards, the copy is good. An urgent lease evicts without asking; what
+it takes is lost to the tiers (I1). While no tier can take anything, nothing is evicted ahead of need: the pool is the
+best place left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.checksum import block_checksum
+from kvstore.ledger import Ledger
+from kvstore.spill_plan import Watermarks, evict_still_unused, next_victims
+from kvstore.tiers import BlockName, Tier
+from kvstore.tree import Block
+
+log = logging.getLogger("pillion.kvnode")
+
+# Copied between two looks at the pool.
+BATCH_BYTES = 16 * 2**20
+# Evicted before the loop does its other work.
+BATCH_BLOCKS = 512
+# Copied, and not yet written or refused.
+MAX_UNDER_WAY_BYTES = 128 * 2**20
+
+
+class Spiller:
+    """Of one pool that has its shape.
+
+    Args:
+        memory_of: a slot's bytes.
+        tiers: each gets what is evicted here and is not there already, fastest first; may be none.
+        low_percent, high_percent: free share of the pool at which evicting begins and ends. Raises ConfigError.
+        forgotten: hears of blocks that a tier no longer keeps, or never did; for :class:`kvstore.spill_plan.News`.
+        changed: to be called after every change in the ledger.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory_of: Callable[[int], memoryview],
+        tiers: Sequence[Tier],
+        low_percent: int,
+        high_percent: int,
+        forgotten: Callable[[Sequence[BlockName]], None] = lambda names: None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.spilled_blocks = 0
+        self._ledger = ledger
+        self._memory_of = memory_of
+        self._tiers = tiers
+        self._marks = Watermarks(low_percent, high_percent)
+        self._forgotten = forgotten
+        self._changed = changed
+        self._poked = asyncio.Event()
+        # Evicted, and not in all tiers yet; how often, as a block may come back and go again meanwhile.
+        self._moving: dict[bytes, int] = {}
+        self._work: set[asyncio.Future[Any]] = set()
+        self._under_way_bytes = 0
+
+    def poke(self) -> None:
+        """The ledger changed. O(1)."""
+        if self._marks.reached(self._ledger):
+            self._poked.set()
+
+    def keeps(self, block_hash: bytes) -> bool:
+        """Whether it is in a tier or on its way there."""
+        return block_hash in self._moving or any(block_hash in tier for tier in self._tiers)
+
+    async def run(self) -> None:
+        """Works whenever it is poked, until it is cancelled."""
+        while True:
+            await self._poked.wait()
+            self._poked.clear()
+            while missing := self._marks.missing(self._ledger):
+                if not await self._evict_some(missing):
+                    break
+                await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """Waits until nobody reads the pool, and what was evicted is in its tiers. ``run`` has ended before.
+        Idempotent."""
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+
+    # -- one batch
+
+    async def _evict_some(self, missing: int) -> bool:
+        """A batch of victims. False when there is none, or when none of them could go."""
+        victims = next_victims(self._ledger, min(missing, BATCH_BLOCKS))
+        if not victims or not self._tiers:
+            return self._evict(victims, {}) > 0
+        while self._under_way_bytes >= MAX_UNDER_WAY_BYTES:
+            await asyncio.wait(self._work, return_when=asyncio.FIRST_COMPLETED)
+        block_bytes = self._memory_of(victims[0].slot).nbytes
+        room_bytes = max(tier.room_bytes() for tier in self._tiers)
+        if room_bytes < block_bytes:
+            return False
+        victims = victims[: max(1, min(BATCH_BYTES, room_bytes) // block_bytes)]
+        open_tiers = [tier for tier in self._tiers if tier.room_bytes() >= block_bytes]
+        wanted = [block for block in victims if any(block.hash not in tier for tier in open_tiers)]
+        copies = await self._copied(wanted) if wanted else []
+        return self._evict(victims, dict(zip(wanted, copies, strict=True))) > 0
+
+    def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
+        """Evicts what is still unused, tells the tiers, and returns how many went."""
+        moved: list[tuple[BlockName, memoryview]] = []
+        stayed: list[bytes] = []
+        evicted = 0
+        for block in victims:
+            if not evict_still_unused(self._ledger, block):
+                continue
+            evicted += 1
+            if block in copies:
+                data, checksum = copies[block]
+                parent = block.parent.hash if block.parent else b""
+                moved.append((BlockName(block.hash, parent, block.segment, checksum), data))
+                self._moving[block.hash] = self._moving.get(block.hash, 0) + 1
+            else:
+                stayed.append(block.hash)
+        for tier in self._tiers:
+            tier.touch(stayed)
+        if moved:
+            self.spilled_blocks += len(moved)
+            self._under_way_bytes += sum(data.nbytes for _, data in moved)
+            self._begin(asyncio.create_task(self._store(moved), name="spilling"))
+        if evicted:
+            self._changed()
+        return evicted
+
+    async def _store(self, moved: list[tuple[BlockName, memoryview]]) -> None:
+        gone: list[BlockName] = []
+        try:
+            for tier in self._tiers:
+                gone += await tier.store(moved)
+        except Exception:
+            # A tier does not raise. Should one do so, its blocks are lost, but the node lives.
+            log.exception("a lower tier failed")
+        finally:
+            self._under_way_bytes -= sum(data.nbytes for _, data in moved)
+            for name, _ in moved:
+                self._moving[name.hash] -= 1
+                if not self._moving[name.hash]:
+                    del self._moving[name.hash]
+            gone += [name for name, _ in moved if not self.keeps(name.hash)]
+            if gone:
+                self._forgotten(list(dict.fromkeys(gone)))
+
+    async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
+        copying = asyncio.ensure_future(asyncio.to_thread(self._copy, blocks))
+        self._begin(copying)
+        return await asyncio.shield(copying)
+
+    def _copy(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
+        """Bytes and checksums. In a thread; both let go of the interpreter, so the loop runs on beside."""
+        copies = []
+        for block in blocks:
+            data = np.frombuffer(self._memory_of(block.slot), np.uint8).copy().data
+            copies.append((data, block.checksum or block_checksum(data)))
+        return copies
+
+    def _begin(self, work: asyncio.Future[Any]) -> None:
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)

@@ -1,0 +1,109 @@
+"""Errors as rich gRPC statuses (google.rpc), and back: BadRequest, RetryInfo and QuotaFailure.
+
+    raised by a servicer --to_status--> status + details in the trailers --from_rpc_error--> raised by the client
+
+Trailers also carry ``grpc-retry-pushback-ms`` (gRFC A6) with UNAVAILABLE: a gateway that has looked for a worker itself
+says -1, so that clients' automatic retries do not multiply its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from pillion.errors import (
+    BY_CODE,
+    FieldViolation,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    PillionError,
+    QuotaViolation,
+    Unavailable,
+)
+
+DETAILS = "grpc-status-details-bin"
+PUSHBACK = "grpc-retry-pushback-ms"
+
+
+def to_status(error: PillionError) -> Any:
+    """The rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
+    details = []
+    if isinstance(error, InvalidRequest) and error.violations:
+        kind = error_details_pb2.BadRequest.FieldViolation
+        fields = [kind(field=v.field, description=v.description) for v in error.violations]
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=fields)))
+    if isinstance(error, Overloaded | Unavailable) and error.retry_after_ms:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if isinstance(error, Overloaded) and error.quotas:
+        quota = error_details_pb2.QuotaFailure.Violation
+        quotas = [quota(subject=v.subject, description=v.description) for v in error.quotas]
+        details.append(_packed(error_details_pb2.QuotaFailure(violations=quotas)))
+    status = rpc_status.to_status(status_pb2.Status(code=error.code, message=error.message, details=details))
+    if isinstance(error, Unavailable):
+        pushback = (PUSHBACK, str(error.retry_after_ms or -1))
+        status = status._replace(trailing_metadata=(*status.trailing_metadata, pushback))
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError) -> PillionError:
+    """The exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
+    code, message = error.code(), error.details() or ""
+    cls = BY_CODE.get(code.value[0], Internal)
+    status = _status_of(error)
+    if cls is InvalidRequest:
+        return InvalidRequest(message, _violations(status))
+    if cls is Overloaded:
+        return Overloaded(message, _retry_after_ms(status), _quotas(status))
+    if cls is Unavailable:
+        return Unavailable(message, _retry_after_ms(status))
+    return cls(message)
+
+
+def _packed(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _status_of(error: grpc.RpcError) -> Any:
+    """The google.rpc.Status in the trailers; None where there is none or it is broken."""
+    try:
+        if isinstance(error, grpc.aio.AioRpcError):
+            for key, value in error.trailing_metadata() or ():
+                if key == DETAILS:
+                    return status_pb2.Status.FromString(value)
+            return None
+        return rpc_status.from_call(error)
+    except (ValueError, TypeError):
+        return None
+
+
+def _unpack(status: Any, kind: Any) -> Any:
+    for detail in status.details if status is not None else ():
+        message = kind()
+        if detail.Is(kind.DESCRIPTOR) and detail.Unpack(message):
+            return message
+    return None
+
+
+def _violations(status: Any) -> tuple[FieldViolation, ...]:
+    bad = _unpack(status, error_details_pb2.BadRequest)
+    return tuple(FieldViolation(v.field, v.description) for v in bad.field_violations) if bad else ()
+
+
+def _quotas(status: Any) -> tuple[QuotaViolation, ...]:
+    met = _unpack(status, error_details_pb2.QuotaFailure)
+    return tuple(QuotaViolation(v.subject, v.description) for v in met.violations) if met else ()
+
+
+def _retry_after_ms(status: Any) -> int:
+    info = _unpack(status, error_details_pb2.RetryInfo)
+    return int(info.retry_delay.ToMilliseconds()) if info else 0

@@ -1,0 +1,298 @@
+"""Fencing at a real node over real gRPC (I4): what it takes away at once, what stays quarantined, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvstore.attach import Attachment, attach
+from kvstore.client import NodeClient
+from kvstore.hashing import chain_hashes
+from kvstore.index import Registry
+from kvstore.node import KVNode, start_kvnode
+from pillion.config import KVNodeFlags
+from pillion.errors import Cancelled, Conflict, NotFound
+from pillion.wire.kvnode import CommitRun, NodeStatus
+from tests.support.redis import RedisServer
+
+SLOTS = 20
+BLOCK_BYTES = 4096
+ROOT = bytes(32)
+
+
+def hashes(*tokens: int) -> bytes:
+    return chain_hashes(ROOT, tokens, 1)
+
+
+@dataclass
+class Fixture:
+    """A node with a gateway's session at it. ``attachments`` are closed at the end."""
+
+    node: KVNode
+    client: NodeClient
+    gateway: int
+    folder: str
+    attachments: list[Attachment]
+
+    async def worker(self, name: str = "decode-0", role: str = "decode") -> int:
+        """The epoch of a new worker."""
+        made = await asyncio.to_thread(
+            attach,
+            f"{self.folder}/attach.sock",
+            part_id=name,
+            role=role,
+            block_bytes=BLOCK_BYTES,
+            timeout_s=5,
+        )
+        self.attachments.append(made)
+        return made.epoch
+
+    def fence(self, epoch: int) -> None:
+        """As the node does after a silence."""
+        self.node.pool.ledger.fence(epoch)
+
+    async def books(self) -> NodeStatus:
+        """The node's, after it proved them."""
+        await self.client.check_integrity()
+        return await self.client.status()
+
+    async def end(self, number: int) -> None:
+        """A worker's death."""
+        holders = (await self.client.status()).holders
+        self.attachments[number].close()
+        async with asyncio.timeout(10):
+            while (await self.client.status()).holders == holders:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(folder: str, **more: object) -> AsyncIterator[Fixture]:
+    flags = KVNodeFlags(
+        node_listen=f"unix:{folder}/node.sock",
+        attach_socket=f"{folder}/attach.sock",
+        kv_pool_bytes=SLOTS * BLOCK_BYTES,
+        **more,  # type: ignore[arg-type]
+    )
+    node = await start_kvnode(flags)
+    client = NodeClient(node.address, "gateway-0")
+    session = await client.open_session()
+    made = Fixture(node, client, session.epoch, folder, [])
+    try:
+        yield made
+        await client.check_integrity()
+    finally:
+        for attachment in made.attachments:
+            attachment.close()
+        await session.aclose()
+        await client.aclose()
+        await node.stop(0.1)
+
+
+@pytest.fixture
+async def line(short_folder: str) -> AsyncIterator[Fixture]:
+    async with running(short_folder) as made:
+        yield made
+
+
+async def hold(line: Fixture, epoch: int, *tokens: int) -> tuple[int, tuple[int, ...]]:
+    """A ticket that the gateway opened and the worker adopted, its slots leased: id and slots."""
+    ticket = await line.client.open_ticket(line.gateway, hashes(*tokens), len(tokens) + 1)
+    adopted = await line.client.adopt(epoch, ticket.ticket_id, len(tokens) + 1 - ticket.pinned_blocks)
+    return ticket.ticket_id, adopted.leased_slots
+
+
+async def commit(line: Fixture, epoch: int, ticket_id: int, slots: tuple[int, ...], *tokens: int) -> None:
+    [result] = await line.client.commit(epoch, [CommitRun(ticket_id, slots[: len(tokens)], hashes(*tokens))])
+    assert not result.refusal
+
+
+async def test_what_it_holds_is_quarantined_until_it_says_that_it_drained(line: Fixture) -> None:
+    old = await line.worker()
+    ticket_id, slots = await hold(line, old, 1, 2, 3)
+    await commit(line, old, ticket_id, slots, 1, 2)
+    stock = await line.client.lease(old, 4)
+    await line.client.release(line.gateway, [ticket_id])
+    before = await line.books()
+    assert (before.leased_blocks, before.quarantined_blocks, before.fenced_parts) == (6, 0, ())
+    line.fence(old)
+    held = await line.books()
+    assert (held.leased_blocks, held.quarantined_blocks, held.fenced_parts) == (0, 6, ("decode-0",))
+    assert (held.pinned_blocks, held.tickets) == (2, 1), "its pins hold, too: it may still read"
+    other = await line.worker("decode-1")
+    assert not set(await line.client.lease(other, SLOTS)) & {*slots, *stock}
+    fresh = await line.client.reattach(old)
+    assert fresh != old
+    after = await line.books()
+    assert (after.quarantined_blocks, after.fenced_parts, after.pinned_blocks, after.tickets) == (0, (), 0, 0)
+    assert after.committed_blocks == 2, "what it committed before is true"
+    assert set(await line.client.lease(fresh, SLOTS)) >= {*slots[2:], *stock}
+
+
+async def test_or_until_its_socket_ends(line: Fixture) -> None:
+    old = await line.worker()
+    ticket_id, _ = await hold(line, old, 1, 2, 3)
+    line.fence(old)
+    await line.client.release(line.gateway, [ticket_id])
+    assert (await line.books()).quarantined_blocks == 4
+    await line.end(0)
+    after = await line.books()
+    assert (after.quarantined_blocks, after.free_blocks, after.tickets, after.fenced_parts) == (0, SLOTS, 0, ())
+    with pytest.raises(NotFound):
+        await line.client.reattach(old)
+
+
+async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
+    client, old = line.client, await line.worker()
+    ticket_id, slots = await hold(line, old, 1, 2, 3)
+    unadopted = (await client.open_ticket(line.gateway, hashes(7), 2)).ticket_id
+    line.fence(old)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.commit(old, [CommitRun(ticket_id, slots[:1], hashes(1))]),
+        lambda: client.lease(old, 1),
+        lambda: client.adopt(old, unadopted, 1),
+        lambda: client.give_back(old, slots[:1]),
+        lambda: client.release(old, [ticket_id]),
+        lambda: client.open_ticket(old, hashes(9), 2),
+        lambda: client.prefetch(old, ticket_id, hashes(1), timeout_s=1),
+    ]
+    before = await line.books()
+    for call in calls:
+        with pytest.raises(Conflict):
+            await call()
+    assert await line.books() == before
+    assert (await client.heartbeat(old)).fenced, "a sign of life does not lift it"
+    fresh = await client.reattach(old)
+    for call in calls:
+        with pytest.raises(NotFound):
+            await call()
+    assert not (await client.heartbeat(fresh)).fenced
+    # The gateway held the ticket all the time: the new epoch may adopt it, slots and all.
+    assert len((await client.adopt(fresh, ticket_id, 4)).leased_slots) == 4
+    await line.books()
+
+
+async def test_only_a_fenced_epoch_is_taken_back(line: Fixture) -> None:
+    old = await line.worker()
+    slots = await line.client.lease(old, 3)
+    before = await line.books()
+    for epoch in (old, line.gateway):
+        with pytest.raises(Conflict):
+            await line.client.reattach(epoch)
+    with pytest.raises(NotFound):
+        await line.client.reattach(12345)
+    assert await line.books() == before
+    await line.client.give_back(old, slots)
+    line.fence(old)
+    await line.client.reattach(old)
+    with pytest.raises(NotFound):
+        await line.client.reattach(old)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_the_attachments_end_frees_the_new_epochs_holdings(line: Fixture, times: int) -> None:
+    epoch = await line.worker()
+    for _ in range(times):
+        line.fence(epoch)
+        epoch = await line.client.reattach(epoch)
+    ticket_id, _ = await hold(line, epoch, 1, 2, 3)
+    await line.client.release(line.gateway, [ticket_id])
+    await line.client.lease(epoch, 2)
+    assert (await line.books()).leased_blocks == 6
+    await line.end(0)
+    after = await line.books()
+    assert (after.free_blocks, after.tickets, after.holders) == (SLOTS, 0, 1)
+    with pytest.raises(NotFound):
+        await line.client.heartbeat(epoch)
+
+
+async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None:
+    old, other = await line.worker(), await line.worker("decode-1")
+    await line.client.lease(other, SLOTS)
+    waiting = asyncio.create_task(line.client.open_ticket(old, hashes(1, 2), 3, resume=True))
+    while not (await line.client.status()).waiting_tickets:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    line.node.pool._timeout_s = -1.0
+    line.node.pool.ledger.holders[other].seen_s = None
+    line.node.pool.judge_silence(60.0)
+    with pytest.raises(Cancelled):
+        await waiting
+    books = await line.books()
+    assert (books.waiting_tickets, books.fenced_parts) == (0, ("decode-0",))
+
+
+async def test_silence_fences_and_a_word_in_time_does_not(short_folder: str) -> None:
+    async with running(short_folder, heartbeat_ms=20, heartbeat_timeout_ms=200) as line:
+        silent, lively, loading = [await line.worker(f"decode-{number}") for number in range(3)]
+        await line.client.heartbeat(silent)
+        async with asyncio.timeout(10):
+            while not (await line.books()).fenced_parts:
+                assert not (await line.client.heartbeat(lively)).fenced
+                await asyncio.sleep(0.02)
+        assert (await line.books()).fenced_parts == ("decode-0",), "who never spoke is still loading"
+        assert not (await line.client.heartbeat(loading)).fenced
+        # A new epoch, too, may take its time until it begins.
+        fresh = await line.client.reattach(silent)
+        for _ in range(20):
+            await line.client.heartbeat(lively)
+            await line.client.heartbeat(loading)
+            await asyncio.sleep(0.02)
+        assert (await line.books()).fenced_parts == ()
+        assert not (await line.client.heartbeat(fresh)).fenced
+
+
+async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisServer) -> None:
+    async with running(short_folder, redis_url=redis.url, heartbeat_ms=20) as line:
+        old = await line.worker()
+        line.fence(old)
+        registry = Registry(redis.url, 5000)
+
+        async def said() -> list[tuple[str, ...]]:
+            return [part.fenced_parts for part in await registry.parts() if part.role == "kvnode"]
+
+        async with asyncio.timeout(10):
+            while await said() != [("decode-0",)]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await line.client.reattach(old)
+            while await said() != [()]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await registry.aclose()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_fences_and_returns_at_random_leak_nothing(line: Fixture, seed: int) -> None:
+    draw, fresh_tokens = random.Random(seed), itertools.count(1)
+    epochs = [await line.worker(f"decode-{number}") for number in range(2)]
+    tickets: list[list[tuple[int, tuple[int, ...], int]]] = [[], []]
+    for _ in range(60):
+        number = draw.randrange(2)
+        epoch, mine = epochs[number], tickets[number]
+        match draw.randrange(4):
+            case 0 if (await line.client.status()).free_blocks > 6:
+                token = next(fresh_tokens)
+                ticket_id, slots = await hold(line, epoch, token, 0)
+                await line.client.release(line.gateway, [ticket_id])
+                mine.append((ticket_id, slots, token))
+            case 1 if mine:
+                ticket_id, slots, token = mine.pop()
+                await commit(line, epoch, ticket_id, slots, token, 0)
+                await line.client.release(epoch, [ticket_id])
+                await line.client.give_back(epoch, slots[2:])
+            case 2:
+                line.fence(epoch)
+                with pytest.raises(Conflict):
+                    await line.client.lease(epoch, 1)
+                await line.books()
+                epochs[number] = await line.client.reattach(epoch)
+                mine.clear()
+        await line.books()
+    for number in range(2):
+        await line.end(number)
+    after = await line.books()
+    assert (after.leased_blocks, after.quarantined_blocks, after.tickets, after.pinned_blocks) == (0, 0, 0, 0)
+    assert after.free_blocks + after.committed_blocks == SLOTS

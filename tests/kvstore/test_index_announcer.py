@@ -1,0 +1,222 @@
+"""The announcer against a real Redis, and its queue against a plain model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore import announcer as announcer_module
+from kvstore import redis_keys as keys
+from kvstore.announcer import BATCH_BLOCKS, AnnounceQueue, Announcer
+from kvstore.index import Index, Registry
+from kvstore.records import IndexEvent
+from tests.support.redis import RedisServer
+from tests.support.redis_nodes import Chain, found, node_record, until
+
+
+@pytest.fixture
+async def index(redis: RedisServer) -> AsyncIterator[Index]:
+    made = Index(redis.url)
+    yield made
+    await made.aclose()
+
+
+@contextlib.asynccontextmanager
+async def announcing(url: str, have: list[tuple[bytes, bytes]]) -> AsyncIterator[Announcer]:
+    announcer = Announcer(
+        url, heartbeat_s=0.05, ttl_ms=5000, record=lambda boot: node_record("a", boot), hashes=lambda: list(have)
+    )
+    task = asyncio.create_task(announcer.run())
+    try:
+        yield announcer
+        assert not task.done(), "it survives everything"
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await announcer.leave()
+
+
+async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, index: Index) -> None:
+    chain = Chain(range(1500))
+    have: list[tuple[bytes, bytes]] = []
+    async with announcing(redis.url, have) as announcer:
+        await until(lambda: found(index, chain.packed, 0))
+        have += chain.pairs()
+        announcer.push(chain.events())
+        await until(lambda: found(index, chain.packed, 1500))
+        del have[700:]
+        announcer.push(chain.events(700, here=False)[::-1])
+        await until(lambda: found(index, chain.packed, 700))
+    await until(lambda: found(index, chain.packed, 0))
+    registry = Registry(redis.url, 1)
+    assert await registry.parts() == []
+    await registry.aclose()
+
+
+async def test_an_emptied_redis_is_told_again(redis: RedisServer, index: Index) -> None:
+    chain = Chain(range(2 * BATCH_BLOCKS + 5))
+    async with announcing(redis.url, chain.pairs()):
+        await until(lambda: found(index, chain.packed, len(chain)))
+        redis.command("FLUSHALL")
+        await until(lambda: found(index, chain.packed, len(chain)))
+
+
+async def test_a_restarted_redis_is_told_again(redis: RedisServer, index: Index) -> None:
+    chain = Chain(range(4))
+    have = chain.pairs(0, 3)
+    async with announcing(redis.url, have) as announcer:
+        await until(lambda: found(index, chain.packed, 3))
+        redis.kill()
+        have += chain.pairs(3)
+        announcer.push(chain.events(3))
+        await asyncio.sleep(0.1)
+        redis.start()
+        await until(lambda: found(index, chain.packed, 4, available=True))
+
+
+@pytest.mark.parametrize("sign", [("DEL", keys.generation(b"")), ("ZREM", keys.EXPIRY, "a")], ids=["group", "part"])
+async def test_each_sign_of_loss_is_enough(redis: RedisServer, index: Index, sign: tuple[str | bytes, ...]) -> None:
+    """Redis was emptied and others have filled it since, or the node's entries were swept while it seemed dead."""
+    chain = Chain([1, 2, 3])
+    async with announcing(redis.url, chain.pairs()):
+        await until(lambda: found(index, chain.packed, 3))
+        redis.command("HDEL", chain.bucket(2), chain.field(2))
+        assert await found(index, chain.packed, 2)
+        redis.command(*sign)
+        await until(lambda: found(index, chain.packed, 3))
+
+
+async def test_what_is_forgotten_without_a_sign_is_repeated(
+    redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer_module, "REPEAT_S", 0.2)
+    chain = Chain([1, 2, 3])
+    async with announcing(redis.url, chain.pairs()):
+        await until(lambda: found(index, chain.packed, 3))
+        redis.command("DEL", chain.bucket(0))
+        await until(lambda: found(index, chain.packed, 3))
+
+
+async def test_saying_all_goes_on_where_it_stopped(
+    redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slowly, news first, and not from the beginning when Redis was away for a moment."""
+    monkeypatch.setattr(announcer_module, "REPEAT_BLOCKS_PER_S", 10 * BATCH_BLOCKS)
+    monkeypatch.setattr(announcer_module, "RETRY_S", 0.05)
+    chain, news = Chain(range(8 * BATCH_BLOCKS)), Chain([7, 7])
+    asked = 0
+
+    def all_there_is() -> list[tuple[bytes, bytes]]:
+        nonlocal asked
+        asked += 1
+        return chain.pairs()
+
+    announcer = Announcer(
+        redis.url, heartbeat_s=0.05, ttl_ms=5000, record=lambda boot: node_record("a", boot), hashes=all_there_is
+    )
+    task = asyncio.create_task(announcer.run())
+
+    async def begun() -> bool:
+        return bool(await index.longest_prefix(chain.packed))
+
+    await until(begun)
+    announcer.push(news.events())
+    await until(lambda: found(index, news.packed, 2))
+    assert announcer._queue.repeating, "news do not wait until all is said"
+    redis.command("CLIENT", "PAUSE", "300", "ALL")
+    await until(lambda: found(index, chain.packed, len(chain)))
+    assert asked == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await announcer.leave()
+
+
+async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(redis: RedisServer, index: Index) -> None:
+    """Redis lived on and swept nothing yet: entries of the same boot would be believed again."""
+    chain = Chain([1, 2, 3])
+    have = chain.pairs()
+    async with announcing(redis.url, have) as announcer:
+        await until(lambda: found(index, chain.packed, 3))
+        redis.command("ZREM", keys.EXPIRY, "a")
+        have.pop()
+        announcer._queue.push(chain.events(2, here=False))
+        await until(lambda: found(index, chain.packed, 2))
+
+
+async def test_too_much_news_takes_a_new_boot_epoch(redis: RedisServer, index: Index) -> None:
+    """Withdrawals were forgotten, so what Redis still knows must become void."""
+    chain = Chain([1, 2, 3])
+    have = chain.pairs()
+    async with announcing(redis.url, have) as announcer:
+        await until(lambda: found(index, chain.packed, 3))
+        before = announcer.boot_epoch
+        announcer._queue._max_blocks = 1
+        del have[1:]
+        announcer.push(chain.events(1, here=False))
+        await until(lambda: found(index, chain.packed, 1))
+        assert announcer.boot_epoch != before
+
+
+# -- the queue
+
+events = st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30)
+rounds = st.lists(
+    st.tuples(events, st.integers(1, 4), st.sampled_from(["told", "fails", "overflows"]), st.booleans()), max_size=8
+)
+
+
+@settings(deadline=None)
+@given(rounds)
+def test_the_queue_says_the_last_word_on_every_block(
+    script: list[tuple[list[tuple[int, bool]], int, str, bool]],
+) -> None:
+    """Whatever fails in between, and whenever all is said again, in the end Redis knows what is true."""
+    queue = AnnounceQueue()
+    truth: dict[bytes, bool] = {}
+    told: dict[bytes, bool] = {}
+
+    def say(taken: list[IndexEvent], fails: bool) -> None:
+        if fails:
+            queue.put_back(taken)
+        else:
+            told.update({event.block_hash: event.here for event in taken})
+
+    for news, count, how, all_again in script:
+        if all_again:
+            queue.say_all([(block, b"s") for block, here in truth.items() if here])
+            if how == "overflows":
+                # Redis was emptied: only what is here needs to be known.
+                told.clear()
+        queue.push(IndexEvent(bytes([block]), here, b"s") for block, here in news)
+        truth |= {bytes([block]): here for block, here in news}
+        for take in (queue.take, queue.take_repeated):
+            taken = take(count)
+            assert len(taken) <= count
+            say(taken, how == "fails")
+    while len(queue) or queue.repeating:
+        say(queue.take(3), False)
+        say(queue.take_repeated(2), False)
+    assert {block for block, here in told.items() if here} == {block for block, here in truth.items() if here}
+    assert not queue.overflowed
+
+
+def test_the_queue_is_bounded() -> None:
+    queue = AnnounceQueue(max_blocks=3)
+    queue.push(IndexEvent(bytes([block]), here=True) for block in range(4))
+    queue.push([IndexEvent(b"x", here=True)])
+    assert (queue.overflowed, len(queue)) == (True, 0)
+    queue.say_all([(bytes([block]), b"") for block in range(10)])
+    assert (queue.overflowed, len(queue)) == (False, 0)
+    assert len(queue.take_repeated(8)) == 8
+    for block in range(3):
+        queue.push([IndexEvent(bytes([block]), here=False)])
+        queue.take(1)
+    assert queue.repeating
+    queue.push([IndexEvent(b"y", here=False)])
+    assert queue.overflowed, "what went while all is said is remembered, and that is bounded too"
+    assert (queue.repeating, queue.take_repeated(1)) == (False, [])

@@ -1,0 +1,283 @@
+"""Redis in trouble: every call ends in its time, requests go on, and what was lost comes back (I1, I3)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import redis_keys as keys
+from kvstore.index import LOOKUP_DEADLINE_MS, Index, PrefixHit, Registry
+from kvstore.redis_link import Breaker, RedisLink, ScriptCall
+from kvstore.redis_writer import IndexWriter, SweepPlace
+from pillion.errors import Unavailable
+from tests.support.redis import RedisServer, running_redis
+from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until
+
+
+@pytest.fixture
+async def index(redis: RedisServer) -> AsyncIterator[Index]:
+    made = Index(redis.url)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+def second_redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+async def test_a_dead_redis_costs_little_and_comes_back(redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    known, unknown = Chain([1, 2]), Chain([3])
+    await node.has(known)
+    assert await found(index, known.packed, 2)
+    redis.kill()
+    for _ in range(50):
+        assert await index.longest_prefix(unknown.packed) == []
+    assert not index.available
+    assert await index.longest_prefix(known.packed) == [PrefixHit("a", 2)], "what was found before stands in"
+    with pytest.raises(Unavailable):
+        await node.registry.parts()
+    redis.start()
+    await until(lambda: found(index, known.packed, blocks=0, available=True))
+
+
+async def test_a_stopped_redis_is_not_waited_for(redis: RedisServer, index: Index) -> None:
+    """SIGSTOP: connections stay open and nothing is said. Then it goes on, and so does everything."""
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain([1, 2])
+    await node.has(chain)
+    assert await found(index, chain.packed, 2)
+    with redis.stopped():
+        async with asyncio.timeout(10):
+            begun = time.monotonic()
+            for _ in range(200):
+                assert await index.longest_prefix(Chain([3]).packed) == []
+            # 200 deadlines would be 50 s: the breaker let only a few wait.
+            assert time.monotonic() - begun < 40 * LOOKUP_DEADLINE_MS / 1000
+            with pytest.raises(Unavailable):
+                await node.registry.beat(node_record("a"))
+            with pytest.raises(Unavailable):
+                await node.has(chain)
+    await until(lambda: found(index, chain.packed, 2, available=True))
+
+    async def told() -> bool:
+        with contextlib.suppress(Unavailable):
+            return not (await node.lost(chain)).untold
+        return False
+
+    await until(told)
+    await until(lambda: found(index, chain.packed, 0))
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "rediss://:secret@127.0.0.1:1", "unix:///nowhere.sock"])
+async def test_redis_may_be_nowhere(url: str) -> None:
+    await _nobody_answers(url)
+
+
+@pytest.mark.parametrize("url", ["redis+cluster://127.0.0.1:1,127.0.0.1:2", "redis+sentinel://127.0.0.1:1/index"])
+async def test_clusters_and_sentinels_may_be_nowhere(url: str) -> None:
+    await _nobody_answers(url)
+
+
+async def _nobody_answers(url: str) -> None:
+    index, registry, writer = Index(url), Registry(url, 1000), IndexWriter(url)
+    async with asyncio.timeout(10):
+        for _ in range(20):
+            assert await index.longest_prefix(bytes(32)) == []
+        assert not index.available
+        with pytest.raises(Unavailable) as caught:
+            await registry.beat(node_record("a"))
+        assert "secret" not in caught.value.message
+        with pytest.raises(Unavailable):
+            await writer.announce(bytes(8), Chain([1]).events())
+    for part in (index, registry, writer):
+        await part.aclose()
+
+
+NONSENSE = {
+    "silence": b"",
+    "a web server": b"HTTP/1.1 400 Bad Request\r\nContent-Length: 3\r\n\r\nno\n",
+    "numbers": b":7\r\n" * 200,
+    "no numbers": b":seven\r\n" * 200,
+    "statuses": b"+OK\r\n" * 200,
+    "lists": b"*3\r\n:1\r\n$1\r\nx\r\n*0\r\n" * 200,
+    "odd lists": b"*2\r\n$3\r\nabc\r\n:-5\r\n" * 200,
+    "huge": b"$99999999999\r\nabc",
+    "deep": b"*1\r\n" * 5000,
+    "nothing": b"$-1\r\n" * 200,
+    "bytes": bytes(range(256)) * 20,
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
+async def test_a_server_that_speaks_nonsense(short_folder: str, nonsense: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(65_536):
+                writer.write(nonsense)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(talk, f"{short_folder}/odd.sock")
+    url = f"unix://{short_folder}/odd.sock"
+    index, registry, writer = Index(url), Registry(url, 1000), IndexWriter(url)
+    chain = Chain(range(100))
+
+    async def live() -> frozenset[bytes]:
+        return frozenset()
+
+    async with asyncio.timeout(20):
+        for _ in range(10):
+            assert [hit for hit in await index.longest_prefix(chain.packed) if hit.blocks > len(chain)] == []
+        for work in (
+            lambda: registry.beat(node_record("a")),
+            registry.parts,
+            registry.nodes,
+            lambda: registry.leave("a"),
+            lambda: writer.announce(bytes(8), chain.events()),
+            lambda: writer.sweep(SweepPlace(), live),
+        ):
+            with contextlib.suppress(Unavailable):
+                await work()
+    for part in (index, registry, writer):
+        await part.aclose()
+    server.close()
+
+
+async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain(range(100))
+    await node.has(chain)
+    for key in (chain.bucket(40), keys.PARTS, keys.EXPIRY, keys.NUMBERS, keys.NODES):
+        redis.command("DEL", key)
+        redis.command("RPUSH", key, "not ours")
+    redis.command("DEL", keys.generation(b""))
+    redis.command("RPUSH", keys.generation(b""), "not ours")
+    assert await index.longest_prefix(chain.packed) == []
+    assert not await node.beat()
+
+    async def rest_is_there() -> bool:
+        return [hit.node_id for hit in await index.longest_prefix(chain.packed)] == ["a"]
+
+    await until(rest_is_there)
+    await node.has(chain)
+    await until(lambda: found(index, chain.packed, 100))
+    assert [part.part_id for part in await node.registry.parts()] == ["a"]
+
+
+async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain(range(3))
+    await node.has(chain)
+    redis.command("HSET", chain.bucket(1), chain.field(1), b"odd" + node.entry)
+    redis.command("HSET", chain.bucket(2), chain.field(2), b"")
+    redis.command("HSET", keys.NODES, b"\xff\xfe", b"short", "b", b"x" * 8 + b"later", "c", b"y" * 8 + b"1")
+    redis.command("HSET", keys.PARTS, "a", b"later {}")
+    [hit] = await index.longest_prefix(chain.packed)
+    assert 1 <= hit.blocks <= 3
+    assert await node.registry.parts() == []
+    await node.sweep_all(chain)
+    await node.has(chain)
+    assert await found(index, chain.packed, 3)
+
+
+async def test_a_replica_is_read_and_takes_no_news(redis: RedisServer, second_redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain([1, 2])
+    await node.has(chain)
+    assert await found(index, chain.packed, 2)
+    redis.command("CONFIG", "SET", "replica-serve-stale-data", "yes")
+    # Its master is nowhere: it keeps what it has.
+    redis.command("REPLICAOF", "127.0.0.1", "1")
+    for work in (lambda: node.has(chain), node.beat):
+        with pytest.raises(Unavailable, match=r"READONLY|read only"):
+            await work()
+    assert await found(index, chain.packed, 2, available=True)
+    redis.command("REPLICAOF", "NO", "ONE")
+    assert await node.beat()
+    assert not (await node.has(chain)).untold
+
+
+async def test_a_full_redis_is_read_and_takes_no_news(redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain([1, 2])
+    await node.has(chain)
+    redis.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(Unavailable, match=r"OOM|maxmemory"):
+        await node.has(Chain([3]))
+    assert await found(index, chain.packed, 2, available=True)
+    redis.command("CONFIG", "SET", "maxmemory", "0")
+    await node.has(Chain([3]))
+    assert await found(index, Chain([3]).packed, 1)
+
+
+async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain([1, 2])
+    redis.command("SCRIPT", "FLUSH")
+    await node.has(chain)
+    redis.command("SCRIPT", "FLUSH")
+    assert await found(index, chain.packed, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancel_is_heard_even_where_the_library_loses_it(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    link = RedisLink(redis.url, "parts")
+
+    async def deaf(*_: object) -> list[bytes]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        if fails:
+            raise ConnectionResetError
+        return []
+
+    monkeypatch.setattr(link._client, "execute_command", deaf)
+    question = ScriptCall([keys.PARTS], [])
+    call = asyncio.create_task(link.call("parts", question, list[Any], deadline_ms=30_000))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    # A deadline is no cancel of the caller's.
+    with contextlib.suppress(Unavailable):
+        await link.call("parts", question, list[Any], deadline_ms=20)
+    await link.aclose()
+
+
+async def test_no_more_calls_at_once_than_connections(redis: RedisServer, index: Index) -> None:
+    [node] = await fake_nodes(redis.url, "a")
+    chain = Chain(range(300))
+    await node.has(chain)
+    answers = await asyncio.gather(*(index.longest_prefix(chain.packed) for _ in range(100)))
+    assert all(hits == [PrefixHit("a", 300)] for hits in answers)
+    info = redis.command("INFO", "clients")
+    assert isinstance(info, dict)
+    assert info["connected_clients"] < 40
+
+
+def test_the_breaker() -> None:
+    breaker = Breaker(open_s=1.0)
+    assert breaker.may_try(0.0)
+    breaker.failed(0.0)
+    assert [breaker.may_try(now) for now in (0.5, 1.0, 1.1, 2.0)] == [False, True, False, True]
+    breaker.succeeded()
+    assert breaker.may_try(2.0)
+    assert breaker.may_try(2.0)
+
+
+async def test_a_part_that_was_lost_gets_the_same_number_again(redis: RedisServer) -> None:
+    a, b = await fake_nodes(redis.url, "a", "b")
+    await a.registry.leave("a")
+    assert not await a.beat()
+    assert struct.unpack(">I", a.entry[:4]) == (1,)
+    assert struct.unpack(">I", b.entry[:4]) == (2,)

@@ -1,0 +1,396 @@
+"""Two and three real nodes over a real Redis: blocks flow between them while workers, nodes and the index come and go.
+
+Every block's bytes follow from its hash, so whoever pins a chain can tell whether it holds what it stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvstore.attach import Attachment, attach
+from kvstore.client import NodeClient, Session
+from kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
+from kvstore.index import Index
+from kvstore.node import KVNode, start_kvnode
+from pillion.config import KVNodeFlags
+from pillion.errors import NotFound, PillionError
+from pillion.wire.kvnode import Brought, CommitRun, NodeStatus, Ticket
+from tests.support.redis import RedisServer
+
+BLOCK_BYTES = 8192
+NUM_SLOTS = 40
+NAMESPACE = "ab" * HASH_BYTES
+ROOT = bytes(HASH_BYTES)
+
+
+# Much of a small pool is kept free, so that blocks go to the disk soon.
+EAGER = {"low_watermark_percent": 60, "high_watermark_percent": 80}
+
+
+def content(block_hash: bytes) -> bytes:
+    """What a block of this hash holds, on every node."""
+    return random.Random(block_hash).randbytes(BLOCK_BYTES)
+
+
+def prompt(*tokens: int) -> bytes:
+    """Hashes of a prompt of one token a block."""
+    return chain_hashes(ROOT, tokens, 1)
+
+
+@dataclass
+class Host:
+    """One node with a gateway's session and a worker."""
+
+    name: str
+    folder: str
+    redis_url: str
+    flags: dict[str, Any]
+    node: KVNode | None = None
+    client: NodeClient = field(init=False)
+    session: Session = field(init=False)
+    worker: Attachment = field(init=False)
+    working: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(self) -> None:
+        self.node = await start_kvnode(
+            KVNodeFlags(
+                node_id=self.name,
+                node_listen=f"unix:{self.folder}/{self.name}.sock",
+                attach_socket=f"{self.folder}/{self.name}.attach",
+                kv_pool_bytes=NUM_SLOTS * BLOCK_BYTES,
+                redis_url=self.redis_url,
+                heartbeat_ms=50,
+                heartbeat_timeout_ms=2000,
+                **self.flags,
+            )
+        )
+        await self.new_worker()
+        self.client = NodeClient(self.node.address, "test")
+        self.session = await self.client.open_session()
+
+    async def stop(self) -> None:
+        node, self.node = self.node, None
+        if node is not None:
+            self.worker.close()
+            await self.session.aclose()
+            await self.client.aclose()
+            await node.stop(0.0)
+
+    async def new_worker(self) -> None:
+        self.worker = await asyncio.to_thread(
+            attach,
+            f"{self.folder}/{self.name}.attach",
+            part_id=f"worker at {self.name}",
+            role="decode",
+            block_bytes=BLOCK_BYTES,
+            timeout_s=5,
+            namespace=NAMESPACE,
+        )
+
+    def slot(self, number: int) -> memoryview:
+        return self.worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+
+    async def open(self, hashes: bytes) -> Ticket:
+        return await self.client.open_ticket(self.session.epoch, hashes, len(hashes) // HASH_BYTES + 1, timeout_s=5)
+
+    async def fetch(self, ticket: Ticket, hashes: bytes, *sources: str, timeout_s: float = 5.0) -> Brought:
+        return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)
+
+    async def fill(self, ticket: Ticket, hashes: bytes) -> int:
+        """Adopts, checks that the chain holds what it should, computes the rest; returns how long the chain was."""
+        adopted = await self.client.adopt(self.worker.epoch, ticket.ticket_id, 0)
+        names = split_hashes(hashes)
+        have = len(adopted.chain_slots)
+        for slot, block_hash in zip(adopted.chain_slots, names, strict=False):
+            assert bytes(self.slot(slot)) == content(block_hash), "a block holds something else than its hash says"
+        left = names[have:]
+        if left:
+            slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, len(left))).leased_slots
+            for slot, block_hash in zip(slots, left, strict=True):
+                self.slot(slot)[:] = content(block_hash)
+            run = CommitRun(ticket.ticket_id, slots, b"".join(left))
+            (result,) = await self.client.commit(self.worker.epoch, [run])
+            assert not result.refusal
+            lost = [slot for slot, stays in zip(slots, result.slots, strict=True) if slot != stays]
+            if lost:
+                await self.client.give_back(self.worker.epoch, lost)
+        return have
+
+    async def release(self, ticket: Ticket) -> None:
+        for epoch in (self.session.epoch, self.worker.epoch):
+            with contextlib.suppress(NotFound):
+                await self.client.release(epoch, [ticket.ticket_id])
+
+    async def serve(self, hashes: bytes, *sources: str) -> Brought:
+        """One request from end to end. Whatever becomes of it, nothing of it stays."""
+        ticket = await self.open(hashes)
+        try:
+            brought = await self.fetch(ticket, hashes, *sources)
+            async with self.working:
+                try:
+                    assert await self.fill(ticket, hashes) >= brought.blocks
+                    await self.client.release(self.worker.epoch, [ticket.ticket_id])
+                except (PillionError, asyncio.CancelledError):
+                    # It does not know what it holds: like a real worker, it ends, and another comes.
+                    self.worker.close()
+                    await asyncio.shield(self.new_worker())
+                    raise
+        finally:
+            with contextlib.suppress(PillionError):
+                await asyncio.shield(self.client.release(self.session.epoch, [ticket.ticket_id]))
+        return brought
+
+    async def check(self) -> None:
+        """Integrity by the node's own word, and every committed block's bytes."""
+        await self.client.check_integrity()
+        assert self.node is not None
+        for block_hash, block in self.node.pool.ledger.tree.by_hash.items():
+            assert bytes(self.slot(block.slot)) == content(block_hash)
+
+    async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
+        """The first status of which it is true."""
+        async with asyncio.timeout(10):
+            while not condition(status := await self.client.status()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return status
+
+    async def idle(self) -> None:
+        """Waits until nothing is held and nobody is fetching."""
+        status = await self.until(lambda status: not (status.tickets or status.leased_blocks))
+        assert status.reserved_blocks == 0
+
+
+@pytest.fixture(params=["grpc", "nixl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        pytest.importorskip("nixl")
+    return str(request.param)
+
+
+@asynccontextmanager
+async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> AsyncIterator[list[Host]]:
+    made = [Host(name, folder, redis.url, flags) for name in names]
+    try:
+        await asyncio.gather(*(host.start() for host in made))
+        yield made
+    finally:
+        await asyncio.gather(*(host.stop() for host in made))
+
+
+def spilled(status: NodeStatus) -> bool:
+    """What the watermarks want out of the pool is on disk."""
+    return status.free_blocks >= NUM_SLOTS * 0.8 and status.disk_blocks == status.spilled_blocks
+
+
+async def until_indexed(redis: RedisServer, hashes: bytes, wanted: dict[str, int] | None = None) -> None:
+    """Waits until the index knows the chain: at these nodes, or at any."""
+    index = Index(redis.url)
+    async with asyncio.timeout(10):
+        while True:
+            found = {hit.node_id: hit.blocks for hit in await index.longest_prefix(hashes)}
+            if found == wanted or (wanted is None and found):
+                break
+            await asyncio.sleep(0.02)
+    await index.aclose()
+
+
+async def test_a_chain_goes_from_one_node_to_another(short_folder: str, redis: RedisServer, transport: str) -> None:
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
+        hashes = prompt(*range(20))
+        assert await a.serve(hashes) == Brought(0)
+        assert await b.serve(hashes, "a") == Brought(20, fetched_blocks=20)
+        assert (await b.client.status()).kv_transport == transport
+        assert (await a.client.status()).served_blocks == 20
+        # A replica is a block like any other: it is found in the index, and serves others.
+        await until_indexed(redis, hashes, {"a": 20, "b": 20})
+        for host in (a, b):
+            await host.idle()
+            await host.check()
+
+
+async def test_only_what_is_missing_comes(short_folder: str, redis: RedisServer, transport: str) -> None:
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
+        await a.serve(prompt(*range(20)))
+        await b.serve(prompt(*range(7), 99, 98))
+        assert await b.serve(prompt(*range(25)), "nobody", "a") == Brought(20, fetched_blocks=13)
+        await b.idle()
+        await b.check()
+
+
+async def test_chunks_follow_while_others_are_computed(short_folder: str, redis: RedisServer, transport: str) -> None:
+    """The decode worker's node has every chunk soon after it is committed elsewhere, under one ticket."""
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
+        hashes = prompt(*range(12))
+        there, here = await a.open(hashes), await b.open(hashes)
+        for end in (4, 8, 12):
+            await a.fill(there, hashes[: end * HASH_BYTES])
+            brought = await b.fetch(here, hashes[: end * HASH_BYTES], "a")
+            assert brought == Brought(end, fetched_blocks=4)
+        assert await b.fill(here, hashes) == 12
+        await a.release(there)
+        await b.release(here)
+        for host in (a, b):
+            await host.idle()
+            await host.check()
+
+
+async def test_a_source_that_restarted_has_nothing(short_folder: str, redis: RedisServer, transport: str) -> None:
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
+        await a.serve(prompt(*range(10)))
+        assert (await b.serve(prompt(*range(5)), "a")).fetched_blocks == 5
+        await a.stop()
+        assert (await b.serve(prompt(*range(10)), "a")).blocks == 5
+        await a.start()
+        assert (await b.serve(prompt(*range(100, 110)), "a")).blocks == 0
+        # A source that failed is left alone for a moment.
+        async with asyncio.timeout(10):
+            for first in itertools.count(200, 10):
+                await a.serve(prompt(*range(first, first + 10)))
+                if (await b.serve(prompt(*range(first, first + 10)), "a")).fetched_blocks == 10:
+                    break
+                await asyncio.sleep(0.2)
+        await b.idle()
+        await b.check()
+
+
+async def test_a_flipped_bit_is_computed_again(short_folder: str, redis: RedisServer, transport: str) -> None:
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
+        hashes = prompt(*range(10))
+        await a.serve(hashes)
+        # Known checksums first, then the damage.
+        assert (await b.serve(hashes, "a")).fetched_blocks == 10
+        assert a.node is not None
+        block = a.node.pool.ledger.tree.by_hash[split_hashes(hashes)[6]]
+        a.slot(block.slot)[100] ^= 1
+        c = Host("c", short_folder, redis.url, {"kv_transport": transport})
+        await c.start()
+        try:
+            assert (await c.serve(hashes, "a")).fetched_blocks == 6
+            assert (await c.client.status()).corrupt_blocks == 1
+            await c.idle()
+            await c.check()
+        finally:
+            await c.stop()
+
+
+async def test_other_namespaces_share_nothing(short_folder: str, redis: RedisServer, transport: str) -> None:
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, _):
+        await a.serve(prompt(1, 2, 3))
+        with pytest.raises(PillionError, match="another model"):
+            await asyncio.to_thread(
+                attach,
+                f"{short_folder}/b.attach",
+                part_id="foreign",
+                role="decode",
+                block_bytes=BLOCK_BYTES,
+                timeout_s=5,
+                namespace="cd" * HASH_BYTES,
+            )
+
+
+async def test_blocks_survive_on_disk_and_are_announced(
+    short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    flags = {"disk_path": str(tmp_path_factory.mktemp("disk")), "disk_bytes": 2**24, **EAGER}
+    async with hosts(short_folder, redis, "a", kv_transport="grpc", **flags) as (a,):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        # Two more prompts of thirty push it out of forty slots.
+        for first in (1000, 2000):
+            await a.serve(prompt(*range(first, first + 30)))
+            await a.until(spilled)
+        ticket = await a.open(hashes)
+        assert ticket.pinned_blocks < 30
+        await a.release(ticket)
+        status = await a.client.status()
+        kept = status.disk_blocks
+        assert kept > 0
+        await a.stop()
+        await a.start()
+        await a.until(lambda status: status.disk_blocks >= kept)
+        await until_indexed(redis, hashes)
+        brought = await a.serve(hashes)
+        assert brought.restored_blocks > 0
+        assert brought.blocks == brought.restored_blocks
+        await a.idle()
+        await a.check()
+
+
+async def test_another_node_gets_what_is_only_on_a_disk(
+    short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async with hosts(short_folder, redis, "b", kv_transport="grpc") as (b,):
+        disk = {"disk_path": str(tmp_path_factory.mktemp("disk")), "kv_transport": "grpc", **EAGER}
+        a = Host("a", short_folder, redis.url, disk)
+        await a.start()
+        try:
+            hashes = prompt(*range(10))
+            await a.serve(hashes)
+            for first in (1000, 2000, 3000):
+                await a.serve(prompt(*range(first, first + 30)))
+                await a.until(spilled)
+            ticket = await a.open(hashes)
+            assert ticket.pinned_blocks == 0
+            await a.release(ticket)
+            brought = await b.serve(hashes, "a")
+            assert brought.fetched_blocks > 0
+            await b.check()
+        finally:
+            await a.stop()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_random_lives(
+    short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, transport: str, seed: int
+) -> None:
+    """Three nodes, one of them with a disk; workers die, nodes restart, Redis is emptied, callers go away."""
+    draw = random.Random(seed)
+    async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
+        disk = {"disk_path": str(tmp_path_factory.mktemp("disk")), "kv_transport": transport, **EAGER}
+        c = Host("c", short_folder, redis.url, disk)
+        await c.start()
+        everybody = [a, b, c]
+        try:
+            for _ in range(120):
+                await asyncio.gather(*(_request(draw, everybody) for _ in range(4)))
+                await _mischief(draw, everybody, redis)
+            for host in everybody:
+                await host.idle()
+                await host.check()
+        finally:
+            await c.stop()
+
+
+async def _request(draw: random.Random, everybody: list[Host]) -> None:
+    host = draw.choice(everybody)
+    length = draw.randrange(1, 14)
+    # Few stems, so that prefixes are shared.
+    hashes = prompt(draw.randrange(4), *(draw.randrange(2) for _ in range(length)))
+    sources = [other.name for other in draw.sample(everybody, 3) if other is not host]
+    hurry_s = draw.random() * 0.01 if draw.random() < 0.2 else 10.0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(hurry_s):
+            await host.serve(hashes, *sources)
+
+
+async def _mischief(draw: random.Random, everybody: list[Host], redis: RedisServer) -> None:
+    host, kind = draw.choice(everybody), draw.random()
+    if kind < 0.05:
+        await host.stop()
+        await host.start()
+    elif kind < 0.15:
+        async with host.working:
+            host.worker.close()
+            await host.new_worker()
+    elif kind < 0.2:
+        redis.command("FLUSHALL")

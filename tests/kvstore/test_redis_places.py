@@ -1,0 +1,214 @@
+"""The index in a Redis Cluster, behind Sentinels, and over TLS with an ACL user: real servers, one set per test."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import pytest
+from redis.cluster import key_slot
+
+from kvstore import redis_keys as keys
+from kvstore.announcer import Announcer
+from kvstore.hashing import SEGMENT_BLOCKS
+from kvstore.index import Index, PrefixHit, Registry
+from pillion.errors import Unavailable
+from tests.support.redis_kinds import (
+    PortServer,
+    SentinelSet,
+    TlsServer,
+    running_cluster,
+    running_sentinels,
+    running_tls,
+    tls_server,
+)
+from tests.support.redis_nodes import Chain, FakeNode, fake_nodes, found, node_record, until
+
+# What docs/index.md says that Pillion needs.
+ACL = (
+    "~pillion:* -@all +evalsha +eval +hello +auth +ping +select +client +time +type +get +set +del "
+    "+hget +hset +hdel +hmget +hlen +hscan +hgetall +zadd +zrem +zrangebyscore"
+)
+
+
+@pytest.fixture
+def cluster() -> Iterator[list[PortServer]]:
+    with running_cluster() as servers:
+        yield servers
+
+
+@pytest.fixture
+def sentinels() -> Iterator[SentinelSet]:
+    with running_sentinels() as made:
+        yield made
+
+
+@pytest.fixture
+def tls() -> Iterator[TlsServer]:
+    binary = tls_server()
+    if binary is None:
+        pytest.skip("no redis-server with TLS found (Debian's has it: apt install redis-server)")
+    if shutil.which("openssl") is None:
+        pytest.skip("the openssl program is missing, which makes the certificates")
+    with running_tls(binary, ACL) as made:
+        yield made
+
+
+def cluster_url(servers: list[PortServer]) -> str:
+    return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+
+
+def blocks_at(server: PortServer) -> int:
+    """Keys of buckets that a shard holds."""
+    found = server.command("KEYS", "pillion:b:*")
+    assert isinstance(found, list)
+    return len(found)
+
+
+def without_registry(servers: list[PortServer]) -> PortServer:
+    """A shard that holds blocks alone."""
+    slot = key_slot(keys.NODES)
+    return next(server for server in servers if not server.command("CLUSTER COUNTKEYSINSLOT", slot))
+
+
+async def test_a_cluster_answers_as_one_server(cluster: list[PortServer]) -> None:
+    url = cluster_url(cluster)
+    a, b = await fake_nodes(url, "a", "b")
+    index = Index(url)
+    chain, other = Chain(range(20 * SEGMENT_BLOCKS + 5)), Chain(range(1, 40))
+    await a.has(chain)
+    await b.has(chain, 0, 3 * SEGMENT_BLOCKS + 7)
+    assert await index.longest_prefix(chain.packed) == [
+        PrefixHit("a", len(chain)),
+        PrefixHit("b", 3 * SEGMENT_BLOCKS + 7),
+    ]
+    assert await index.longest_prefix(other.packed) == []
+    assert all(blocks_at(server) for server in cluster), "every shard holds a part of the chain"
+    await a.lost(chain, 2)
+    assert await index.longest_prefix(chain.head(2 * SEGMENT_BLOCKS)) == [
+        PrefixHit("b", 2 * SEGMENT_BLOCKS),
+        PrefixHit("a", 2),
+    ]
+    again = FakeNode(url, "b", boot_epoch=77)
+    await again.beat()
+    await a.sweep_all(chain)
+    await until(lambda: found(index, chain.packed, 2))
+    assert [part.part_id for part in await a.registry.parts()] == ["a", "b"]
+    for node in (a, b, again):
+        await node.aclose()
+    await index.aclose()
+
+
+async def test_a_shard_that_hangs_or_dies_costs_its_own_part(cluster: list[PortServer]) -> None:
+    url = cluster_url(cluster)
+    [a] = await fake_nodes(url, "a")
+    index = Index(url)
+    chain = Chain(range(40 * SEGMENT_BLOCKS))
+    await a.has(chain)
+    assert await found(index, chain.packed, len(chain))
+    victim = without_registry(cluster)
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(5):
+            for _ in range(50):
+                hits = await index.longest_prefix(chain.packed)
+        # The segments of the others are enough for a hint.
+        assert [hit.node_id for hit in hits] == ["a"]
+        assert index.available
+    finally:
+        victim.send_signal(signal.SIGCONT)
+    await until(lambda: found(index, chain.packed, len(chain)))
+    victim.kill()
+    told = await a.has(chain)
+    assert told.untold
+    assert told.generations
+    victim.start()
+    await a.aclose()
+    await index.aclose()
+
+
+async def test_a_shard_that_was_emptied_is_told_again(cluster: list[PortServer]) -> None:
+    url = cluster_url(cluster)
+    chain = Chain(range(40 * SEGMENT_BLOCKS))
+    index = Index(url)
+    announcer = Announcer(
+        url, heartbeat_s=0.05, ttl_ms=5000, record=lambda boot: node_record("a", boot), hashes=chain.pairs
+    )
+    task = asyncio.create_task(announcer.run())
+    await until(lambda: found(index, chain.packed, len(chain)))
+    victim = without_registry(cluster)
+    before = blocks_at(victim)
+    victim.command("FLUSHALL")
+
+    async def whole() -> bool:
+        return blocks_at(victim) == before
+
+    await until(whole)
+    assert await found(index, chain.packed, len(chain))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await announcer.leave()
+    await index.aclose()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+async def test_sentinels_lead_to_the_new_master(sentinels: SentinelSet, how: signal.Signals) -> None:
+    hosts = ",".join(f"127.0.0.1:{port}" for port in sentinels.sentinels)
+    url = f"redis+sentinel://{hosts}/{sentinels.service}"
+    chain = Chain(range(100))
+    have = chain.pairs(0, 50)
+    index = Index(url)
+    announcer = Announcer(
+        url, heartbeat_s=0.05, ttl_ms=2000, record=lambda boot: node_record("a", boot), hashes=lambda: list(have)
+    )
+    task = asyncio.create_task(announcer.run())
+    await until(lambda: found(index, chain.packed, 50))
+    old = sentinels.master_port()
+    sentinels.master.send_signal(how)
+    have += chain.pairs(50)
+    announcer.push(chain.events(50))
+
+    async def moved() -> bool:
+        return sentinels.master_port() != old and await found(index, chain.packed, 100, available=True)
+
+    await until(moved, within_s=30)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await announcer.leave()
+    await index.aclose()
+
+
+async def test_tls_with_an_acl_user(tls: TlsServer) -> None:
+    files = f"ssl_ca_certs={tls.folder}/ca.pem&ssl_certfile={tls.folder}/server.pem&ssl_keyfile={tls.folder}/server.key"
+    user = f"{tls.user}:{quote(tls.password, safe='')}"
+    url = f"rediss://{user}@localhost:{tls.port}?{files}"
+    [a] = await fake_nodes(url, "a")
+    index = Index(url)
+    chain = Chain(range(100))
+    await a.has(chain)
+    assert await found(index, chain.packed, 100, available=True)
+    await a.lost(chain, 60)
+    await a.sweep_all(chain)
+    assert await found(index, chain.packed, 60)
+    await a.registry.leave("a")
+    await a.aclose()
+    await index.aclose()
+
+
+@pytest.mark.parametrize("wrong", ["password", "authority", "plain"])
+async def test_tls_lets_nobody_else_in(tls: TlsServer, wrong: str) -> None:
+    files = f"ssl_ca_certs={tls.folder}/ca.pem&ssl_certfile={tls.folder}/server.pem&ssl_keyfile={tls.folder}/server.key"
+    url = f"rediss://{tls.user}:{quote(tls.password, safe='')}@localhost:{tls.port}"
+    url = {
+        "password": f"rediss://{tls.user}:guess@localhost:{tls.port}?{files}",
+        "authority": url,
+        "plain": url.replace("rediss", "redis"),
+    }[wrong]
+    registry = Registry(url, 1000)
+    with pytest.raises(Unavailable) as caught:
+        await registry.parts()
+    assert "p@ss" not in caught.value.message
+    await registry.aclose()
