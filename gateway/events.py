@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.planner import Plan
+from gateway.planner import Bringing, Plan
 from pillion.errors import PillionError
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
@@ -58,8 +58,16 @@ class TicketLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """The node has done what it could: ``blocks`` blocks of the prompt are pinned now."""
+
+    attempt: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkAcked:
-    """A chunk is committed under the ticket."""
+    """A chunk is committed under the ticket, at the decode worker's node."""
 
     attempt: int
     ack: ChunkAck
@@ -67,9 +75,11 @@ class ChunkAcked:
 
 @dataclass(frozen=True, slots=True)
 class SpanEnded:
-    """The prefill call ended well."""
+    """The prefill call ended well. Everything before ``end_tokens`` is under the ticket; before the split, it is
+    because not all could be brought to the decode worker's node."""
 
     attempt: int
+    end_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +176,7 @@ Event = (
     | PlanFailed
     | TicketGranted
     | TicketLost
+    | Fetched
     | ChunkAcked
     | SpanEnded
     | SpanLost
@@ -205,6 +216,16 @@ class OpenTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Let the ticket's node bring what it lacks. Answer: Fetched, whatever happens (I1)."""
+
+    attempt: int
+    plan: Plan
+    hold: Hold
+    wanted: Bringing
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpan:
     """Send cached..split to the prefill worker. Answer: ChunkAcked each, then SpanEnded; or SpanLost."""
 
@@ -230,7 +251,7 @@ class SubmitDecode:
 
 @dataclass(frozen=True, slots=True)
 class StopWork:
-    """Stop the attempt's look-up, ticket call or span. A ticket granted nevertheless must still be reported."""
+    """Stop the attempt's look-up, ticket call, fetch or span. A ticket granted nevertheless must still be reported."""
 
     attempt: int
 
@@ -271,4 +292,16 @@ class Fail:
     error: PillionError
 
 
-Action = LookUp | OpenTicket | RunSpan | SubmitDecode | StopWork | CancelDecode | ReleaseTicket | Emit | Finish | Fail
+Action = (
+    LookUp
+    | OpenTicket
+    | Fetch
+    | RunSpan
+    | SubmitDecode
+    | StopWork
+    | CancelDecode
+    | ReleaseTicket
+    | Emit
+    | Finish
+    | Fail
+)

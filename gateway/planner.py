@@ -3,6 +3,9 @@
     [ cached prefix | whole blocks, run by a prefill worker in chunks | remnant, >= 1 token, run by the decode worker ]
     0            cached                                             split                                           N
 
+What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
+prefill worker of another node is taken where the decode worker's node has none.
+
 ``split`` is the one dial: ``split = cached`` is co-located serving, the last whole block is full disaggregation.
 Always: cached <= split <= the last whole block that ends at or before N - 1.
 """
@@ -16,6 +19,11 @@ from typing import Protocol
 
 from pillion.errors import ConfigError, Unavailable
 from pillion.wire.registry import PartRecord
+
+# Fewer blocks than this are not fetched from elsewhere but computed.
+MIN_FETCH_BLOCKS = 1
+# Most nodes that one fetch may ask.
+MAX_FETCH_SOURCES = 4
 
 
 class SplitPolicy(Protocol):
@@ -85,9 +93,29 @@ class Picture:
     spread: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A node that probably has the prompt's first ``blocks`` blocks, in its pool or below it."""
+
+    node_id: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bringing:
+    """What a node should fetch: the prompt's first ``blocks`` blocks, from its lower tiers or ``source_node_ids``."""
+
+    blocks: int
+    source_node_ids: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One attempt's way. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker."""
+    """One attempt's way. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker.
+
+    ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
+    have something of the prompt, the longest first.
+    """
 
     node_id: str
     prefill: PartRecord | None
@@ -100,6 +128,22 @@ class Plan:
     split_tokens: int
     chunks: tuple[int, ...]
     reason: str
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def remote(self) -> bool:
+        """Whether the prefill worker computes into another pool than the decode worker reads."""
+        return self.prefill is not None and self.prefill.node_id != self.node_id
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks before ``cached_tokens``."""
+        return self.cached_tokens // self.block_size
+
+    @property
+    def split_blocks(self) -> int:
+        """Blocks before ``split_tokens``."""
+        return self.split_tokens // self.block_size
 
     @property
     def limit_blocks(self) -> int:
@@ -128,6 +172,7 @@ def plan(picture: Picture) -> Plan:
         split_tokens=0,
         chunks=(),
         reason="",
+        sources=_sources(picture, decode.node_id),
     )
     return replan(draft, picture.hits.get(decode.node_id, 0))
 
@@ -137,28 +182,49 @@ def replan(old: Plan, cached_blocks: int) -> Plan:
     cached = max(0, min(cached_blocks, old.limit_blocks))
     if old.prefill is None:
         split = cached
-        reason = f"co-located: no prefill worker on {old.node_id}"
+        reason = "co-located: no prefill worker"
     else:
         wanted = old.policy.split_blocks(cached, old.limit_blocks, old.prefill, old.decode)
         split = max(cached, min(wanted, old.limit_blocks))
-        reason = old.policy.name
+        reason = old.policy.name + (f", prefill on {old.prefill.node_id}" if old.remote else "")
         if cached == old.limit_blocks:
             reason += ": nothing left before the remnant" if old.limit_blocks == 0 else ": every whole block is cached"
-    tokens = (split - cached) * old.block_size
     return replace(
         old,
         cached_tokens=cached * old.block_size,
         split_tokens=split * old.block_size,
-        chunks=_chunks(tokens, old.chunk_tokens, old.block_size),
+        chunks=chunks_between(old, cached, split),
         reason=reason,
     )
 
 
-def _chunks(tokens: int, chunk_tokens: int, block_size: int) -> tuple[int, ...]:
-    """Full chunks and a rest; every one a multiple of the block size."""
-    size = max(block_size, chunk_tokens - chunk_tokens % block_size)
-    whole, rest = divmod(tokens, size)
+def shorten(old: Plan, end_tokens: int) -> Plan:
+    """The same way where the span ended at ``end_tokens``, before the split: the rest is the decode worker's."""
+    split = max(old.cached_blocks, min(end_tokens // old.block_size, old.split_blocks))
+    short = (old.split_blocks - split) * old.block_size
+    return replace(
+        old,
+        split_tokens=split * old.block_size,
+        chunks=chunks_between(old, old.cached_blocks, split),
+        reason=f"{old.reason}: the span ended {short} tokens early" if short else old.reason,
+    )
+
+
+def chunks_between(plan: Plan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
+    """Full chunks and a rest, in tokens; every one a multiple of the block size."""
+    size = max(plan.block_size, plan.chunk_tokens - plan.chunk_tokens % plan.block_size)
+    whole, rest = divmod((end_blocks - start_blocks) * plan.block_size, size)
     return (size,) * whole + ((rest,) if rest else ())
+
+
+def bringing(sources: Sequence[Source], node_id: str, here_blocks: int, limit_blocks: int) -> Bringing | None:
+    """What ``node_id`` should fetch of a prompt's first ``limit_blocks`` blocks; None where that is not worth it.
+    ``here_blocks`` are pinned there. ``sources`` may name the node itself: what its disk has is known, not pinned."""
+    known = min(limit_blocks, max((source.blocks for source in sources), default=0))
+    if known - here_blocks < MIN_FETCH_BLOCKS:
+        return None
+    others = [source.node_id for source in sources if source.node_id != node_id and source.blocks > here_blocks]
+    return Bringing(known, tuple(others[:MAX_FETCH_SOURCES]))
 
 
 def _decode_worker(picture: Picture) -> PartRecord:
@@ -181,16 +247,30 @@ def _decode_worker(picture: Picture) -> PartRecord:
 
 
 def _prefill_worker(picture: Picture, node_id: str) -> PartRecord | None:
-    """The least loaded one on the node; None where there is none, or where all that live have failed this request."""
-    workers = [
+    """The least loaded one on the node, or else of all other nodes; None where there is none, or where all that live
+    have failed this request."""
+    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"} - picture.avoid | {node_id}
+    usable = [
         part
         for part in picture.parts
-        if part.role == "prefill" and part.node_id == node_id and part.part_id not in picture.avoid
+        if part.role == "prefill" and part.node_id in nodes and part.part_id not in picture.avoid
     ]
+    workers = [part for part in usable if part.node_id == node_id] or usable
     if not workers:
         return None
     least = min(_load(picture, part) for part in workers)
     return _pick([part for part in workers if _load(picture, part) == least], picture.spread)
+
+
+def _sources(picture: Picture, node_id: str) -> tuple[Source, ...]:
+    """Live nodes with a hit, the longest first; equals in an order of the request's own, so that they share the load.
+    The node itself is always among them: what its disk has is part of its hit."""
+    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"} - picture.avoid | {node_id}
+    known = [Source(name, blocks) for name, blocks in sorted(picture.hits.items()) if blocks > 0 and name in nodes]
+    start = picture.spread % len(known) if known else 0
+    ranked = sorted(known[start:] + known[:start], key=lambda source: -source.blocks)
+    others = [source for source in ranked if source.node_id != node_id][:MAX_FETCH_SOURCES]
+    return tuple(source for source in ranked if source.node_id == node_id or source in others)
 
 
 def _load(picture: Picture, part: PartRecord) -> int:

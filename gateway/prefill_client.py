@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
@@ -22,18 +23,18 @@ class PrefillLink:
         self._gateway_id = gateway_id
         self._channel = rpc.open_channel(record.address)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
-        self._spans = 0
+        self._calls: set[Any] = set()
 
     @property
     def alive(self) -> bool:
         """Whether something runs on it."""
-        return self._spans > 0
+        return bool(self._calls)
 
     async def run_span(self, span: Span, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
         """Acknowledgements in order. Leaving the iteration cancels the call. Raises PillionError."""
         request = span_to_pb(span, self._gateway_id)
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
-        self._spans += 1
+        self._calls.add(call)
         try:
             async for message in call:
                 yield ack_from_pb(message)
@@ -42,9 +43,12 @@ class PrefillLink:
         except asyncio.CancelledError as error:
             raise rpc.closed_under(error) from None
         finally:
-            self._spans -= 1
+            self._calls.discard(call)
             call.cancel()
 
     async def aclose(self) -> None:
-        """Cancels what is under way."""
+        """Cancels what is under way; whoever iterates gets Unavailable."""
+        # Closing the channel alone would leave them waiting for a worker that is paused and never answers.
+        for call in tuple(self._calls):
+            call.cancel()
         await self._channel.close()

@@ -3,9 +3,11 @@
                    +--------------------- attempt + 1, tokens = prompt + emitted ---------------------+
                    v                                                                                  |
     start --> PLANNING --Planned--> PINNING --TicketGranted--> PREFILLING --SpanEnded--> DECODING     |
-                 |  ^                  |                            |                     |  |        |
-                 |  | no part lives    | TicketLost        SpanLost |          DecodeLost |  |        |
-                 +--+ yet (bounded)    +----------------------------+---------------------+--|--------+
+                 |  ^                |  |                      ^    |                     |  |        |
+                 |  | no part lives  |  +--> FETCHING --Fetched+    |                     |  |        |
+                 |  |                |  others know more            |                     |  |        |
+                 +--+ yet (bounded)  | TicketLost          SpanLost |          DecodeLost |  |        |
+                                     +------------------------------+---------------------+--|--------+
                                                                                              |
                     DecodeFinished, StopHit --> Finish --+                                   |
     any state:      Cancelled, DeadlinePassed,           +--> DONE <-------------------------+
@@ -20,7 +22,11 @@ A further answer (:mod:`gateway.choices`) has no ticket and no work of its own a
 with the first answer's submit, and a loss before the first token is the first answer's business. From then on it is
 replayed like any other, with attempts of its own.
 
-A plan without chunks goes from PINNING to DECODING at once. An attempt is named by its number, and what an older
+Where the index knows more of the prompt than the ticket has pinned, on whatever node, that is fetched first. A fetch
+never fails: it brings less, and what is missing is computed (I1). So does a span that ends early, for its blocks may
+have to come from another node: the rest is the decode worker's.
+
+A plan without chunks skips PREFILLING. An attempt is named by its number, and what an older
 attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
 The ticket is released when the decode worker says that it holds it itself, or when the attempt ends before that;
 leaving an attempt stops its work and cancels its stream (I8). Every request has exactly one terminal action.
@@ -32,7 +38,7 @@ from enum import Enum
 
 from gateway import events as ev
 from gateway.events import Action, Event, Hold
-from gateway.planner import Plan, replan
+from gateway.planner import Plan, bringing, replan, shorten
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
 from pillion.types import FinishReason, Timings, Usage
 from pillion.wire.decode import DecodeTimings
@@ -51,6 +57,7 @@ class State(Enum):
     FOLLOWING = "following"
     PLANNING = "planning"
     PINNING = "pinning"
+    FETCHING = "fetching"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     DONE = "done"
@@ -82,7 +89,6 @@ class RequestMachine:
         self._max_attempts = max_attempts
         self._avoid: frozenset[str] = frozenset()
         self._part_wait_until = arrived
-        self._chunks_acked = 0
         self._lost: ev.DecodeLost | None = None
         self._log = _Log(arrived)
 
@@ -117,6 +123,8 @@ class RequestMachine:
             case ev.TicketLost() if self.state is State.PINNING:
                 self._avoid |= {self._plan().node_id}
                 return self._retry_or_fail(event.error, event.retryable, now)
+            case ev.Fetched() if self.state is State.FETCHING:
+                return self._go_on(event.blocks, now)
             case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self.state is State.PREFILLING:
                 return self._prefilling(event, now)
             case ev.Adopted() if self.state is State.DECODING:
@@ -170,30 +178,39 @@ class RequestMachine:
             return [ev.ReleaseTicket(event.hold)]
         self.hold = event.hold
         self.plan = replan(self._plan(), event.pinned_blocks)
-        self._log.admit(self.plan, now)
+        self._log.admit(now)
+        pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
+        wanted = bringing(self.plan.sources, self.plan.node_id, pinned, limit)
+        if wanted is None:
+            return self._go_on(pinned, now)
+        self.state = State.FETCHING
+        return [ev.Fetch(self.attempt, self.plan, event.hold, wanted)]
+
+    def _go_on(self, blocks: int, now: float) -> list[Action]:
+        """With what is there now: at least what was pinned."""
+        assert self.hold is not None
+        self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
+        self._log.find(self.plan)
         if not self.plan.chunks:
             return self._submit()
         self.state = State.PREFILLING
-        self._chunks_acked = 0
         self._log.span_sent = now
-        return [ev.RunSpan(self.attempt, self.plan, event.hold, self.tokens())]
+        return [ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())]
 
     def _prefilling(self, event: ev.ChunkAcked | ev.SpanEnded | ev.SpanLost, now: float) -> list[Action]:
         plan = self._plan()
+        # Of a replay only the prompt's part counts, and its last token is always the decode worker's.
+        limit = min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
         if isinstance(event, ev.ChunkAcked):
-            self._chunks_acked += 1
-            # Of a replay only the prompt's part counts, and its last token is always the decode worker's.
-            limit = (len(self.prompt) - 1) // plan.block_size * plan.block_size
-            self._log.ack(min(event.ack.end_tokens, plan.split_tokens, limit), now)
+            self._log.ack(min(event.ack.end_tokens, limit), now)
             return []
-        if isinstance(event, ev.SpanEnded) and self._chunks_acked >= len(plan.chunks):
+        if isinstance(event, ev.SpanEnded):
+            self._log.reach(min(event.end_tokens, limit))
+            self.plan = shorten(plan, event.end_tokens)
             return self._submit()
         if plan.prefill is not None:
             self._avoid |= {plan.prefill.part_id}
-        if isinstance(event, ev.SpanLost):
-            return self._retry_or_fail(event.error, event.retryable, now)
-        short = Unavailable(f"the prefill worker ended after {self._chunks_acked} of {len(plan.chunks)} chunks")
-        return self._retry_or_fail(short, True, now)
+        return self._retry_or_fail(event.error, event.retryable, now)
 
     def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if isinstance(event, ev.Tokens):
@@ -272,7 +289,7 @@ class RequestMachine:
         streams = self.state is State.DECODING or (self.state is State.FOLLOWING and self.plan is not None)
         if streams and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
-        elif self.state in (State.PLANNING, State.PINNING, State.PREFILLING):
+        elif self.state in (State.PLANNING, State.PINNING, State.FETCHING, State.PREFILLING):
             actions.append(ev.StopWork(self.attempt))
         return [*actions, *self._let_go()]
 
@@ -294,6 +311,7 @@ class _Log:
     def __init__(self, arrived: float) -> None:
         self.arrived = arrived
         self.admitted: float | None = None
+        self.found = False
         self.cached_tokens = 0
         self.acked_tokens = 0
         self.chunks = 0
@@ -303,19 +321,28 @@ class _Log:
         self.ended: float | None = None
         self.decode: DecodeTimings | None = None
 
-    def admit(self, plan: Plan, now: float) -> None:
-        """The first admission counts: what was found before anything was computed for this request."""
+    def admit(self, now: float) -> None:
+        """The first admission counts."""
         if self.admitted is None:
             self.admitted = now
+
+    def find(self, plan: Plan) -> None:
+        """What was pinned or fetched; the first time counts, before anything was computed for this request."""
+        if not self.found:
+            self.found = True
             self.cached_tokens = plan.cached_tokens
 
     def ack(self, end_tokens: int, now: float) -> None:
         """One chunk; the time since the dispatch or the chunk before it is prefill time."""
         self.chunks += 1
-        self.acked_tokens = max(self.acked_tokens, end_tokens)
+        self.reach(end_tokens)
         since = self.span_sent if self.span_sent is not None else now
         self.prefill_ms += (now - since) * 1000
         self.span_sent = now
+
+    def reach(self, end_tokens: int) -> None:
+        """Everything before it is there for the decode worker."""
+        self.acked_tokens = max(self.acked_tokens, end_tokens)
 
     def timings(self, prompt_tokens: int, plan: Plan | None, attempt: int, now: float) -> Timings:
         """See Timings in common.proto."""

@@ -17,10 +17,11 @@ from opentelemetry import trace
 
 from gateway import events as ev
 from gateway.answer import Answer
-from gateway.calls import Calls, Job
+from gateway.calls import Calls
 from gateway.choices import Choices, Todo
 from gateway.cluster import Cluster
 from gateway.events import Action, Event
+from gateway.job import Job
 from gateway.outbox import Outbox
 from gateway.request import RequestMachine, State
 from gateway.validation import answer_seed
@@ -85,6 +86,15 @@ class Generation:
         """The client went away."""
         self._post(None, ev.Cancelled())
 
+    @property
+    def pending(self) -> bool:
+        """Whether the next delta, or the error, is there already."""
+        return self._outbox.pending
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._choices.usage()
+
     def __aiter__(self) -> Generation:
         return self
 
@@ -139,6 +149,8 @@ class Generation:
                 calls.look_up(action)
             case ev.OpenTicket():
                 calls.open_ticket(action)
+            case ev.Fetch():
+                calls.fetch(action)
             case ev.RunSpan():
                 calls.run_span(action)
             case ev.SubmitDecode():

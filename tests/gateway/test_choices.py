@@ -182,8 +182,10 @@ class World:
                 at, count = self.sent.get((index, attempt), 0), draw(st.integers(1, 3))
                 self.sent[index, attempt] = at + count
                 event = ev.Tokens(attempt, tuple(token_at(index, p) for p in range(at, at + count)))
-            case "adopted" | "spanended" | "silent":
-                event = {"adopted": ev.Adopted, "spanended": ev.SpanEnded, "silent": ev.WentSilent}[name](attempt)
+            case "spanended" | "fetched":
+                event = {"spanended": ev.SpanEnded, "fetched": ev.Fetched}[name](attempt, draw(st.integers(0, 40)))
+            case "adopted" | "silent":
+                event = {"adopted": ev.Adopted, "silent": ev.WentSilent}[name](attempt)
             case "stop":
                 if not machine.emitted:
                     return
@@ -205,7 +207,7 @@ class World:
         self.perform(self.choices.handle(index, event, 1.0))
 
 
-EVENTS = ["planned", "granted", "granted", "spanended", "tokens", "tokens", "tokens", "decodelost"] * 4 + [
+EVENTS = ["planned", "granted", "granted", "fetched", "spanended", "tokens", "tokens", "tokens", "decodelost"] * 4 + [
     "acked", "adopted", "ticketlost", "spanlost", "finished", "stop", "stop", "silent", "planfailed",
     "cancelled", "deadline",
 ]  # fmt: skip

@@ -232,7 +232,7 @@ async def test_service_goes_on_while_redis_is_away() -> None:
     async with running_line(SCRIPT) as line:
         line.registry._ttl_ms = 1
         line.gateway._cluster._registry.parts = unavailable
-        line.gateway._cluster.index._link.call = unavailable
+        line.gateway._cluster.index._link.call_each = unavailable
         whole(line, await read(line.client.generate(PROMPT)), replays=0)
         assert not (await line.client.status()).index_available
         await line.settled()

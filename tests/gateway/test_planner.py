@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.planner import Picture, Plan, parse_policy, plan, replan
+from gateway.planner import MAX_FETCH_SOURCES, Picture, Plan, Source, bringing, parse_policy, plan, replan, shorten
 from pillion.errors import ConfigError, Unavailable
 from pillion.wire.registry import PartRecord
 
@@ -79,11 +79,69 @@ def test_the_tickets_truth_moves_the_split() -> None:
 
 
 def test_no_prefill_worker_means_co_located() -> None:
-    for parts in ((node(0), decode(0)), (node(0), node(1), decode(0), prefill(0, at=1))):
+    for parts in ((node(0), decode(0)), (node(0), decode(0), prefill(0, at=1))):
         decided = plan(picture(parts=parts))
-        assert decided.prefill is None
-        assert shape(decided) == (0, 0, ())
-        assert decided.reason == "co-located: no prefill worker on kv-0"
+        assert (decided.prefill, decided.remote, shape(decided)) == (None, False, (0, 0, ()))
+        assert decided.reason == "co-located: no prefill worker"
+
+
+def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none() -> None:
+    nodes = (node(0), node(1), node(2), decode(0))
+    far = (prefill(1, 1, tokens=500), prefill(2, 2, tokens=100))
+    decided = plan(picture(parts=(*nodes, *far)))
+    assert decided.prefill is not None
+    assert (decided.prefill.part_id, decided.remote, decided.node_id) == ("prefill-2", True, "kv-0")
+    assert (shape(decided), decided.reason) == ((0, 96, (32, 32, 32)), "disaggregated, prefill on kv-2")
+    # The own node's is preferred however busy it is; a node that failed the request is not used.
+    near = plan(picture(parts=(*nodes, *far, prefill(0, tokens=9000))))
+    assert near.prefill is not None
+    assert (near.prefill.part_id, near.remote) == ("prefill-0", False)
+    other = plan(picture(parts=(*nodes, *far), avoid=frozenset({"kv-2"})))
+    assert other.prefill is not None
+    assert other.prefill.part_id == "prefill-1"
+
+
+def test_the_sources_are_live_nodes_the_longest_first() -> None:
+    parts = (*(node(n) for n in range(8)), decode(0))
+    hits = {"kv-0": 1, "kv-1": 5, "kv-2": 0, "kv-3": 6, "kv-9": 6, "kv-4": 4, "kv-5": 3, "kv-6": 2}
+    decided = plan(picture(parts=parts, hits=hits, avoid=frozenset({"kv-1"})))
+    # A node without a hit, one that is gone and one that failed are left out, and the number is bounded.
+    assert [(one.node_id, one.blocks) for one in decided.sources] == [
+        ("kv-3", 6), ("kv-4", 4), ("kv-5", 3), ("kv-6", 2), ("kv-0", 1),
+    ]  # fmt: skip
+    equals = {f"kv-{n}": 3 for n in range(8)}
+    first = Counter(plan(picture(parts=parts, hits=equals, spread=n)).sources[0].node_id for n in range(80))
+    assert set(first.values()) == {10}
+
+
+@pytest.mark.parametrize(
+    ("hits", "here", "limit", "expected"),
+    [
+        ({}, 0, 9, None),
+        ({"kv-0": 3}, 3, 9, None),
+        ({"kv-1": 3}, 3, 9, None),
+        ({"kv-0": 5}, 3, 9, (5, ())),
+        ({"kv-1": 5}, 3, 9, (5, ("kv-1",))),
+        ({"kv-1": 5, "kv-2": 3, "kv-3": 4}, 3, 9, (5, ("kv-1", "kv-3"))),
+        ({"kv-0": 5, "kv-1": 4}, 3, 9, (5, ("kv-1",))),
+        ({"kv-1": 12}, 3, 9, (9, ("kv-1",))),
+        ({"kv-1": 12}, 9, 9, None),
+    ],
+)
+def test_what_is_worth_fetching(hits, here: int, limit: int, expected: tuple[int, tuple[str, ...]] | None) -> None:
+    sources = [Source(name, blocks) for name, blocks in hits.items()]
+    wanted = bringing(sources, "kv-0", here, limit)
+    assert (wanted and (wanted.blocks, wanted.source_node_ids)) == expected
+
+
+def test_a_span_that_ended_early_is_a_longer_remnant() -> None:
+    whole = plan(picture(hits={"kv-0": 1}))
+    assert shape(whole) == (16, 96, (32, 32, 16))
+    assert shape(shorten(whole, 64)) == (16, 64, (32, 16))
+    assert shape(shorten(whole, 63)) == (16, 48, (32,))
+    assert shape(shorten(whole, 0)) == (16, 16, ())
+    assert shorten(whole, 200) == whole
+    assert shorten(whole, 64).reason == "disaggregated: the span ended 32 tokens early"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +235,17 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, parts, avoid
         assert (one.prefill is None) <= (not one.chunks)
         if one.prefill is not None:
             assert one.prefill in parts
-            assert one.prefill.node_id == one.node_id
+            near = any(p.role == "prefill" and p.node_id == one.node_id and p.part_id not in avoid for p in parts)
+            assert one.remote == (not near) == (one.prefill.node_id != one.node_id)
+            assert one.prefill.node_id in nodes
             assert one.prefill.part_id not in avoid
         assert one.reason
+        assert {source.node_id for source in one.sources} <= nodes
+        assert len(one.sources) <= MAX_FETCH_SOURCES + 1
+        assert [source.blocks for source in one.sources] == sorted((s.blocks for s in one.sources), reverse=True)
+        known = max((hits.get(n, 0) for n in nodes if n == one.node_id or n not in avoid), default=0)
+        wanted = bringing(one.sources, one.node_id, cached, one.limit_blocks)
+        assert (wanted.blocks if wanted else cached) == max(cached, min(known, one.limit_blocks))
     # More load on the chosen one never makes another one's choice less likely: it is left, or there is no other.
     busier = [replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p for p in parts]
     again = plan(replace(asked, parts=tuple(busier)))

@@ -261,7 +261,7 @@ async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
 async def test_no_prefill_worker_falls_back_to_the_decode_worker() -> None:
     async with running_line(roles="kvnode decode") as line:
         deltas = await read(line.client.generate(PROMPT))
-        assert deltas[-1].timings.plan_reason == "co-located: no prefill worker on kv-0"
+        assert deltas[-1].timings.plan_reason == "co-located: no prefill worker"
 
 
 async def test_the_blocking_client() -> None:

@@ -18,10 +18,10 @@ import grpc
 
 from engine.prepare import PreparedModel
 from gateway.part import GatewayPart, start_gateway
-from kvstore.index import Registry
+from kvstore.index import PrefixHit, Registry
 from pillion import AsyncClient, rpc
 from pillion.config import GatewayFlags
-from pillion.errors import Conflict, PillionError
+from pillion.errors import Conflict, NotFound, PillionError
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb
@@ -51,10 +51,19 @@ def script_of(text: str) -> tuple[int, ...]:
 
 
 class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
-    """Grants every ticket; says that ``pinned`` blocks are there."""
+    """Grants every ticket; says that ``pinned`` blocks are there.
 
-    def __init__(self) -> None:
+    ``brings``: for the next prefetches, how far the chain reaches then, or an error; without a word, all that is asked.
+    """
+
+    def __init__(self, node_id: str = "kv-0") -> None:
+        self.node_id = node_id
         self.pinned = 0
+        self.brings: list[int | PillionError] = []
+        self.fetches: list[kvnode_pb2.PrefetchRequest] = []
+        self.fetch_gate = asyncio.Event()
+        self.fetch_gate.set()
+        self.fetching = 0
         self.opened: list[kvnode_pb2.OpenTicketRequest] = []
         self.held: dict[int, int] = {}
         self.forgotten: set[int] = set()
@@ -65,12 +74,13 @@ class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
         self.metadata: list[Any] = []
         self._epochs = itertools.count(1000)
         self._tickets = itertools.count(1)
+        self._by_nonce: dict[int, int] = {}
 
     async def OpenSession(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         check_hello(request.hello)
         epoch = next(self._epochs)
         context.add_done_callback(lambda _: self._drop(epoch))
-        yield kvnode_pb2.SessionEvent(hello=hello_to_pb("kv-0"), epoch=epoch)
+        yield kvnode_pb2.SessionEvent(hello=hello_to_pb(self.node_id), epoch=epoch)
         await asyncio.Event().wait()
 
     async def OpenTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -84,7 +94,9 @@ class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
         if self.failures:
             raise self.failures.pop(0)
         ticket = next(self._tickets)
-        self.held[ticket] = request.epoch
+        if request.nonce not in self.forgotten:
+            self.held[ticket] = request.epoch
+            self._by_nonce[request.nonce] = ticket
         blocks = min(self.pinned, len(request.block_hashes) // 32)
         return kvnode_pb2.OpenTicketReply(ticket_id=ticket, pinned_blocks=blocks)
 
@@ -93,16 +105,37 @@ class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
             assert self.held.get(ticket) == request.epoch, "released twice, or by a stranger"
             del self.held[ticket]
         self.forgotten.update(request.nonces)
+        for nonce in request.nonces:
+            # Granted in the moment in which the caller went away.
+            self.held.pop(self._by_nonce.get(nonce, 0), None)
         return kvnode_pb2.ReleaseTicketReply()
+
+    async def Prefetch(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.fetches.append(request)
+        said = self.brings.pop(0) if self.brings else len(request.block_hashes) // 32
+        self.fetching += 1
+        try:
+            await self.fetch_gate.wait()
+        finally:
+            self.fetching -= 1
+        if isinstance(said, PillionError):
+            raise said
+        if self.held.get(request.ticket_id) != request.epoch:
+            raise NotFound("no such ticket")
+        return kvnode_pb2.PrefetchReply(blocks=said, fetched_blocks=said)
 
     def _drop(self, epoch: int) -> None:
         self.held = {ticket: holder for ticket, holder in self.held.items() if holder != epoch}
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
-    """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per span."""
+    """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per span.
+
+    ``hang_at``: the chunk that is never computed.
+    """
 
     def __init__(self) -> None:
+        self.hang_at: int | None = None
         self.spans: list[Span] = []
         self.failures: list[tuple[int, PillionError]] = []
         self.gate = asyncio.Event()
@@ -122,7 +155,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             for index, tokens in enumerate(span.chunk_tokens):
                 if index == fail_at:
                     raise error
-                await self.gate.wait()
+                await (asyncio.Event() if index == self.hang_at else self.gate).wait()
                 end += tokens
                 yield ack_to_pb(ChunkAck(chunk_index=index, end_tokens=end, queue_ms=0.5, compute_ms=1.0))
         finally:
@@ -234,6 +267,16 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(delta)
 
 
+def knows(line: Line, **hits: int) -> None:
+    """From now on the index says so, of every prompt: ``kv_0=3`` is three blocks on kv-0."""
+    found = [PrefixHit(name.replace("_", "-"), blocks) for name, blocks in hits.items()]
+
+    async def longest_prefix(_: bytes) -> list[PrefixHit]:
+        return sorted(found, key=lambda hit: -hit.blocks)
+
+    line.gateway._cluster.index.longest_prefix = longest_prefix
+
+
 async def until(condition: Callable[[], Any]) -> None:
     """Waits for a true answer, awaited where it is awaitable; bounded by the test's own time limit."""
     while True:
@@ -245,11 +288,13 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @dataclass
 class Line:
-    """Fake peers, a real registry, and a real gateway before them."""
+    """Fake peers, a real registry, and a real gateway before them. The far ones are on the node kv-1, if they run."""
 
     node: FakeNode
     prefill: FakePrefill
     decode: FakeDecode
+    far_node: FakeNode
+    far_prefill: FakePrefill
     gateway: GatewayPart
     client: AsyncClient
     registry: Registry
@@ -260,9 +305,9 @@ class Line:
     async def settled(self) -> None:
         """Nothing is under way any more, anywhere. Fails by the test's own time limit."""
         core = self.gateway.gateway
-        node, workers = self.node, (self.prefill, self.decode)
-        await until(lambda: not (node.held or node.waiting or core.active_requests))
-        await until(lambda: not (workers[0].running or workers[1].streams))
+        for node in (self.node, self.far_node):
+            await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
+        await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
         assert core.active_tokens == 0
         assert not self.gateway._cluster.load.by_part
 
@@ -292,12 +337,16 @@ def short_folder() -> Iterator[pathlib.Path]:
 async def running_line(
     script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any
 ) -> AsyncIterator[Line]:
-    """Redis, the fake parts of ``roles``, and a gateway with ``flags``."""
+    """Redis, the fake parts of ``roles``, and a gateway with ``flags``. "far-kvnode" and "far-prefill" are kv-1's."""
     node, prefill, decode = FakeNode(), FakePrefill(), FakeDecode(script)
+    far_node, far_prefill = FakeNode("kv-1"), FakePrefill()
+    add_node, add_prefill = kvnode_pb2_grpc.add_KVNodeServicer_to_server, prefill_pb2_grpc.add_PrefillServicer_to_server
     services = {
-        "kvnode": ("kv-0", "KVNode", node, kvnode_pb2_grpc.add_KVNodeServicer_to_server),
-        "prefill": ("prefill-0", "Prefill", prefill, prefill_pb2_grpc.add_PrefillServicer_to_server),
+        "kvnode": ("kv-0", "KVNode", node, add_node),
+        "prefill": ("prefill-0", "Prefill", prefill, add_prefill),
         "decode": ("decode-0", "Decode", decode, decode_pb2_grpc.add_DecodeServicer_to_server),
+        "far-kvnode": ("kv-1", "KVNode", far_node, add_node),
+        "far-prefill": ("prefill-1", "Prefill", far_prefill, add_prefill),
     }
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(short_folder())
@@ -312,11 +361,14 @@ async def running_line(
                 address, [(f"pillion.v1.{name}", lambda s, a=add, v=servicer: a(v, s))]
             )
             stack.push_async_callback(servers[role].stop, 0)
-            await registry.beat(record(part_id, role, address))
+            far = {"node_id": "kv-1"} if role.startswith("far-") else {}
+            await registry.beat(record(part_id, role.removeprefix("far-"), address, **far))
         said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
         gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:
             await until(client.models)
-        yield Line(node, prefill, decode, gateway, client, registry, url, folder, servers)
+        if "far-kvnode" in roles:
+            await until(lambda: gateway._cluster.node("kv-1").alive)
+        yield Line(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)

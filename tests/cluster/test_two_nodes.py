@@ -1,0 +1,125 @@
+"""Two nodes with real pools, transfers and processes: blocks move, answers stay, and a killed node costs time only."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pillion import Client, Delta
+from tests.support.cluster import wait_for
+from tests.support.tiny_model import save_model
+from tests.support.two_nodes import Hosts, hosts
+
+TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
+ENGLISH = (
+    "The harbour at night was quiet, and the lamps along the pier burned with a small yellow light. "
+    "A ship lay at anchor; its crew had gone ashore, all but the cook, who was counting onions. "
+)
+PROMPTS = (ENGLISH * 2, "Once upon a time " + ENGLISH * 5, "Der Hafen lag still. " * 30, "Short.")
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        yield pathlib.Path(name)
+
+
+def read(target: str, prompt: str | list[int], salt: str = "", max_tokens: int = 24) -> tuple[tuple[int, ...], Delta]:
+    """A greedy answer's tokens, and the last delta, which has the books."""
+    with Client(target) as client:
+        deltas = list(client.generate(prompt, temperature=0.0, max_tokens=max_tokens, cache_salt=salt, ignore_eos=True))
+    last = deltas[-1]
+    assert last.usage is not None
+    assert last.timings is not None
+    times = last.timings
+    assert times.cached_tokens + times.prefilled_tokens + times.remnant_tokens == last.usage.prompt_tokens
+    return tuple(one for delta in deltas for one in delta.token_ids), last
+
+
+def all_idle(cluster: Hosts, *nodes: str) -> None:
+    for node_id in nodes:
+        wait_for(f"all slots back at {node_id}", lambda name=node_id: cluster.idle(name))
+
+
+@pytest.mark.model
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
+    said = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
+    with hosts(folder, "--model", "demo", "--dtype", "float32", "--max-model-len", "2048") as cluster:
+        cluster.node("kv-a", *said)
+        cluster.node("kv-b", *said)
+        decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")
+
+        # The decode worker of kv-b by itself; then with the prefill worker of kv-a.
+        cluster.sees(target, decode)
+        expected = [read(target, prompt, "alone")[0] for prompt in PROMPTS]
+        prefill = cluster.worker("prefill", "kv-a")
+        cluster.sees(target, prefill, decode)
+        moved = 0
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            got, last = read(target, prompt)
+            assert got == tokens
+            assert last.timings.replays == 0
+            assert last.timings.remnant_tokens <= 16, "all whole blocks came over"
+            assert last.timings.prefill_worker == (prefill if last.timings.prefilled_tokens else "")
+            moved += last.timings.prefilled_tokens // 16
+        assert moved > 30
+        assert (cluster.books("kv-b").fetched_blocks, cluster.books("kv-a").served_blocks) == (moved, moved)
+        assert cluster.books("kv-b").kv_transport == transport
+        all_idle(cluster, "kv-a", "kv-b")
+
+        # What only kv-b has is fetched by kv-a, where the next decode worker lives.
+        second = cluster.worker("decode", "kv-a")
+        cluster.stop(decode)
+        cluster.sees(target, prefill, second)
+        fetched = 0
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            got, last = read(target, prompt, "alone")
+            assert got == tokens
+            assert (last.timings.decode_worker, last.timings.prefilled_tokens) == (second, 0)
+            assert last.usage.cached_tokens == (last.usage.prompt_tokens - 1) // 16 * 16
+            fetched += last.usage.cached_tokens // 16
+        assert cluster.books("kv-a").fetched_blocks == fetched
+        all_idle(cluster, "kv-a", "kv-b")
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> None:
+    model = ("--model", str(save_model(folder / "tiny")), "--dtype", "float32", "--max-model-len", "4096")
+    ids = [2 + (n * 104729) % 256 for n in range(3000)]
+    said = ("--kv-transport", transport, "--kv-pool-bytes", "16MiB")
+    with hosts(folder, *model) as cluster:
+        for node_id in ("kv-a", "kv-b"):
+            cluster.node(node_id, *said)
+        decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "16")
+        cluster.sees(target, decode)
+        expected, _ = read(target, ids, "alone")
+        prefill = cluster.worker("prefill", "kv-a")
+        cluster.sees(target, prefill, decode)
+        got, last = read(target, ids, "whole")
+        assert (got, last.timings.prefilled_tokens) == (expected, 2992)
+        before = cluster.books("kv-b").fetched_blocks
+
+        found: list[tuple[tuple[int, ...], Delta]] = []
+        asking = threading.Thread(target=lambda: found.append(read(target, ids, "killed")))
+        asking.start()
+        wait_for("the first blocks", lambda: cluster.books("kv-b").fetched_blocks > before)
+        cluster.stop("kv-a", kill=True)
+        asking.join(60)
+        ((got, last),) = found
+        assert got == expected
+        assert 0 < last.timings.prefilled_tokens < 2992, "some of it came over, some did not"
+        assert cluster.books("kv-b").corrupt_blocks == 0
+        all_idle(cluster, "kv-b")
+        # What is left serves on.
+        assert read(target, ids, "after")[0] == expected
+        all_idle(cluster, "kv-b")

@@ -1,0 +1,142 @@
+"""Several KV nodes on one machine, each with its pool, socket and workers: what two hosts are to Pillion."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from kvstore.client import NodeClient
+from pillion import Client
+from pillion.cli.lifeline import PARENT_PID_VARIABLE
+from pillion.errors import PillionError
+from pillion.types import ClusterStatus
+from pillion.wire.kvnode import NodeStatus
+from tests.support.cluster import READY_TIMEOUT_S, free_port, wait_for
+from tests.support.redis import running_redis
+
+
+class Hosts:
+    """Real processes by name. Files and logs lie under ``folder``, which must be short: Unix sockets are in it."""
+
+    def __init__(self, folder: pathlib.Path, redis_url: str, model: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._common = ("--redis-url", redis_url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "3000")
+        self._model = model
+
+    def node(self, node_id: str, *flags: str) -> None:
+        """Start a KV node; it answers when this returns."""
+        listen = ("--node-listen", self._address(node_id), "--attach-socket", self._attach(node_id))
+        self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags)
+        wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
+
+    def worker(self, role: str, node_id: str, *flags: str) -> str:
+        """Begin to start a worker of ``role`` at a node; returns its name."""
+        name = f"{role}-{node_id}"
+        said = ("--part-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
+        self._start(name, role, *self._model, *said, "--attach-socket", self._attach(node_id), *flags)
+        return name
+
+    def gateway(self, *flags: str) -> str:
+        """Begin to start the gateway; returns where clients find it."""
+        target = f"127.0.0.1:{free_port()}"
+        self._start("gateway", "gateway", *self._model, "--grpc-port", target.split(":")[1], "--http-port", "0", *flags)
+        return target
+
+    def sees(self, target: str, *names: str) -> None:
+        """Wait until the gateway serves with exactly these workers."""
+
+        def there() -> bool:
+            for name in ("gateway", *names):
+                assert self.processes[name].poll() is None, f"{name} ended:\n{self._log(name).read_text()}"
+            status = self._status(target)
+            workers = {part.part_id for part in status.parts if part.role in ("prefill", "decode")} if status else ()
+            with contextlib.suppress(PillionError), Client(target) as client:
+                return workers == set(names) and bool(client.models())
+            return False
+
+        wait_for(f"{', '.join(names)} at the gateway", there, READY_TIMEOUT_S)
+
+    def books(self, node_id: str) -> NodeStatus:
+        """A node's own word, after it proved its integrity (I4)."""
+        status = self._ask(node_id)
+        assert status is not None, f"{node_id} does not answer"
+        return status
+
+    def idle(self, node_id: str) -> bool:
+        """Nothing is pinned, promised or awaited there."""
+        books = self.books(node_id)
+        return not (books.tickets or books.pinned_blocks or books.reserved_blocks or books.waiting_tickets)
+
+    def stop(self, name: str, *, kill: bool = False) -> None:
+        """End a process as a supervisor does, or at once."""
+        process = self.processes.pop(name)
+        (process.kill if kill else process.terminate)()
+        process.wait(30)
+
+    def stop_all(self) -> None:
+        """Gateways and workers first, for they end when their node does."""
+        for name in reversed(tuple(self.processes)):
+            self.stop(name)
+
+    def logs(self) -> str:
+        """The ends of all processes' logs."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def _start(self, name: str, *command: str) -> None:
+        environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
+        with self._log(name).open("ab") as out:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "pillion", *command, *self._common],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def _log(self, name: str) -> pathlib.Path:
+        return self.folder / f"{name}.log"
+
+    def _address(self, node_id: str) -> str:
+        return f"unix:{self.folder}/{node_id}.sock"
+
+    def _attach(self, node_id: str) -> str:
+        return str(self.folder / f"{node_id}.attach.sock")
+
+    def _ask(self, node_id: str) -> NodeStatus | None:
+        assert self.processes[node_id].poll() is None, f"{node_id} ended:\n{self._log(node_id).read_text()}"
+
+        async def ask() -> NodeStatus | None:
+            client = NodeClient(self._address(node_id), "test")
+            try:
+                with contextlib.suppress(PillionError):
+                    await client.check_integrity()
+                    return await client.status()
+                return None
+            finally:
+                await client.aclose()
+
+        return asyncio.run(ask())
+
+    def _status(self, target: str) -> ClusterStatus | None:
+        with contextlib.suppress(PillionError), Client(target) as client:
+            return client.status()
+        return None
+
+
+@contextlib.contextmanager
+def hosts(folder: pathlib.Path, *model: str) -> Iterator[Hosts]:
+    """Redis alone at first; ``model`` are the flags that all of its parts share. Ends every process."""
+    with running_redis() as redis:
+        running = Hosts(folder, redis.url, model)
+        try:
+            yield running
+        except BaseException:
+            sys.stderr.write(running.logs())
+            raise
+        finally:
+            running.stop_all()
