@@ -61,7 +61,7 @@ class _News:
 
 
 class _Stream:
-    """One submit that is alive, or one of its forks. An Owner of its sequence (:mod:`engine.worker`)."""
+    """One submit that is alive, or one of its forks. An Owner of its sequence (:mod:`engine.tenure`)."""
 
     def __init__(self, session: DecodeSession, submit: Submit, key: int, fork: ForkSpec) -> None:
         """``key`` and ``fork``: what it goes by on the connection, and on the worker."""

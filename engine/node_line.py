@@ -3,8 +3,8 @@
     commit -> release -> give back -> lease        then the resumes of that batch begin, each on its own
 
 Resumes wait in the node's line for memory, so they cannot wait here, where the memory comes from. A call whose outcome
-is unknown (no answer in time) may have moved slots that nobody can name, so it ends the line, and with it the worker:
-the end of the attach socket then frees everything.
+is unknown (no answer in time) may have moved slots that nobody can name, so it ends the line, and with it the worker's
+epoch: the node then frees everything on the worker's word that it has drained, or at the end of the attach socket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Node(Protocol):
 
 
 class NodeLine:
-    """One task per worker.
+    """One task per epoch of a worker.
 
     Args:
         node: its client.
@@ -73,7 +73,7 @@ class NodeLine:
             self._news.set()
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises PillionError when a call fails: the worker cannot go on."""
+        """Serve until cancelled. Raises PillionError when a call fails: the epoch cannot go on."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -104,5 +104,5 @@ class NodeLine:
 
 
 def describe(error: PillionError) -> str:
-    """Why a worker ends when its node's answer is missing or a refusal."""
+    """Why an epoch, or a worker, ends when its node's answer is missing or a refusal."""
     return f"the KV node did not do as asked ({type(error).__name__}: {error.message})"

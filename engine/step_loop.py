@@ -1,7 +1,7 @@
 """The step thread: schedule -> run -> commit, over and over; everything else happens on asyncio's thread.
 
     asyncio --tell(event)--> inbox --between two steps--> scheduler
-    asyncio <--call_soon_threadsafe, before and after a step-- outcome
+    asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not speak
 
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for that.
@@ -40,6 +40,7 @@ class StepLoop:
         run: copy, forward and sample. What it raises fails that step's sequences.
         on_outcome: called on the asyncio loop before and after every step that has news.
         on_death: called there with a reason, once, if the thread dies of a defect.
+        may_publish: asked there before each on_outcome. What it forbids is kept, in order, for :meth:`publish`.
         clock: seconds, monotonic.
     """
 
@@ -50,12 +51,16 @@ class StepLoop:
         *,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
+        may_publish: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._run = run
         self._on_outcome = on_outcome
         self._on_death = on_death
+        self._may_publish = may_publish
+        # Counted as unread, and so bounded with them.
+        self._held: deque[Outcome] = deque()
         self._clock = clock
         self._asyncio = asyncio.get_running_loop()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -84,6 +89,12 @@ class StepLoop:
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def publish(self) -> None:
+        """Hand on what was held back, as far as that is allowed now. On asyncio's thread only."""
+        while self._held and self._may_publish():
+            self._unread.release()
+            self._on_outcome(self._held.popleft())
 
     async def stop(self) -> None:
         """:meth:`halt`, and wait for the thread's end."""
@@ -141,8 +152,8 @@ class StepLoop:
         self._post(self._read, outcome)
 
     def _read(self, outcome: Outcome) -> None:
-        self._unread.release()
-        self._on_outcome(outcome)
+        self._held.append(outcome)
+        self.publish()
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:
         try:

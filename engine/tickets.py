@@ -4,7 +4,8 @@
                  +-----> let_go: adopted, but not wanted after all ---------^
 
 What the node answers carries slots, and slots must end up somewhere. So a call that may carry some is never cancelled,
-and one whose outcome is unknown ends the worker: the end of its attach socket then frees everything.
+and one whose outcome is unknown ends the worker's epoch: whoever waits here then hears Unavailable, and the node frees
+everything when the worker has drained, or is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from engine.node_line import describe
 from engine.plan import ResumeOrder
 from engine.scheduler import Scheduler
 from engine.sequence import Holding
@@ -43,13 +43,16 @@ class TicketNode(Protocol):
 
 
 class Tickets:
-    """``tell`` reaches the scheduler between two steps; ``fail`` ends the worker with a reason."""
+    """``tell`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
 
-    def __init__(self, node: TicketNode, epoch: int, *, tell: Callable[..., None], fail: Callable[[str], None]) -> None:
+    def __init__(
+        self, node: TicketNode, epoch: int, *, tell: Callable[..., None], lost: Callable[[PillionError], None]
+    ) -> None:
         self._node = node
         self._epoch = epoch
         self._tell: Callable[..., Any] = tell
-        self._fail = fail
+        self._lost = lost
+        self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
         self._opening: dict[int, asyncio.Task[Ticket]] = {}
 
@@ -65,11 +68,12 @@ class Tickets:
         Raises:
             NotFound: no such ticket, it is in use here, or its chain is too short: plan again.
             Overloaded: the node has not enough slots beyond the reservation.
-            Unavailable: the node did not answer, and the worker has failed.
+            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
         """
         await self._claim(ticket_id)
         try:
             first = await self._node.adopt(self._epoch, ticket_id, guess_blocks)
+            self._check_open()
         except PillionError as error:
             self.released((ticket_id,))
             raise self._judge(error) from None
@@ -80,6 +84,7 @@ class Tickets:
             missing = end_block - len(chain) - len(leased)
             if missing > 0:
                 leased += (await self._node.adopt(self._epoch, ticket_id, missing)).leased_slots
+                self._check_open()
         except PillionError as error:
             self.let_go(Holding(ticket_id, chain, leased))
             raise self._judge(error) from None
@@ -96,6 +101,15 @@ class Tickets:
             if freed is not None:
                 freed.set()
 
+    def retire(self) -> None:
+        """The epoch has ended: what it held is the node's to free, and what still comes is nobody's."""
+        self._retired = True
+        self.released(tuple(self._in_use))
+
+    def _check_open(self) -> None:
+        if self._retired:
+            raise Unavailable("the worker's epoch at its KV node has ended")
+
     async def _claim(self, ticket_id: int) -> None:
         """Two uses of one ticket would each release the other's hold; one that is just ending is waited for."""
         while (freed := self._in_use.get(ticket_id)) is not None:
@@ -103,6 +117,7 @@ class Tickets:
                 await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)
             except TimeoutError:
                 raise NotFound("the ticket is in use on this worker: plan again") from None
+        self._check_open()
         self._in_use[ticket_id] = asyncio.Event()
 
     async def resume(self, order: ResumeOrder) -> None:
@@ -146,8 +161,10 @@ class Tickets:
             opening.cancel()
 
     def _judge(self, error: PillionError) -> PillionError:
-        """A refusal is the caller's business; an unknown outcome, or an epoch that is void, is the worker's end."""
+        """A refusal is the caller's business; an unknown outcome, or a fenced epoch, is the epoch's end."""
+        if self._retired:
+            return Unavailable("the worker's epoch at its KV node has ended")
         if isinstance(error, NotFound | Overloaded):
             return error
-        self._fail(describe(error))
+        self._lost(error)
         return Unavailable("the worker lost its KV node")

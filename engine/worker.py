@@ -1,11 +1,16 @@
-"""What both services share on asyncio's side: a model over a mapped pool, its step thread, and its word with the node.
+"""What both services share on asyncio's side: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
-    start:  prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> step thread
-    live:   servicer --adopt, add, cancel--> step thread --outcomes--> owners (tokens, chunks) and node line (orders)
-    end:    stop() by the process, or fail(): the node went away, fenced this epoch, or the step thread died
+    start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first Tenure
+    live:    servicer --adopt, add, cancel--> Tenure --outcomes--> owners (tokens, chunks) and the node (orders)
+    fenced:  the Tenure ends: no emission, no commit, every owner hears Unavailable, new work is refused
+               -> its last step has ended -> "drained" to the node, which frees what it held -> new epoch
+               -> a fresh Tenure over the same pool, model and attachment -> back in the registry: live
+    end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
 
-A worker that failed neither emits nor commits any more; its process exits and is started again. Whatever it held, the
-node frees when the attach socket ends.
+A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
+failed neither emits nor commits any more; its process exits and is started again. Whatever it held, the node frees when
+the attach socket ends. What a worker may take to get from *fenced* to *live* is bounded here for everything but a step
+that does not end: who started the process kills it then (``--fence-kill-after-s``).
 """
 
 from __future__ import annotations
@@ -16,28 +21,19 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
-from opentelemetry.context import Context
-
-from engine.batching import build_batch, build_sampling
-from engine.heartbeat import Heartbeat
 from engine.loading import BackendFactory, LoadedModel, load_model, thread_count
 from engine.ngram import NGramDrafter
-from engine.node_line import NodeLine, describe
-from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Sampled, StepPlan, Update
-from engine.sampler import sample
+from engine.plan import Load
 from engine.scheduler import Scheduler
-from engine.sequence import Ending, Holding, Sequence, SequenceSpec
-from engine.spans import record
-from engine.step_loop import StepLoop
+from engine.sequence import Holding, Sequence, SequenceSpec
+from engine.tenure import Owner, Tenure, new_epoch
 from engine.tickets import Tickets
 from kvstore.attach import Attachment, attach
 from kvstore.client import NodeClient
 from pillion.config import WorkerFlags
 from pillion.errors import NotFound, PillionError, Unavailable
-from pillion.wire.kvnode import CommitResult
 from pillion.wire.registry import PartRecord
 
 log = logging.getLogger("pillion.worker")
@@ -45,63 +41,36 @@ log = logging.getLogger("pillion.worker")
 ATTACH_TIMEOUT_S = 30.0
 # Longest time that stopping waits for the node to hear the last orders.
 DRAIN_TIMEOUT_S = 2.0
-SETTLE_POLL_S = 0.01
 # A step of a huge budget would make the start long; what it still has to allocate, it allocates when it comes.
 MAX_WARM_UP_TOKENS = 512
 
 
-class Owner(Protocol):
-    """Who gets the news of a sequence, on asyncio's thread. ``trace`` is the parent of its spans."""
-
-    trace: Context
-
-    def on_update(self, update: Update) -> None: ...
-    def on_chunk(self, chunk: ChunkDone) -> None: ...
-
-
 class Worker:
-    """Made by :meth:`start`. Attributes are for reading: ``model``, ``part_id``, ``load``, ``owners``, ``tickets``."""
+    """Made by :meth:`start`. Attributes are for reading: ``model``, ``part_id``, ``tenure``."""
 
     def __init__(
-        self, flags: WorkerFlags, role: str, model: LoadedModel, attachment: Attachment, scheduler: Scheduler
+        self,
+        flags: WorkerFlags,
+        role: str,
+        model: LoadedModel,
+        attachment: Attachment,
+        make_scheduler: Callable[[], Scheduler],
     ) -> None:
         self.flags = flags
         self.role = role
         self.part_id = flags.part_id or f"{role}-{os.getpid()}"
         self.model = model
         self.block_size = flags.block_size
-        self.load = Load()
-        self.owners: dict[int, Owner] = {}
         self.draining = False
         self._closed = False
         self._attachment = attachment
-        self._epoch = attachment.epoch
+        self._make_scheduler = make_scheduler
         self._node = NodeClient(attachment.node_address, self.part_id)
-        self._scheduler = scheduler
         self._address = ""
-        self._deserted = asyncio.Event()
-        self._deserted.set()
         self._ids = itertools.count(1)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._steps = StepLoop(scheduler, self._run, on_outcome=self._on_outcome, on_death=self.fail)
-        self.tickets = Tickets(self._node, self._epoch, tell=self._steps.tell, fail=self.fail)
-        self._heartbeat = Heartbeat(
-            flags,
-            self._node,
-            self._epoch,
-            describe=self._describe,
-            on_fail=self.fail,
-            on_recall=lambda blocks: self._steps.tell(Scheduler.recall, blocks),
-        )
-        self._line = NodeLine(
-            self._node,
-            self._epoch,
-            on_committed=self._on_committed,
-            on_released=self.tickets.released,
-            on_granted=lambda slots: self._steps.tell(Scheduler.granted, slots),
-            on_resume=self._on_resume,
-        )
+        self._returning: asyncio.Task[None] | None = None
+        self.tenure = self._tenure_of(attachment.epoch)
 
     @classmethod
     async def start(
@@ -118,23 +87,29 @@ class Worker:
         """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
-        scheduler = Scheduler(
-            block_size=flags.block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            target_itl_s=target_itl_ms / 1000,
-            max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
-            drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
-        )
+
+        def make_scheduler() -> Scheduler:
+            return Scheduler(
+                block_size=flags.block_size,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                target_itl_s=target_itl_ms / 1000,
+                max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+                drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
+            )
+
+        # What it refuses is refused before anything is held.
+        make_scheduler()
         attachment = await asyncio.to_thread(
             attach,
             flags.attach_socket,
             part_id=flags.part_id or f"{role}-{os.getpid()}",
             role=role,
             block_bytes=model.backend.layout.block_bytes,
+            namespace=model.namespace().hex(),
             timeout_s=ATTACH_TIMEOUT_S,
         )
-        worker = cls(flags, role, model, attachment, scheduler)
+        worker = cls(flags, role, model, attachment, make_scheduler)
         try:
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
         except BaseException:
@@ -142,19 +117,29 @@ class Worker:
             attachment.close()
             raise
         asyncio.get_running_loop().add_reader(attachment.fileno(), worker._node_gone)
-        worker._steps.start()
-        worker._spawn(worker._serve_line())
-        worker._spawn(worker._heartbeat.run())
+        worker.tenure.start()
         return worker
 
     def _bind(self, max_tokens: int) -> None:
         self.model.backend.bind_pool(self._attachment.memory, self._attachment.num_slots)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
+    def _tenure_of(self, epoch: int) -> Tenure:
+        return Tenure(
+            self.flags,
+            self.model,
+            self._node,
+            epoch,
+            self._make_scheduler(),
+            describe=self._describe,
+            on_lost=self._epoch_lost,
+            on_fail=self.fail,
+        )
+
     def announce(self, address: str) -> None:
         """From now on the registry says that this worker serves at ``address``."""
         self._address = address
-        self._heartbeat.announce()
+        self.tenure.heartbeat.announce()
 
     def _describe(self) -> PartRecord:
         prepared = self.model.prepared
@@ -175,19 +160,22 @@ class Worker:
             waiting_tokens=self.load.waiting_tokens,
         )
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("a task of %s died", self.part_id, exc_info=error)
-            self.fail(f"a task died: {error!r}")
-
     # What servicers call.
+
+    @property
+    def owners(self) -> Mapping[int, Owner]:
+        """Who waits for news, by seq_id."""
+        return self.tenure.owners
+
+    @property
+    def load(self) -> Load:
+        """As the last outcome said."""
+        return self.tenure.load
+
+    @property
+    def tickets(self) -> Tickets:
+        """Of this epoch. What it adopts is for :meth:`make` and :meth:`add` at once, before anything is awaited."""
+        return self.tenure.tickets
 
     @property
     def max_model_len(self) -> int:
@@ -199,6 +187,8 @@ class Worker:
         """Raises Unavailable when no new work is taken."""
         if self.draining or self._failure.done():
             raise Unavailable(f"{self.part_id} is stopping")
+        if self.tenure.over:
+            raise Unavailable(f"{self.part_id} is taking a new epoch at its KV node")
 
     def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
         """The sequence for :meth:`add`, of a ticket that :attr:`tickets` adopted.
@@ -223,26 +213,47 @@ class Worker:
         return next(self._ids)
 
     def add(self, sequence: Sequence, owner: Owner, forks: Mapping[int, Owner] | None = None) -> None:
-        """Run it. ``owner`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks."""
+        """Run it. ``owner`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks.
+
+        Raises Unavailable where the worker, or its epoch, has ended.
+        """
         if self._failure.done():
             raise Unavailable(self._failure.result())
-        self.owners[sequence.seq_id] = owner
-        self.owners.update(forks or {})
-        self._deserted.clear()
-        self._steps.tell(Scheduler.add, sequence)
+        if self.tenure.over:
+            raise Unavailable(f"{self.part_id} is taking a new epoch at its KV node")
+        self.tenure.add(sequence, owner, forks or {})
 
     def cancel(self, seq_id: int) -> None:
         """Nobody wants it any more; its owner hears nothing further. Unknown ids are ignored (I8)."""
-        if self._forget(seq_id) is None:
-            return
-        self.tickets.stop_resuming(seq_id)
-        self._steps.tell(Scheduler.cancel, seq_id)
+        self.tenure.cancel(seq_id)
 
-    def _forget(self, seq_id: int) -> Owner | None:
-        owner = self.owners.pop(seq_id, None)
-        if not self.owners:
-            self._deserted.set()
-        return owner
+    # Fenced, and back.
+
+    def _epoch_lost(self, reason: str) -> None:
+        if self.tenure.over:
+            return
+        log.warning("%s stops its work and asks for a new epoch: %s", self.part_id, reason)
+        self.tenure.end(Unavailable(f"{self.part_id} lost its epoch: {reason}"))
+        if not self.draining:
+            self._returning = asyncio.create_task(self._return(), name="new epoch")
+
+    async def _return(self) -> None:
+        old, began_s = self.tenure, time.monotonic()
+        # After this long a silence the node has looked, too: it does so twice per heartbeat.
+        silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
+        try:
+            await old.heartbeat.leave(self.part_id)
+            await old.close()
+            fresh = self._tenure_of(await new_epoch(self._node, old.epoch, silence_s))
+        except Exception as error:  # noqa: BLE001  (also of a defect the process must hear)
+            self._returning = None
+            self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")
+            return
+        self._returning, self.tenure = None, fresh
+        fresh.start()
+        if self._address and not self.draining:
+            fresh.heartbeat.announce()
+        log.info("%s serves again under a new epoch, %.1f s later", self.part_id, time.monotonic() - began_s)
 
     # Life and death.
 
@@ -256,122 +267,39 @@ class Worker:
             return
         log.error("%s cannot go on: %s", self.part_id, reason)
         self._failure.set_result(reason)
-        self._steps.halt()
-        self._cancel_tasks()
-        for seq_id in tuple(self.owners):
-            owner = self._forget(seq_id)
-            if owner is None:
-                # A fork that went with its stream.
-                continue
-            owner.on_update(Update(seq_id=seq_id, ending=Ending(error=Unavailable(f"{self.part_id} died: {reason}"))))
+        self._stop_returning()
+        self.tenure.end(Unavailable(f"{self.part_id} died: {reason}"))
+
+    def _stop_returning(self) -> None:
+        returning, self._returning = self._returning, None
+        if returning is not None:
+            returning.cancel()
 
     async def drain(self, grace_s: float) -> None:
         """Take no more work, and give what is there up to ``grace_s`` seconds."""
         self.draining = True
-        await self._heartbeat.leave(self.part_id)
+        await self.tenure.heartbeat.leave(self.part_id)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._deserted.wait(), grace_s)
+            await asyncio.wait_for(self.tenure.deserted.wait(), grace_s)
 
     async def close(self) -> None:
         """Cancel what is left, let the node hear the last orders, and detach. Idempotent."""
         if self._closed:
             return
         self._closed = self.draining = True
+        self._stop_returning()
         for seq_id in tuple(self.owners):
             self.cancel(seq_id)
-        if not self._failure.done():
+        if not self.tenure.over:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._settled(), DRAIN_TIMEOUT_S)
-        await self._steps.stop()
-        tasks = self._cancel_tasks()
-        await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.wait_for(self.tenure.settled(), DRAIN_TIMEOUT_S)
+        await self.tenure.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self._attachment.fileno())
-        await self._heartbeat.close()
         await self._node.aclose()
         self.model.backend.close()
         self._attachment.close()
 
-    async def _settled(self) -> None:
-        """Returns when no sequence is left and the node has heard everything."""
-        while await self._count():  # noqa: ASYNC110  (what is awaited lives in another thread)
-            await asyncio.sleep(SETTLE_POLL_S)
-        # Outcomes come in order: what was decided before the count has been read once a second one is here.
-        await self._count()
-        await self._line.drained()
-
-    async def _count(self) -> int:
-        loop = asyncio.get_running_loop()
-        count: asyncio.Future[int] = loop.create_future()
-
-        def ask(scheduler: Scheduler, now: float) -> None:
-            loop.call_soon_threadsafe(answer, scheduler.num_sequences)
-
-        def answer(number: int) -> None:
-            if not count.done():
-                count.set_result(number)
-
-        self._steps.tell(ask)
-        return await count
-
-    def _cancel_tasks(self) -> tuple[asyncio.Task[None], ...]:
-        current = asyncio.current_task()
-        tasks = tuple(task for task in self._tasks if task is not current)
-        for task in tasks:
-            task.cancel()
-        return tasks
-
     def _node_gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self._attachment.fileno())
         self.fail("the KV node went away")
-
-    # The step thread's side.
-
-    def _run(self, plan: StepPlan) -> Sampled:
-        backend = self.model.backend
-        if plan.copies:
-            backend.copy_blocks(*zip(*plan.copies, strict=True))
-        return sample(backend.forward(build_batch(plan, self.block_size)), build_sampling(plan))
-
-    def _on_outcome(self, outcome: Outcome) -> None:
-        if self._failure.done():
-            return
-        self.load = outcome.load
-        # First of all, so that no slot depends on what an owner does.
-        self._line.put(outcome)
-        for chunk in outcome.chunks:
-            owner = self.owners.get(chunk.seq_id)
-            if owner is not None:
-                owner.on_chunk(chunk)
-        for update in outcome.updates:
-            owner = self.owners.get(update.seq_id)
-            if owner is not None:
-                if update.ending is not None:
-                    self._forget(update.seq_id)
-                owner.on_update(update)
-
-    # The node's side.
-
-    def _on_resume(self, order: ResumeOrder) -> None:
-        self._spawn(self._resume(order))
-
-    async def _resume(self, order: ResumeOrder) -> None:
-        # Asked in the task: a cancel that came before its first step found nothing in the node's line to take out.
-        if order.seq_id in self.owners:
-            await self.tickets.resume(order)
-
-    async def _serve_line(self) -> None:
-        try:
-            await self._line.run()
-        except PillionError as error:
-            self.fail(describe(error))
-
-    def _on_committed(self, order: CommitOrder, result: CommitResult) -> None:
-        owner = self.owners.get(order.seq_id)
-        if owner is not None:
-            said: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}
-            record("kv.commit", owner.trace, order.ordered_s, time.monotonic(), said)
-        self._steps.tell(Scheduler.committed, order.seq_id, result.slots, result.refusal)
-        if owner is not None and not result.refusal:
-            for chunk in order.chunks:
-                owner.on_chunk(chunk)

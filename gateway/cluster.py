@@ -7,13 +7,14 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.decode_client import DecodeLink
+from gateway.fences import Fences
 from gateway.nodes import NodeLink
 from gateway.prefill_client import PrefillLink
 from gateway.view import PartView
-from kvstore.index import Index, Registry
+from kvstore.index import PrefixHit
 from pillion.errors import PillionError, Unavailable
 from pillion.wire.registry import PartRecord
 
@@ -24,6 +25,28 @@ VIEW_POLL_S = 0.25
 FIRST_LOOK_S = 0.5
 # How long it waits for a part that was there a moment ago and does not answer.
 RETURN_WAIT_S = 15.0
+
+
+class Parts(Protocol):
+    """Who lives: :class:`kvstore.index.Registry`, or the list of a process that holds all parts itself."""
+
+    async def parts(self) -> list[PartRecord]:
+        """Raises Unavailable."""
+
+    async def aclose(self) -> None:
+        """Lets go of connections."""
+
+
+class Prefixes(Protocol):
+    """What nodes probably have: :class:`kvstore.index.Index`, or nothing where one node's own word is enough (I3)."""
+
+    available: bool
+
+    async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
+        """Never raises."""
+
+    async def aclose(self) -> None:
+        """Lets go of connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +88,7 @@ class OwnLoad:
 class Cluster:
     """Links by part. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
 
-    def __init__(self, gateway_id: str, registry: Registry, index: Index, grace_s: float) -> None:
+    def __init__(self, gateway_id: str, registry: Parts, index: Prefixes, grace_s: float) -> None:
         self.index = index
         self.load = OwnLoad()
         self.view = PartView(grace_s)
@@ -74,6 +97,7 @@ class Cluster:
         self._nodes: dict[str, NodeLink] = {}
         self._prefill: dict[str, PrefillLink] = {}
         self._decode: dict[str, DecodeLink] = {}
+        self._fences = Fences()
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -102,6 +126,7 @@ class Cluster:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
                 return
             self.view.update(records, time.monotonic())
+            self._cut_off(self._fences.look(records))
             self._sync()
 
     def served(self, model: str, fingerprint: str) -> Served:
@@ -182,6 +207,8 @@ class Cluster:
         return link
 
     def _answers(self, part: PartRecord) -> bool:
+        if part.part_id in self._fences.named:
+            return False
         if part.role == "decode":
             link = self._decode.get(part.part_id)
             return link is not None and link.alive
@@ -207,13 +234,24 @@ class Cluster:
         self._match(self._prefill, {r.part_id: r for r in records if r.role == "prefill"}, PrefillLink)
         self._match(self._decode, {r.part_id: r for r in records if r.role == "decode"}, DecodeLink)
 
+    def _cut_off(self, part_ids: frozenset[str]) -> None:
+        """What runs on fenced workers is told that it is lost. They get new links: some come back."""
+        for part_id in part_ids:
+            for link in (self._prefill.pop(part_id, None), self._decode.pop(part_id, None)):
+                if link is not None:
+                    log.warning("%s is fenced by its KV node, its work moves on", part_id)
+                    self._close(link)
+
+    def _close(self, link: DecodeLink | PrefillLink | NodeLink) -> None:
+        closing = asyncio.create_task(link.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     def _match(self, links: dict[str, Any], wanted: dict[str, PartRecord], make: Any) -> None:
         for name in list(links):
             moved = name in wanted and links[name].address != wanted[name].address
             if moved or (name not in wanted and not links[name].alive):
-                closing = asyncio.create_task(links.pop(name).aclose())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                self._close(links.pop(name))
         for name, record in wanted.items():
             if name not in links:
                 links[name] = make(record, self._gateway_id)

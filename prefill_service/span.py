@@ -23,7 +23,7 @@ from pillion.wire.prefill import ChunkAck, Span
 
 
 class SpanRun:
-    """An Owner of its sequence (:mod:`engine.worker`). ``trace`` is the caller's context."""
+    """An Owner of its sequence (:mod:`engine.tenure`). ``trace`` is the caller's context."""
 
     def __init__(self, worker: Worker, span: Span, trace: Context) -> None:
         self.trace = trace

@@ -15,11 +15,15 @@ MAX_PORT = 65535
 MAX_WORKERS = 64
 MAX_BLOCK_SIZE_TOKENS = 1024
 MAX_PERCENT = 90
+# Below this a stream's own messages may not fit; above it gRPC's sizes, 32-bit numbers, end.
+MIN_MESSAGE_BYTES = 64 * 2**10
+MAX_MESSAGE_BYTES = 2**31 - 1
 
 # Least and most of each number; None: no upper bound.
 _RANGES: dict[str, tuple[int, int | None]] = {
     "heartbeat_ms": (10, None),
     "heartbeat_timeout_ms": (50, None),
+    "fence_kill_after_s": (0, None),
     "max_model_len": (0, None),
     "block_size": (1, MAX_BLOCK_SIZE_TOKENS),
     "kv_pool_bytes": (1, None),
@@ -39,6 +43,8 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "max_inflight_requests": (1, None),
     "max_inflight_tokens": (1, None),
     "max_attempts": (1, None),
+    "max_message_bytes": (MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+    "drain_timeout_s": (0, None),
     "prefill_workers": (0, MAX_WORKERS),
     "decode_workers": (1, MAX_WORKERS),
 }

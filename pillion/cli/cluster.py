@@ -19,6 +19,7 @@ from pillion.cli import probes, redis
 from pillion.cli.checks import check_flags
 from pillion.cli.child import Child
 from pillion.cli.console import Notices
+from pillion.cli.fences import watch_fences
 from pillion.cli.fit import Fit, fit_pool
 from pillion.cli.flags import env_name, subset, to_argv, without_flags
 from pillion.cli.lifeline import PARENT_PID_VARIABLE
@@ -30,6 +31,7 @@ from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 
 PREPARE_STOP_GRACE_S = 2.0
+NODE_SOCKET = "kvnode-0.sock"
 # How often a waiting OpenMP thread looks before it sleeps. Two workers of two threads on two cores, milliseconds for
 # the same GEMMs alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
 GOMP_SPIN_COUNT = 1000
@@ -46,6 +48,7 @@ class LocalCluster:
         self.model_name = ""
         self.fit: Fit | None = None
         self._redis_binary: Path | None = None
+        self._fences: asyncio.Task[None] | None = None
 
     @property
     def target(self) -> str:
@@ -71,10 +74,16 @@ class LocalCluster:
         specs = part_specs(self.flags, self.runtime.path, self._redis_binary)
         self.supervisor = Supervisor(specs, self.notices)
         await self.supervisor.start()
+        node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
+        watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_part, self.notices)
+        self._fences = asyncio.create_task(watching, name="fences")
 
     async def stop(self) -> None:
         """Idempotent; leaves nothing behind, also after a start that failed half-way."""
         try:
+            if self._fences is not None:
+                self._fences.cancel()
+                await asyncio.gather(self._fences, return_exceptions=True)
             if self.supervisor is not None:
                 await self.supervisor.stop()
         finally:
@@ -105,7 +114,7 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
         # Redis greets with warnings about persistence, which it does not have here.
         probed = _spec("redis", 0, command, environ, lambda: redis.answers(path))
         specs.append(replace(probed, quiet=flags.log_level != "debug"))
-    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/kvnode-0.sock", attach_socket=attach)
+    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/{NODE_SOCKET}", attach_socket=attach)
     specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
@@ -119,7 +128,8 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
     target = f"{probes.reachable_host(flags.host)}:{flags.grpc_port}"
     edge = subset(GatewayFlags, flags)
     argv = _argv("gateway", edge)
-    specs.append(_spec("gateway", 3, argv, environ, lambda: probes.serves_a_model(target)))
+    gateway = _spec("gateway", 3, argv, environ, lambda: probes.serves_a_model(target))
+    specs.append(replace(gateway, drain_s=edge.drain_timeout_s))
     return specs
 
 

@@ -41,6 +41,7 @@ class PartSpec:
         needs: parts that must be ready before it is started again; the first start waits for all lower levels.
         probe: whether the part is ready; called again and again until it is, must not raise.
         quiet: its output is kept back and shown only where it dies by itself.
+        drain_s: time that it takes to stop beside the usual grace, for what is under way in it.
     """
 
     part_id: str
@@ -50,6 +51,7 @@ class PartSpec:
     probe: Callable[[], Awaitable[bool]]
     needs: tuple[str, ...] = ()
     quiet: bool = False
+    drain_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,14 +106,22 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for level in sorted({part.spec.level for part in self._parts}, reverse=True):
-            children = [part.child for part in self._parts if part.spec.level == level and part.child]
-            await asyncio.gather(*(child.stop(self._stop_grace_s) for child in children))
+            ending = [(part.child, part.spec) for part in self._parts if part.spec.level == level and part.child]
+            await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
 
     def kill(self) -> None:
         """SIGKILL to everything, for somebody who does not want to wait for :meth:`stop`."""
         for part in self._parts:
             if part.child:
                 part.child.kill()
+
+    def kill_part(self, part_id: str) -> bool:
+        """SIGKILL to one part, which is then started again as after any death. False where it does not run."""
+        for part in self._parts:
+            if part.spec.part_id == part_id and part.child in self._children:
+                part.child.kill()
+                return True
+        return False
 
     def living(self) -> list[int]:
         """Process groups ever started that still live; empty after :meth:`stop`."""

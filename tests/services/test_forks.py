@@ -199,8 +199,8 @@ async def test_a_cancel_right_behind_the_order_to_resume_opens_no_ticket(monkeyp
             asked.append(order)
 
         monkeypatch.setattr(worker.tickets, "resume", resume)
-        worker.owners[77] = SpanRun(workers.prefill.worker, workers.span(Ticket(1, 0), PROMPT, [4]), Context())
-        worker._on_resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
+        worker.tenure.owners[77] = SpanRun(workers.prefill.worker, workers.span(Ticket(1, 0), PROMPT, [4]), Context())
+        worker.tenure._on_resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
         worker.cancel(77)
         await asyncio.sleep(0.05)
         assert not asked

@@ -1,4 +1,4 @@
-"""A worker's life around its streams: the node's end, fencing, the registry, stopping."""
+"""A worker's life around its streams: the node's end, the registry, stopping. Fencing: test_fencing.py."""
 
 from __future__ import annotations
 
@@ -31,24 +31,6 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
         assert answer.last is not None
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
-
-
-async def test_a_fenced_worker_dies_and_its_slots_come_back_when_it_is_gone() -> None:
-    async with running_workers() as workers, connected(workers) as connection:
-        ticket = await workers.ticket(PROMPT)
-        answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
-        await until(lambda: answer.token_ids, "a token")
-        worker = workers.decode.worker
-        workers.kvnode.pool.ledger.fence(worker._epoch)
-        assert await asyncio.wait_for(workers.decode.wait_failed(), 10)
-        # Its last words: the error, and before it what was on its way. Then nothing.
-        await asyncio.wait_for(answer.over.wait(), 10)
-        said = len(answer.token_ids)
-        await asyncio.sleep(0.2)
-        await workers.decode.stop(0.0)
-        assert len(answer.token_ids) == said
-        await workers.release(ticket)
-        await workers.quiet()
 
 
 async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:

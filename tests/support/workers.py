@@ -169,16 +169,22 @@ class Connection:
 
 @contextlib.asynccontextmanager
 async def running_workers(
-    *, slots: int = 256, decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None
+    *,
+    slots: int = 256,
+    decode: dict[str, Any] | None = None,
+    prefill: dict[str, Any] | None = None,
+    node: dict[str, Any] | None = None,
 ) -> AsyncIterator[Workers]:
-    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; proves that nothing leaked at the end."""
+    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be said."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}
         backends = FakeBackend(BLOCK), FakeBackend(BLOCK)
         pool_bytes = slots * backends[0].layout.block_bytes
         kvnode = await start_kvnode(
-            KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", kv_pool_bytes=pool_bytes)
+            KVNodeFlags(
+                **{**common, "node_listen": f"unix:{folder}/k.sock", "kv_pool_bytes": pool_bytes, **(node or {})}
+            )
         )
         stack.push_async_callback(kvnode.stop)
         worker: dict[str, Any] = {**common, "block_size": BLOCK, "cpu_threads": 1, "max_model_len": 1024}
@@ -192,9 +198,9 @@ async def running_workers(
             backend_factory=factory(backends[1]),
         )
         stack.push_async_callback(second.stop, 0.0)
-        node = NodeClient(kvnode.address, "test-gateway")
-        stack.push_async_callback(node.aclose)
-        session = await node.open_session()
+        client = NodeClient(kvnode.address, "test-gateway")
+        stack.push_async_callback(client.aclose)
+        session = await client.open_session()
         stack.push_async_callback(session.aclose)
         to_decode = await stack.enter_async_context(open_channel(second.address))
         to_prefill = await stack.enter_async_context(open_channel(first.address))
@@ -203,7 +209,7 @@ async def running_workers(
             first,
             second,
             *backends,
-            node,
+            client,
             session,
             decode_pb2_grpc.DecodeStub(to_decode),
             prefill_pb2_grpc.PrefillStub(to_prefill),

@@ -1,0 +1,106 @@
+"""Who stays fenced is killed: the clock of it, and that SIGKILL ends a process that is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from rich.console import Console
+
+from kvstore.node import start_kvnode
+from pillion.cli import fences
+from pillion.cli.console import Notices
+from pillion.cli.fences import FenceWatch, watch_fences
+from pillion.cli.restarts import RestartPolicy
+from pillion.cli.supervisor import PartSpec, Supervisor
+from pillion.config import KVNodeFlags
+from pillion.wire.kvnode import AttachHello
+
+
+class Heard(Notices):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
+        self.lines: list[str] = []
+
+    def part(self, part_id: str, line: str, style: str = "") -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as path:
+        yield pathlib.Path(path)
+
+
+def test_it_is_due_after_the_time_and_only_once() -> None:
+    watch = FenceWatch(5.0)
+    assert watch.look(1, ("a",), 10.0) == []
+    assert watch.look(1, ("a", "b"), 14.5) == []
+    assert watch.look(1, ("a", "b"), 15.5) == [("a", 5.5)]
+    assert watch.look(1, ("a", "b"), 16.0) == [], "its death takes a moment; the time begins anew"
+    assert watch.look(1, ("b",), 20.5) == [("b", 6.0)]
+
+
+def test_who_came_back_meanwhile_is_forgotten() -> None:
+    watch = FenceWatch(5.0)
+    assert watch.look(1, ("a",), 10.0) == []
+    assert watch.look(1, (), 12.0) == []
+    assert watch.look(1, ("a",), 14.0) == []
+    assert watch.look(1, ("a",), 18.0) == []
+    assert watch.look(2, ("a",), 19.5) == [], "another boot of the node: another fence"
+    assert watch.look(2, ("a",), 24.5) == [("a", 5.0)]
+
+
+def test_without_patience_it_is_due_at_sight() -> None:
+    assert FenceWatch(0.0).look(1, ("a",), 10.0) == [("a", 0.0)]
+
+
+async def test_a_stopped_part_is_killed_and_started_again(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fences, "FENCE_POLL_S", 0.02)
+    node = await start_kvnode(KVNodeFlags(node_listen=f"unix:{folder}/k.sock", attach_socket=f"{folder}/a.sock"))
+    epoch, _ = node.pool.attach(AttachHello(part_id="w", role="decode", block_bytes=4096))
+
+    async def probe() -> bool:
+        return True
+
+    argv = (sys.executable, "-c", "import time; time.sleep(60)")
+    spec = PartSpec(part_id="w", level=0, argv=argv, environ=dict(os.environ), probe=probe)
+    heard = Heard()
+    supervisor = Supervisor([spec], heard, RestartPolicy(first_delay_ms=10))
+    await supervisor.start()
+    watching = asyncio.create_task(watch_fences(node.address, 0.2, supervisor.kill_part, heard))
+    try:
+        first = supervisor.pid_of("w")
+        assert first
+        process = psutil.Process(first)
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.3)
+        assert process.status() == psutil.STATUS_STOPPED, "nobody called it fenced"
+        node.pool.ledger.fence(epoch)
+        async with asyncio.timeout(10):
+            while supervisor.pid_of("w") in (first, None):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        node.pool.ended(epoch)
+        assert not process.is_running()
+        assert [line for line in heard.lines if line.startswith("w has been fenced for 0.")]
+        assert "w was ended by SIGKILL; starting it again in 0.01 s" in heard.lines
+        assert not supervisor.kill_part("nobody")
+        second = supervisor.pid_of("w")
+        await asyncio.sleep(0.4)
+        assert supervisor.pid_of("w") == second
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await supervisor.stop()
+        await node.stop(0.1)

@@ -1,0 +1,182 @@
+"""Workers that only slept: their work moves on, and they come back without loading anything, or are killed (I4).
+
+All on one cluster, whose workers are fenced after a second of silence and killed four seconds later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pathlib
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from pillion import Client
+from pillion.types import Delta
+from tests.support.cluster import ServedCluster, alive, served, wait_for
+from tests.support.tiny_model import save_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+# Small prefill steps make a long prompt last.
+FLAGS = ("--dtype", "float32", "--max-model-len", "8192", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
+FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
+FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "1000", "--fence-kill-after-s", "4")
+WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
+LONG_ANSWER = 2000
+LONG_PROMPT = 7000
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    model = str(save_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=8192))
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *FLAGS) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: ServedCluster) -> Iterator[Client]:
+    with Client(cluster.target) as made:
+        wait_for("all workers", lambda: {part.part_id for part in made.status().parts} >= set(WORKERS))
+        yield made
+
+
+def stream_of(client: Client, ids: list[int], max_tokens: int, salt: str) -> Iterator[Delta]:
+    return client.generate(ids, temperature=0.0, ignore_eos=True, max_tokens=max_tokens, cache_salt=salt)
+
+
+def tokens_of(deltas: Iterator[Delta]) -> list[int]:
+    return list(itertools.chain.from_iterable(delta.token_ids for delta in deltas))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
+
+
+def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
+    """Of the workers that run, by name."""
+    found = {}
+    for process in cluster.processes():
+        words = process.cmdline()
+        found |= {name: process for name in WORKERS if f"--part-id={name}" in words}
+    return found
+
+
+def busy(client: Client, role: str) -> set[str]:
+    """Workers that say that they run something."""
+    return {part.part_id for part in client.status().parts if part.role == role and part.running_requests}
+
+
+def at_rest(cluster: ServedCluster) -> bool:
+    """Nothing is held for anybody, nobody is fenced; integrity is proven on the way."""
+    status = cluster.node_status()
+    held = status.tickets, status.pinned_blocks, status.reserved_blocks, status.leased_blocks
+    return held == (0, 0, 0, 0) and (status.quarantined_blocks, status.fenced_parts) == (0, ())
+
+
+def serves(client: Client, part_id: str, salts: Iterator[str]) -> bool:
+    """Whether it works for one of two requests at once: idle, each worker gets one of them."""
+    streams = [stream_of(client, prompt(7, 100), 40, next(salts)) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    timings = [list(stream)[-1].timings for stream in streams]
+    return any(said is not None and part_id in (said.decode_worker, said.prefill_worker) for said in timings)
+
+
+@pytest.fixture
+def salts(request: pytest.FixtureRequest) -> Iterator[str]:
+    return (f"{request.node.name} {number}" for number in itertools.count())
+
+
+@contextlib.contextmanager
+def paused(process: psutil.Process) -> Iterator[None]:
+    """Stopped, but not dead, while the block runs."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        # A failed test may have left it paused for too long.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+def fenced(cluster: ServedCluster, part_id: str) -> bool:
+    return part_id in cluster.node_status().fenced_parts
+
+
+def returned(cluster: ServedCluster, client: Client, part_id: str, salts: Iterator[str]) -> None:
+    """It is fenced no more, in the registry, and serves."""
+    wait_for("it to drain", lambda: not fenced(cluster, part_id))
+    wait_for("the registry to show it", lambda: part_id in {part.part_id for part in client.status().parts})
+    wait_for("it to serve again", lambda: serves(client, part_id, salts))
+    wait_for("all slots back", lambda: at_rest(cluster))
+
+
+def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
+    cluster: ServedCluster, client: Client, salts: Iterator[str]
+) -> None:
+    ids, before = prompt(1, 100), processes(cluster)
+    expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
+    wait_for("the registry to know that it is over", lambda: not busy(client, "decode"))
+    stream = stream_of(client, ids, LONG_ANSWER, next(salts))
+    got = list(next(stream).token_ids)
+    [victim] = wait_for("a worker to run it", lambda: busy(client, "decode"))
+    with paused(before[victim]):
+        wait_for("the fence", lambda: fenced(cluster, victim))
+        assert cluster.node_status().quarantined_blocks > 0
+        wait_for("the other one to go on", lambda: busy(client, "decode") - {victim})
+    for last in stream:
+        got += last.token_ids
+    assert got == expected
+    assert last.timings is not None
+    assert (last.timings.replays, last.timings.decode_worker == victim) == (1, False)
+    returned(cluster, client, victim, salts)
+    assert processes(cluster) == before, "the same processes, nothing was started again"
+
+
+def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
+    cluster: ServedCluster, client: Client, salts: Iterator[str]
+) -> None:
+    ids, before = prompt(2, LONG_PROMPT), processes(cluster)
+    expected = tokens_of(stream_of(client, ids, 20, next(salts)))
+    wait_for("the registry to know that it is over", lambda: not busy(client, "prefill"))
+    said: list[Delta] = []
+    salt, full = next(salts), cluster.node_status().committed_blocks_ever
+    reading = threading.Thread(target=lambda: said.extend(stream_of(client, ids, 20, salt)))
+    reading.start()
+    wait_for("some chunks of it", lambda: cluster.node_status().committed_blocks_ever > full + 20)
+    [victim] = wait_for("a worker to run it", lambda: busy(client, "prefill"))
+    with paused(before[victim]):
+        wait_for("the fence", lambda: fenced(cluster, victim))
+        wait_for("the answer by way of the other one", lambda: not reading.is_alive())
+    assert tokens_of(iter(said)) == expected
+    timings = said[-1].timings
+    assert timings is not None
+    assert (timings.replays, timings.prefill_worker == victim) == (1, False)
+    assert timings.cached_tokens == 0, "cached before the first attempt, that is"
+    returned(cluster, client, victim, salts)
+    assert processes(cluster) == before, "the same processes, nothing was started again"
+
+
+def test_workers_that_stay_away_are_killed_and_started_again(
+    cluster: ServedCluster, client: Client, salts: Iterator[str]
+) -> None:
+    before, victims = processes(cluster), {"decode-1", "prefill-0"}
+    for victim in victims:
+        before[victim].send_signal(signal.SIGSTOP)
+    for victim in victims:
+        wait_for("its death", lambda victim=victim: not alive(before[victim]))
+    wait_for("those after them", lambda: victims <= processes(cluster).keys())
+    for victim in victims:
+        returned(cluster, client, victim, salts)
+    after = processes(cluster)
+    assert {name for name in WORKERS if after[name] != before[name]} == victims
+    log = cluster.log.read_text()
+    for victim in victims:
+        assert f"{victim} has been fenced for " in log
+        assert f"{victim} was ended by SIGKILL" in log

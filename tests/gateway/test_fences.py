@@ -1,0 +1,134 @@
+"""Workers that a node names as fenced: their work is told that it is lost, and they get none until they are back."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from gateway.cluster import Cluster
+from gateway.fences import Fences
+from gateway.prefill_client import PrefillLink
+from kvstore.index import Index, Registry
+from pillion.errors import Unavailable
+from pillion.rpc import start_server
+from pillion.v1 import prefill_pb2_grpc
+from pillion.wire.decode import DecodeDelta
+from pillion.wire.prefill import Span
+from pillion.wire.registry import PartRecord
+
+SPAN = Span(
+    request_id="r",
+    attempt=1,
+    ticket_id=1,
+    parent_hash=bytes(32),
+    start_tokens=0,
+    token_ids=(1, 2),
+    chunk_tokens=(2,),
+)
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as path:
+        yield path
+
+
+def node(*fenced: str) -> PartRecord:
+    return PartRecord(
+        part_id="kvnode-0", role="kvnode", address="unix:nowhere", node_id="kvnode-0", fenced_parts=fenced
+    )
+
+
+def test_who_is_named_is_told_once_until_it_was_back() -> None:
+    fences = Fences()
+    assert fences.look([node()]) == frozenset()
+    assert fences.look([node("a", "b")]) == {"a", "b"}
+    assert fences.look([node("b", "c")]) == {"c"}
+    assert fences.named == {"b", "c"}
+    assert fences.look([]) == frozenset()
+    assert fences.look([node("b")]) == {"b"}
+
+
+def test_a_record_survives_the_registry() -> None:
+    record = node("a", "b")
+    assert PartRecord.from_json(record.to_json()) == record
+    assert PartRecord.from_json('{"part_id": "x", "role": "kvnode", "address": ""}').fenced_parts == ()
+    with pytest.raises(ValueError, match="iterable"):
+        PartRecord.from_json('{"part_id": "x", "role": "kvnode", "address": "", "fenced_parts": 3}')
+
+
+class Silent(prefill_pb2_grpc.PrefillServicer):
+    """Takes spans and never says anything, like a process that is paused."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def RunSpan(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.asked.set()
+        await asyncio.Event().wait()
+        yield
+
+
+async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: str) -> None:
+    silent = Silent()
+
+    def add(server: Any) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(silent, server)
+
+    server = await start_server(f"unix:{folder}/p.sock", [("pillion.v1.Prefill", add)])
+    link = PrefillLink(PartRecord(part_id="prefill-0", role="prefill", address=server.address), "gateway-0")
+
+    async def run() -> None:
+        async for _ in link.run_span(SPAN, None):
+            raise AssertionError("it never says anything")
+
+    running = asyncio.create_task(run())
+    await asyncio.wait_for(silent.asked.wait(), 10)
+    assert link.alive
+    await link.aclose()
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(running, 10)
+    assert not link.alive
+    await server.stop(0)
+
+
+async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, index = Registry("redis://127.0.0.1:1", 5000), Index("redis://127.0.0.1:1")
+    workers = [
+        PartRecord(part_id=f"{role}-0", role=role, address=f"unix:{folder}/{role}.sock", node_id="kvnode-0")
+        for role in ("prefill", "decode")
+    ]
+    said: list[PartRecord] = [node(), *workers]
+
+    async def parts() -> list[PartRecord]:
+        return said
+
+    monkeypatch.setattr(registry, "parts", parts)
+    cluster = Cluster("gateway-0", registry, index, 60.0)
+    try:
+        await cluster.refresh()
+        first = cluster.prefill("prefill-0"), cluster.decode("decode-0")
+        heard: list[DecodeDelta] = []
+        first[1]._sinks[1] = heard.append
+        said[0] = node("decode-0", "prefill-0")
+        await cluster.refresh()
+        assert cluster.prefill("prefill-0") is not first[0]
+        second = cluster.decode("decode-0")
+        assert second is not first[1]
+        async with asyncio.timeout(10):
+            while not heard:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert heard[0].error is not None
+        assert heard[0].error.retryable
+        assert not any(cluster._answers(worker) for worker in workers)
+        await cluster.refresh()
+        assert cluster.decode("decode-0") is second, "it is cut off once"
+        said[0] = node()
+        await cluster.refresh()
+        assert cluster._answers(workers[0])
+    finally:
+        await cluster.aclose()

@@ -1,0 +1,71 @@
+"""The step thread where the worker may not speak: it stops in bounded time, and nothing is lost or turned round."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from engine.plan import Outcome, Sampled, StepPlan, Update
+from engine.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
+
+
+class Counting:
+    """A scheduler whose steps are numbered, without end."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def schedule(self, now: float) -> StepPlan:
+        return StepPlan((object(),))  # type: ignore[arg-type]
+
+    def flush(self, now: float) -> Outcome:
+        return Outcome()
+
+    def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
+        self.steps += 1
+        return Outcome(updates=[Update(seq_id=self.steps)])
+
+
+async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
+    scheduler, said, allowed = Counting(), [], [False]
+    loop: Any = StepLoop(
+        scheduler,  # type: ignore[arg-type]
+        lambda plan: Sampled(),
+        on_outcome=lambda outcome: said.append(outcome.updates[0].seq_id),
+        on_death=lambda reason: None,
+        may_publish=lambda: allowed[0],
+    )
+    loop.start()
+    loop.tell(lambda scheduler, now: None)
+    async with asyncio.timeout(10):
+        while len(loop._held) < MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert scheduler.steps <= MAX_UNREAD_OUTCOMES + 1
+    assert not said
+    loop.publish()
+    assert not said, "it is still forbidden"
+    allowed[0] = True
+    loop.publish()
+    assert said == list(range(1, MAX_UNREAD_OUTCOMES + 1))
+    async with asyncio.timeout(10):
+        while len(said) < 3 * MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await loop.stop()
+    assert said == list(range(1, len(said) + 1))
+
+
+async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
+    scheduler = Counting()
+    loop: Any = StepLoop(
+        scheduler,  # type: ignore[arg-type]
+        lambda plan: Sampled(),
+        on_outcome=lambda outcome: None,
+        on_death=lambda reason: None,
+        may_publish=lambda: False,
+    )
+    loop.start()
+    loop.tell(lambda scheduler, now: None)
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(loop.stop(), 10)
+    assert not loop._thread.is_alive()

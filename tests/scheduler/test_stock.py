@@ -1,0 +1,52 @@
+"""A worker's stock of leased slots: decodes grow out of it without waiting for the node, which may have it back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.books import Books
+from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt
+
+
+@pytest.mark.parametrize("late_steps", [1, 2])
+def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int) -> None:
+    """Each outcome is heard by the node only ``late_steps`` steps later; a decode needs a slot every BLOCK steps.
+
+    A stream that begins at the end of a block is no such decode yet: its first slot is asked for with its first token.
+    """
+    line = SchedulerLine(slots=200, budget=32, max_num_seqs=4)
+    streams = [line.submit(prompt(seed, 5 + seed), 60) for seed in range(4)]
+    for _ in range(BLOCK):
+        line.step()
+        while line.answer():
+            pass
+    for _ in range(48):
+        plan = line.step()
+        assert [piece.sequence.seq_id for piece in plan.pieces] == streams, "a decode waited for a slot"
+        while len(line.unheard) > late_steps:
+            line.answer()
+    assert all(len(line.said[s].token_ids) > 50 > BLOCK for s in streams if s is not None)
+    line.finish()
+    line.check_answers()
+
+
+def decode(room_tokens: int) -> Any:
+    return SimpleNamespace(num_blocks=2, num_computed=2 * 16 - room_tokens)
+
+
+def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:
+    books = Books(16)
+    decodes = [decode(2), decode(10), decode(10), decode(16)]
+    out = books.close(decodes, 0.0, urgent=False)
+    assert out.lease_blocks == 3, "a slot for each decode that fills its block within STOCK_TARGET_TOKENS"
+    books.granted((7, 8, 9), 0.0)
+    books.stock.recall(100)
+    out = books.close(decodes, 0.0, urgent=False)
+    assert len(out.give_back) == 2, "the one that grows within STOCK_LOW_TOKENS keeps its slot"
+    assert out.lease_blocks == 0, "what was recalled is not asked for again at once"
+    assert books.close(decodes, 0.0, urgent=False).give_back == [], "a recall is for once"
+    out = books.close([], 0.0, urgent=False)
+    assert len(out.give_back) == 1, "without decodes nothing is kept"
