@@ -33,7 +33,7 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_PENDING_BLOCKS = 262_144
 # One announcement keeps Redis busy for less than a millisecond.
-BATCH_BLOCKS = 512
+BATCH_BLOCKS = 256
 RETRY_S = 0.5
 # Saying everything again: so many blocks a second at most, and never more than this share of the time waiting for
 # Redis, so that a thousand nodes that start over together leave room for look-ups.

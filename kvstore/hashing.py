@@ -22,6 +22,7 @@ HASH_BYTES = 32
 # Of a chain, that the index keeps in one place: a shard answers for so many at once, and no shard for a whole chain.
 SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
+_HASH = struct.Struct(f"{HASH_BYTES}s")
 
 _BASE_TAG = b"pillion.namespace.1"
 _ROOT_TAG = b"pillion.root.1"
@@ -72,7 +73,7 @@ def split_hashes(packed: bytes) -> list[bytes]:
     """Concatenated hashes, one by one. Raises InvalidRequest where their length does not fit."""
     if len(packed) % HASH_BYTES:
         raise InvalidRequest(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte hashes")
-    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
+    return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 
 def _digest(tag: bytes, *fields: str) -> bytes:

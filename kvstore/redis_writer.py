@@ -21,7 +21,7 @@ from kvstore.redis_link import RedisLink, ScriptCall, as_bytes
 
 ANNOUNCE_DEADLINE_MS = 2000
 # Looked at by one sweep: below a millisecond of Redis's time.
-SWEEP_FIELDS = 1024
+SWEEP_FIELDS = 512
 GENERATION_BYTES = 8
 
 
