@@ -40,6 +40,8 @@ SANS_IO = (
     "kvstore/admission.py",
     "kvstore/commits.py",
     "kvstore/eviction.py",
+    "kvstore/eviction_frequency.py",
+    "kvstore/spill_plan.py",
     "kvstore/ledger.py",
     "kvstore/integrity.py",
     "kvstore/records.py",

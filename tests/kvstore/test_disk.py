@@ -221,9 +221,11 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(ConfigError, match=str(tmp_path)):
-            DiskFolder(tmp_path)
-        other.kill()
+        try:
+            with pytest.raises(ConfigError, match=str(tmp_path)):
+                DiskFolder(tmp_path)
+        finally:
+            other.kill()
     DiskFolder(tmp_path).close()
 
 

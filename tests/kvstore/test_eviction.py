@@ -189,7 +189,7 @@ def test_arc_learns_from_its_mistakes() -> None:
     assert policy._target == 0, "its ghost is gone by now"
     node.serve(4)
     assert policy._target > 0
-    grown = policy._target
+    assert node.block(4) in policy._often
     for token in (20, 21, 22, 23, 20, 21, 22, 23, 30, 31, 32, 33, 34):
         node.serve(token)
     assert policy._often_ghosts

@@ -1,0 +1,106 @@
+"""What KV nodes would say to Redis, said by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable, Iterable
+
+from kvstore import redis_keys as keys
+from kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
+from kvstore.index import Index, PrefixHit, Registry
+from kvstore.records import IndexEvent
+from kvstore.redis_writer import IndexWriter, SweepPlace, Told
+from pillion.wire.registry import PartRecord
+
+ROOT = bytes(32)
+TTL_MS = 60_000
+
+
+class Chain:
+    """A chain of blocks with one token each."""
+
+    def __init__(self, tokens: Iterable[int], root: bytes = ROOT) -> None:
+        self.packed = chain_hashes(root, list(tokens), 1)
+        self.hashes = split_hashes(self.packed)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def head(self, blocks: int) -> bytes:
+        return self.packed[: blocks * 32]
+
+    def segment(self, block: int) -> bytes:
+        return self.hashes[block // SEGMENT_BLOCKS * SEGMENT_BLOCKS]
+
+    def pairs(self, first: int = 0, end: int | None = None) -> list[tuple[bytes, bytes]]:
+        return [(self.hashes[i], self.segment(i)) for i in range(first, len(self) if end is None else end)]
+
+    def events(self, first: int = 0, end: int | None = None, *, here: bool = True) -> list[IndexEvent]:
+        return [IndexEvent(block, here, segment) for block, segment in self.pairs(first, end)]
+
+    def bucket(self, block: int) -> bytes:
+        return keys.bucket(self.segment(block))
+
+    def field(self, block: int) -> bytes:
+        return self.hashes[block][: keys.FIELD_BYTES]
+
+
+def node_record(node_id: str, boot_epoch: int = 1) -> PartRecord:
+    return PartRecord(part_id=node_id, role="kvnode", address="unix:x", node_id=node_id, boot_epoch=boot_epoch)
+
+
+class FakeNode:
+    """Beats when it is told to, and announces what it is told to."""
+
+    def __init__(self, url: str, node_id: str, boot_epoch: int = 1, ttl_ms: int = TTL_MS) -> None:
+        self.registry, self.writer = Registry(url, ttl_ms), IndexWriter(url)
+        self.record = node_record(node_id, boot_epoch)
+        self.entry = b""
+
+    async def beat(self) -> bool:
+        beat = await self.registry.beat(self.record)
+        self.entry = beat.node_number + struct.pack(">I", self.record.boot_epoch)
+        return beat.known
+
+    async def has(self, chain: Chain, first: int = 0, end: int | None = None) -> Told:
+        return await self.writer.announce(self.entry, chain.events(first, end))
+
+    async def lost(self, chain: Chain, first: int = 0, end: int | None = None) -> Told:
+        return await self.writer.announce(self.entry, chain.events(first, end, here=False))
+
+    async def sweep_all(self, chain: Chain) -> None:
+        """All groups in which the chain has blocks."""
+
+        async def live() -> frozenset[bytes]:
+            return (await self.registry.nodes()).entries()
+
+        for name in sorted({keys.group_of(chain.bucket(block)) for block in range(len(chain))}):
+            place = SweepPlace(next(n for n in range(keys.GROUPS) if keys.group_name(n) == name))
+            group = place.group
+            while place.group == group:
+                place, _ = await self.writer.sweep(place, live)
+
+    async def aclose(self) -> None:
+        await self.registry.aclose()
+        await self.writer.aclose()
+
+
+async def fake_nodes(url: str, *names: str) -> list[FakeNode]:
+    nodes = [FakeNode(url, name, boot_epoch=number + 1) for number, name in enumerate(names)]
+    for node in nodes:
+        await node.beat()
+    return nodes
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def found(index: Index, asked: bytes, blocks: int, *, available: bool | None = None) -> bool:
+    """Whether the index says that node "a" has so many blocks, and nobody else any."""
+    hits = await index.longest_prefix(asked)
+    good = hits == ([PrefixHit("a", blocks)] if blocks else [])
+    return good and (available is None or index.available is available)
