@@ -1,6 +1,6 @@
 """NIXL's agent with one registered pool: the few calls that the data plane needs, without NIXL's types.
 
-NIXL is an optional package (extra "nixl"); it is imported when an agent is made, which takes a second or two. Whoever
+NIXL is an optional package (extra "nixl"); it is imported when an agent is made, which takes about a second. Whoever
 makes an agent makes all calls to it, one at a time: it has no lock.
 """
 
@@ -23,15 +23,17 @@ from pillion.errors import ConfigError, Unavailable
 log = logging.getLogger("pillion.kvnode")
 
 SELF_CHECK_S = 10.0
+PROBE_BYTES = 64
 
-# Where the user has not decided. TCP's fragments of 8 KiB cost more than half of its speed; logs belong to stderr.
+# Where the user has not decided. Emulated reads are no one-sided reads: see kvstore.nixl_plane. Logs belong to stderr.
 _ENVIRONMENT = {
-    "UCX_TCP_TX_SEG_SIZE": "256k",
-    "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_PROTO_EMULATION_ENABLE": "n",
+    "UCX_LOG_LEVEL": "fatal",
     "UCX_LOG_FILE": "stderr",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "NIXL_LOG_LEVEL": "ERROR",
+    "NIXL_LOG_LEVEL": "FATAL",
 }
+_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _OWN = "NIXL_INIT_AGENT"
 _BACKEND = "UCX"
 
@@ -75,12 +77,15 @@ class NixlAgent:
         self.name = f"pillion-{secrets.token_hex(8)}"
         try:
             self._numpy: Any = importlib.import_module("numpy")
-            api = importlib.import_module("nixl._api")
+            api = _import_api()
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
             self._nixl: Any = api.nixl_agent(self.name, config)
-            self._registered: Any = self._nixl.register_memory(
-                [(self.address, num_slots * block_bytes, 0, "")], "DRAM", [_BACKEND]
-            )
+            self._scratch: Any = ctypes.create_string_buffer(PROBE_BYTES)
+            regions = [
+                (self.address, num_slots * block_bytes, 0, ""),
+                (ctypes.addressof(self._scratch), PROBE_BYTES, 0, ""),
+            ]
+            self._registered: Any = self._nixl.register_memory(regions, "DRAM", [_BACKEND])
             self.blocks: Any = self._prepare(_OWN, self.address, num_slots)
             self.metadata: bytes = self._nixl.get_agent_metadata()
         except ImportError as error:
@@ -97,6 +102,13 @@ class NixlAgent:
             self.disconnect(name)
             raise
 
+    def probe(self, agent_name: str, pool: PeerPool) -> tuple[Any, bool]:
+        """Starts to read a few bytes of the source into memory that nothing else uses."""
+        size = min(PROBE_BYTES, self._block_bytes)
+        here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
+        there = self._nixl.get_xfer_descs([(pool.pool_address, size, 0)], "DRAM")
+        return self._start(self._nixl.initialize_xfer("READ", here, there, agent_name, b"", [_BACKEND]))
+
     def own_blocks(self, num_slots: int) -> Any:
         """The own slots as if they were a source's."""
         return self._prepare(self.name, self.address, num_slots)
@@ -107,11 +119,7 @@ class NixlAgent:
         handle = self._nixl.make_prepped_xfer(
             "READ", self.blocks, array(local, dtype=int32), blocks, array(remote, dtype=int32), b"", [_BACKEND]
         )
-        state = self._nixl.transfer(handle)
-        if state == "ERR":
-            self.release(handle)
-            raise Unavailable("the transfer cannot be started")
-        return handle, state == "DONE"
+        return self._start(handle)
 
     def state(self, handle: Any) -> str:
         """DONE, PROC or ERR; raises what NIXL raises when a peer is lost."""
@@ -131,30 +139,47 @@ class NixlAgent:
         except Exception as error:  # noqa: BLE001
             log.debug("NIXL could not disconnect: %r", error)
 
-    def nudge(self, agent_name: str) -> None:
-        """Wakes a source that has to answer by itself. A lost one is found out by the transfer."""
-        with contextlib.suppress(Exception):
-            self._nixl.send_notif(agent_name, b"read")
-
-    def was_nudged(self) -> bool:
-        """Lets UCX work, and says whether some reader is at it."""
+    def progress(self) -> None:
+        """Lets UCX answer those who want to connect, and see that a peer is lost."""
         try:
-            return bool(self._nixl.get_new_notifs([_BACKEND]))
+            self._nixl.get_new_notifs([_BACKEND])
         except Exception as error:  # noqa: BLE001
             log.debug("NIXL: %r", error)
-            return False
 
     def close(self) -> None:
         """The memory may be unmapped then."""
         self.release(self.blocks)
         with contextlib.suppress(Exception):
             self._nixl.deregister_memory(self._registered, [_BACKEND])
-        self._nixl = self.blocks = self._registered = self._view = None
+        self._nixl = self.blocks = self._registered = self._view = self._scratch = None
+
+    def _start(self, handle: Any) -> tuple[Any, bool]:
+        try:
+            state = _text(self._nixl.transfer(handle))
+        except Exception:
+            self.release(handle)
+            raise
+        if state == "ERR":
+            self.release(handle)
+            raise Unavailable("the transfer cannot be started")
+        return handle, state == "DONE"
 
     def _prepare(self, agent_name: str, address: int, num_slots: int) -> Any:
         size = self._block_bytes
         strided = self._numpy.array([[address, size, 0, size, num_slots]], dtype=self._numpy.uint64)
         return self._nixl.prep_xfer_dlist(agent_name, strided, "DRAM", [_BACKEND])
+
+
+def _import_api() -> Any:
+    """One of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose between them by the
+    CUDA version; for blocks in host memory any of them does."""
+    for build in _BUILDS:
+        try:
+            return importlib.import_module(f"{build}._api")
+        except ModuleNotFoundError as error:
+            if error.name != build:
+                raise
+    raise ImportError("none of its builds is installed")
 
 
 def _read_own(agent: NixlAgent) -> None:
@@ -164,7 +189,6 @@ def _read_own(agent: NixlAgent) -> None:
     while not done:
         if time.monotonic() > deadline_s:
             raise Unavailable(f"nothing came within {SELF_CHECK_S:.0f} s")
-        agent.was_nudged()
         done = agent.state(handle) == "DONE"
     agent.release(handle)
     agent.release(blocks)

@@ -1,20 +1,25 @@
 """The data plane with NIXL and UCX: this node reads the other's slots one-sided, many blocks per transfer.
 
+A source, at its first read:  unknown --probe--> one-sided | streamed (no one-sided path: its blocks come by gRPC)
+
 A read, on the agent's thread:
 
     queued --> parts of it posted, one after the other --> done
-                 |-- an error, or the peer was forgotten --> failed
-                 +-- no part done for too long --> the peer is cut off --> failed once NIXL says that it is over
+                 |-- UCX says error --> failed
+                 +-- no part done for too long --> failing --> failed, once UCX says that the part is over
 
 One thread owns the agent and makes every call to it; the agent needs no lock then, and the event loop never waits for
 it. NIXL's own progress thread stays off: it spins, and would burn a core of an idle node. The thread looks at the
-network seldom while nothing happens, and often while reads are under way. Over TCP the *source's* UCX has to answer, so
-a reader nudges it with notifications as long as it reads, and a nudged source looks often as well.
+network seldom while nothing happens, and often while reads are under way.
 
-What ends a read for sure: through process_vm_readv (UCX "cma", same host) the copy is made by this thread itself and is
-over when the call returns. Over the network the peer's endpoint is closed by force, which completes its requests with
-an error, and what arrives later finds neither connection nor request. A transfer that NIXL still calls active then is
-waited for: the read does not end, and its slots stay busy.
+Only true one-sided reads are used: process_vm_readv on one host (UCX "cma"), RDMA between hosts. UCX can emulate them
+over TCP, but there a reader that dies aborts its source's process, and a stopped source's bytes arrive after the read
+was given up (both seen with NIXL 1.5.1). So emulation is off (UCX_PROTO_EMULATION_ENABLE=n), and a source without a
+one-sided path is read by :class:`kvstore.grpc_plane.GrpcPlane`.
+
+When a read has ended nobody writes to its slots: "cma" copies inside this thread's own calls, and nothing is posted
+before a probe, into memory of its own, has shown that the connection stands. An RDMA transfer that is given up is
+waited for until UCX says that it is over; its slots stay busy so long.
 """
 
 from __future__ import annotations
@@ -31,56 +36,68 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.grpc_plane import MAX_READS, READ_TIMEOUT_S, check_slots
+from kvstore.grpc_plane import MAX_READS, READ_TIMEOUT_S, GrpcPlane, check_slots
 from kvstore.nixl_agent import NixlAgent
 from kvstore.plane import BlockStream, PeerPool
 from pillion.errors import PillionError, Unavailable
 
 log = logging.getLogger("pillion.kvnode")
 
-# Longest time without a finished part of a read.
+# Longest time without a finished part of a read, and for the probe of a source.
 STALL_TIMEOUT_S = 2.0
 # One part of a read: readers take turns after so much.
 MAX_PART_BYTES = 4 * 2**20
+# Longest time that closing waits for transfers under way.
+CLOSE_TIMEOUT_S = 5.0
+# A source that had to be streamed from is tried again after so long.
+PROBE_AGAIN_S = 60.0
 # Sources that are remembered.
 MAX_REMOTES = 256
-# How often the agent's thread looks when nothing happens, when its memory is being read, when it reads.
+# How often the agent's thread looks: while nothing happens, and while it reads.
 IDLE_POLL_S = 0.005
-SERVING_POLL_S = 50e-6
-READING_POLL_S = 20e-6
-# A reader's notifications, and how long one keeps the source awake.
-NUDGE_INTERVAL_S = 0.05
-AWAKE_S = 0.2
+BUSY_POLL_S = 20e-6
 
 
 @dataclass(slots=True)
 class _Remote:
-    """A source that the agent knows. ``cut``: its endpoint is closed; it lives on until its reads are over."""
+    """A source that the agent knows.
+
+    Attributes:
+        blocks: its slots as NIXL's list; None where they have to be streamed.
+        probe: the probe's handle while it is under way, until ``probe_until_s`` at most.
+        probe_again_s: when a streamed one is tried again.
+        cut: it is forgotten, and lives on until its reads are over.
+    """
 
     pool: PeerPool
     agent_name: str
     blocks: Any
-    cut: bool = False
+    probe: Any = None
+    probe_until_s: float = 0.0
+    probe_again_s: float = 0.0
     reads: int = 0
-    nudged_s: float = 0.0
+    cut: bool = False
 
 
 @dataclass(slots=True)
 class _Read:
-    """One call of :meth:`NixlPlane.read`. ``at``: blocks that are here; ``size``: blocks of the part under way."""
+    """One transfer after the other, on the agent's thread. ``over``: True; False: it has to be streamed.
+
+    ``at``: blocks that are here; ``size``: blocks of the part under way.
+    """
 
     source: PeerPool
     remote: tuple[int, ...]
     local: tuple[int, ...]
     deadline_s: float
-    over: Future[None] = field(default_factory=Future)
+    over: Future[bool] = field(default_factory=Future)
     peer: _Remote | None = None
     handle: Any = None
     at: int = 0
     size: int = 0
     stalled_s: float = 0.0
     failure: str = ""
-    stuck: bool = False
+    warned: bool = False
 
 
 class NixlPlane:
@@ -96,6 +113,7 @@ class NixlPlane:
     def __init__(
         self, memory: mmap.mmap, num_slots: int, block_bytes: int, *, stall_timeout_s: float = STALL_TIMEOUT_S
     ) -> None:
+        self._streamed = GrpcPlane(memory, num_slots, block_bytes)
         self._pool_bytes = num_slots * block_bytes
         self._block_bytes = block_bytes
         self._part_blocks = max(1, MAX_PART_BYTES // block_bytes)
@@ -106,7 +124,6 @@ class NixlPlane:
         # Touched by the agent's thread alone.
         self._remotes: dict[str, _Remote] = {}
         self._reads: list[_Read] = []
-        self._awake_until_s = 0.0
         # Between the threads. Bounded by MAX_READS, and by forget(), which is called as seldom as peers are lost.
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = 0
@@ -119,12 +136,35 @@ class NixlPlane:
     ) -> None:
         """A caller that is cancelled still waits for the end: its slots are being written to."""
         check_slots(source, self._block_bytes, remote, local, self._pool_bytes)
-        if not source.nixl_metadata:
-            raise Unavailable(f"{source.node_id} has no NIXL")
         if self._closing or self._under_way >= MAX_READS:
             raise Unavailable(f"{self._under_way} reads are under way already, at most {MAX_READS} may be")
-        read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
         self._under_way += 1
+        try:
+            if not source.nixl_metadata or not await self._one_sided(source, remote, local):
+                await self._streamed.read(source, stream, ticket_id, remote, local)
+        finally:
+            self._under_way -= 1
+
+    def forget(self, node_id: str) -> None:
+        """The next read begins with a probe again."""
+        self._inbox.put(lambda: self._cut(self._remotes.get(node_id)))
+
+    def close(self) -> None:
+        """Ends the thread, and with it the registration of the memory. A transfer that does not end keeps both."""
+        if self._closing:
+            return
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("a transfer does not end: the pool stays registered until this process ends")
+            return
+        self._agent.close()
+        self._streamed.close()
+
+    async def _one_sided(self, source: PeerPool, remote: tuple[int, ...], local: tuple[int, ...]) -> bool:
+        """False, and nothing has happened, where the source has to be streamed from."""
+        read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
         self._inbox.put(lambda: self._reads.append(read))
         over = asyncio.wrap_future(read.over)
         cancelled = False
@@ -133,23 +173,10 @@ class NixlPlane:
                 await asyncio.wait([over])
             except asyncio.CancelledError:
                 cancelled = True
-        self._under_way -= 1
         if cancelled:
             over.exception()
             raise asyncio.CancelledError
-        over.result()
-
-    def forget(self, node_id: str) -> None:
-        """Cuts the source off: its reads under way fail soon."""
-        self._inbox.put(lambda: self._cut(self._remotes.get(node_id)))
-
-    def close(self) -> None:
-        """Ends the thread, and with it the registration of the memory."""
-        if not self._closing:
-            self._closing = True
-            self._inbox.put(lambda: None)
-            self._thread.join()
-            self._agent.close()
+        return over.result()
 
     # -- the agent's thread
 
@@ -157,108 +184,132 @@ class NixlPlane:
         while not self._closing or self._reads:
             with contextlib.suppress(queue.Empty):
                 self._inbox.get(timeout=self._pause_s())()
+            self._agent.progress()
             now = time.monotonic()
-            if self._agent.was_nudged():
-                self._awake_until_s = now + AWAKE_S
             for read in list(self._reads):
                 self._advance(read, now)
 
     def _pause_s(self) -> float:
-        if any(read.handle is None for read in self._reads):
+        if any(read.handle is None and not (read.peer and read.peer.probe) for read in self._reads):
             return 0.0
-        if self._reads:
-            return IDLE_POLL_S if all(read.stuck for read in self._reads) else READING_POLL_S
-        return SERVING_POLL_S if time.monotonic() < self._awake_until_s else IDLE_POLL_S
+        return BUSY_POLL_S if any(not read.failure for read in self._reads) else IDLE_POLL_S
 
     def _advance(self, read: _Read, now: float) -> None:
         """One look at one read."""
-        if read.peer is None:
-            self._begin(read, now)
-        elif read.handle is not None:
-            self._poll(read, now)
-        if read.handle is None and not read.failure and read.at < len(read.local):
-            self._post(read)
-        if read.handle is None and (read.failure or read.at == len(read.local)):
+        try:
+            peer = read.peer or self._begin(read, now)
+            if peer.probe is not None:
+                self._look_at_probe(peer, now)
+            elif read.handle is not None:
+                self._poll(read, now)
+            elif peer.blocks is not None and not read.failure:
+                self._post(read, peer, now)
+        except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
+            self._fail(read, error)
+        if read.handle is None and (read.failure or self._nothing_left(read)):
             self._end(read)
 
-    def _begin(self, read: _Read, now: float) -> None:
-        try:
-            read.peer = self._meet(read.source)
-        except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
-            read.failure = _words(error)
-            return
-        read.peer.reads += 1
-        read.stalled_s = now + self._stall_timeout_s
-        self._nudge(read.peer, now)
+    @staticmethod
+    def _nothing_left(read: _Read) -> bool:
+        peer = read.peer
+        met = peer is not None and peer.probe is None
+        return met and peer is not None and (peer.blocks is None or read.at == len(read.local))
 
-    def _post(self, read: _Read) -> None:
-        assert read.peer is not None
-        if read.peer.cut:
-            read.failure = "it was given up"
-            return
+    def _begin(self, read: _Read, now: float) -> _Remote:
+        read.stalled_s = now + self._stall_timeout_s
+        peer = self._remotes.get(read.source.node_id)
+        if peer is None or peer.pool != read.source or (peer.blocks is None and now > peer.probe_again_s):
+            self._cut(peer)
+            peer = self._meet(read.source, now)
+        read.peer = peer
+        peer.reads += 1
+        return peer
+
+    def _post(self, read: _Read, peer: _Remote, now: float) -> None:
         until = read.at + self._part_blocks
         local, remote = read.local[read.at : until], read.remote[read.at : until]
-        try:
-            read.handle, done = self._agent.post(local, read.peer.blocks, remote)
-        except Exception as error:  # noqa: BLE001
-            read.failure = _words(error)
-            self._cut(read.peer)
-            return
         read.size = len(local)
+        read.handle, done = self._agent.post(local, peer.blocks, remote)
         if done:
-            self._part_done(read, time.monotonic())
+            self._part_done(read, now)
 
     def _poll(self, read: _Read, now: float) -> None:
-        peer = read.peer
-        assert peer is not None
-        try:
-            state = self._agent.state(read.handle)
-        except Exception as error:  # noqa: BLE001
-            state, read.failure = "ERR", read.failure or _words(error)
+        state = self._agent.state(read.handle)
         if state == "DONE":
             self._part_done(read, now)
         elif state == "ERR":
-            read.failure = read.failure or "the transfer failed"
-            self._agent.release(read.handle)
-            read.handle = None
-            self._cut(peer)
-        elif now > min(read.stalled_s, read.deadline_s) and not read.failure:
+            raise Unavailable("the transfer failed")
+        elif not read.failure and now > min(read.stalled_s, read.deadline_s):
             read.failure = "it does not answer"
-            self._cut(peer)
-        elif read.failure and not read.stuck and now > read.stalled_s + self._stall_timeout_s:
-            read.stuck = True
+        elif read.failure and not read.warned and now > read.stalled_s + self._stall_timeout_s:
+            read.warned = True
             log.warning("a transfer from %s does not end: its slots stay busy", read.source.node_id)
-        elif not peer.cut and now > peer.nudged_s + NUDGE_INTERVAL_S:
-            self._nudge(peer, now)
 
     def _part_done(self, read: _Read, now: float) -> None:
         self._agent.release(read.handle)
         read.handle = None
-        read.at += read.size
         read.stalled_s = now + self._stall_timeout_s
+        read.at += read.size
         if now > read.deadline_s and read.at < len(read.local):
             read.failure = "it is too slow"
 
+    def _fail(self, read: _Read, error: Exception) -> None:
+        if read.handle is not None:
+            self._agent.release(read.handle)
+            read.handle = None
+        read.failure = read.failure or _words(error)
+        self._cut(read.peer)
+
     def _end(self, read: _Read) -> None:
         self._reads.remove(read)
-        if read.peer is not None:
-            read.peer.reads -= 1
-            self._drop_if_over(read.peer)
+        peer = read.peer
+        if peer is not None:
+            peer.reads -= 1
+            self._drop_if_over(peer)
         if read.failure:
             read.over.set_exception(Unavailable(f"{read.source.node_id}: {read.failure}"))
         else:
-            read.over.set_result(None)
+            read.over.set_result(peer is not None and read.at == len(read.local))
 
-    def _meet(self, pool: PeerPool) -> _Remote:
-        known = self._remotes.get(pool.node_id)
-        if known is not None and known.pool == pool:
-            return known
-        self._cut(known)
+    # -- sources, on the agent's thread too
+
+    def _meet(self, pool: PeerPool, now: float) -> _Remote:
+        """Makes a source known and sends the probe."""
         if len(self._remotes) >= MAX_REMOTES:
             self._cut(next(iter(self._remotes.values())))
         agent_name, blocks = self._agent.add(pool)
-        met = self._remotes[pool.node_id] = _Remote(pool, agent_name, blocks)
-        return met
+        peer = self._remotes[pool.node_id] = _Remote(pool, agent_name, blocks)
+        peer.probe_until_s = now + self._stall_timeout_s
+        try:
+            peer.probe, done = self._agent.probe(agent_name, pool)
+            if done:
+                self._probed(peer, "")
+        except Exception as error:  # noqa: BLE001
+            self._probed(peer, _words(error))
+        return peer
+
+    def _look_at_probe(self, peer: _Remote, now: float) -> None:
+        try:
+            state = self._agent.state(peer.probe)
+        except Exception as error:  # noqa: BLE001
+            self._probed(peer, _words(error))
+            return
+        if state == "DONE":
+            self._probed(peer, "")
+        elif state == "ERR" or now > peer.probe_until_s:
+            # Whatever comes late goes to the probe's own memory.
+            self._probed(peer, "it does not answer")
+
+    def _probed(self, peer: _Remote, trouble: str) -> None:
+        """A source that is merely lost fails the stream too."""
+        if peer.probe is not None:
+            self._agent.release(peer.probe)
+            peer.probe = None
+        if trouble:
+            log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", peer.pool.node_id, trouble)
+            peer.probe_again_s = time.monotonic() + PROBE_AGAIN_S
+            self._release_list(peer)
+            self._agent.disconnect(peer.agent_name)
 
     def _cut(self, peer: _Remote | None) -> None:
         if peer is None or peer.cut:
@@ -266,17 +317,18 @@ class NixlPlane:
         peer.cut = True
         if self._remotes.get(peer.pool.node_id) is peer:
             del self._remotes[peer.pool.node_id]
-        self._agent.disconnect(peer.agent_name)
         self._drop_if_over(peer)
 
     def _drop_if_over(self, peer: _Remote) -> None:
         if peer.cut and not peer.reads and peer.blocks is not None:
-            self._agent.release(peer.blocks)
-            peer.blocks = None
+            self._release_list(peer)
+            # The same agent may have been met anew meanwhile; NIXL knows it by its name.
+            if not any(other.agent_name == peer.agent_name for other in self._remotes.values()):
+                self._agent.disconnect(peer.agent_name)
 
-    def _nudge(self, peer: _Remote, now: float) -> None:
-        peer.nudged_s = now
-        self._agent.nudge(peer.agent_name)
+    def _release_list(self, peer: _Remote) -> None:
+        self._agent.release(peer.blocks)
+        peer.blocks = None
 
 
 def _words(error: Exception) -> str:

@@ -124,7 +124,10 @@ class Peer:
         await self._client.aclose()
 
     async def _stream(self, request: Any, targets: list[memoryview]) -> None:
-        call = self._plane.ReadBlocks(request)
+        try:
+            call = self._plane.ReadBlocks(request)
+        except grpc.aio.UsageError:
+            raise Unavailable("the connection was closed") from None
         try:
             for target in targets:
                 at = 0
@@ -143,6 +146,8 @@ class Peer:
                 piece = await call.read()
         except TimeoutError:
             raise Unavailable(f"{self.pool.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
+        except grpc.aio.UsageError:
+            raise Unavailable("the connection was closed") from None
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         except asyncio.CancelledError as error:

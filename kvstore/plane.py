@@ -58,7 +58,7 @@ class DataPlane(Protocol):
 def choose_transport(kv_transport: str) -> str:
     """What ``--kv-transport`` comes to on this machine: "nixl" or "grpc"; says it in one line.
 
-    Importing NIXL and trying it takes a second or two: not for the event loop's thread. Raises ConfigError where "nixl"
+    Importing NIXL and trying it takes about a second: not for the event loop's thread. Raises ConfigError where "nixl"
     is asked for and does not work.
     """
     from kvstore.nixl_agent import nixl_trouble

@@ -20,8 +20,18 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.checksum import block_checksum
+from kvstore.grpc_plane import GrpcPlane
+from kvstore.nixl_plane import NixlPlane
+from kvstore.plane import BlockShape, DataPlane, PeerPool, Pinned
+from kvstore.plane_servicer import SERVICE_NAME, KVPlaneServicer
+from kvstore.segment import Segment, map_shared
+from pillion.errors import NotFound
+from pillion.rpc import start_server
+from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.wire.common import hello_to_pb
+
 NAMESPACE = b"n" * 32
-START_TIMEOUT_S = 60.0
 
 
 def block_of(boot: int, slot: int, block_bytes: int) -> bytes:
@@ -52,8 +62,7 @@ class SourceProcess:
         self.process.wait()
 
 
-@contextlib.contextmanager
-def running_source(
+def start_source(
     transport: str,
     *,
     node_id: str = "source",
@@ -62,8 +71,8 @@ def running_source(
     num_slots: int = 64,
     block_bytes: int = 65536,
     flipped_slot: int = -1,
-) -> Iterator[SourceProcess]:
-    """Starts one; it is killed in the end, whatever became of it."""
+) -> SourceProcess:
+    """Starts one; the caller kills it."""
     words = [node_id, listen, transport, boot, num_slots, block_bytes, flipped_slot]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.plane_source", *map(str, words)],
@@ -71,15 +80,23 @@ def running_source(
         text=True,
         preexec_fn=_die_with_parent,
     )
-    try:
-        assert process.stdout is not None
+    assert process.stdout is not None
+    with process.stdout:
         address = process.stdout.readline().strip()
-        assert address, "the source did not start"
-        yield SourceProcess(process, node_id, address)
-    finally:
+    if not address:
         process.kill()
-        process.wait()
-        process.stdout.close()
+    assert address, "the source did not start"
+    return SourceProcess(process, node_id, address)
+
+
+@contextlib.contextmanager
+def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
+    """One that is killed in the end, whatever became of it; see :func:`start_source`."""
+    started = start_source(transport, **options)
+    try:
+        yield started
+    finally:
+        started.kill()
 
 
 def _die_with_parent() -> None:
@@ -88,76 +105,79 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-async def _serve() -> None:
-    from kvstore.checksum import block_checksum
-    from kvstore.plane import BlockShape, PeerPool, Pinned, choose_plane
-    from kvstore.plane_servicer import SERVICE_NAME, KVPlaneServicer
-    from kvstore.segment import Segment, map_shared
-    from pillion.errors import NotFound
-    from pillion.rpc import start_server
-    from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
-    from pillion.wire.common import hello_to_pb
+class FilledPool:
+    """A source whose chain is all of its pool (:class:`kvstore.plane_servicer.Source`)."""
 
+    def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
+        self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
+        self.memory = memoryview(self._mapped)
+        for slot in range(num_slots):
+            self._mapped[slot * block_bytes : (slot + 1) * block_bytes] = block_of(boot, slot, block_bytes)
+        self._sums = [
+            block_checksum(self.memory[slot * block_bytes : (slot + 1) * block_bytes]) for slot in range(num_slots)
+        ]
+        if flipped >= 0:
+            self._mapped[flipped * block_bytes + block_bytes // 2] ^= 4
+        kind = NixlPlane if transport == "nixl" else GrpcPlane
+        plane: DataPlane = kind(self._mapped, num_slots, block_bytes)
+        self._plane = plane
+        self._facts = PeerPool(node_id, boot, num_slots, block_bytes, plane.pool_address, plane.nixl_metadata)
+        self._chain, self._order = chain_of(num_slots)
+        self._made = 0
+        # Epoch, nonce and slots of each ticket.
+        self.tickets: dict[int, tuple[int, int, frozenset[int]]] = {}
+
+    async def describe(self) -> tuple[PeerPool, BlockShape]:
+        return self._facts, BlockShape(self._facts.block_bytes, NAMESPACE)
+
+    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> Pinned:
+        count = sum(1 for said, have in zip(hashes, self._chain, strict=False) if said == have)
+        self._made += 1
+        self.tickets[self._made] = (epoch, nonce, frozenset(self._order[:count]))
+        wanted = self._order[first_block:count]
+        return Pinned(self._made, tuple(wanted), tuple(self._sums[slot] for slot in wanted))
+
+    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
+        if ticket_id not in self.tickets or self.tickets[ticket_id][0] != epoch:
+            raise NotFound(f"ticket {ticket_id} is not held")
+        return self.tickets[ticket_id][2]
+
+
+class SessionNode(kvnode_pb2_grpc.KVNodeServicer):
+    """Sessions, releases and the number of tickets; the calls that no test makes stay unimplemented."""
+
+    def __init__(self, node_id: str, pool: FilledPool) -> None:
+        self._node_id, self._pool, self._epochs = node_id, pool, 0
+
+    async def OpenSession(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self._epochs += 1
+        yield kvnode_pb2.SessionEvent(hello=hello_to_pb(self._node_id), epoch=self._epochs)
+        await asyncio.Event().wait()
+
+    async def ReleaseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        for ticket, (epoch, nonce, _) in list(self._pool.tickets.items()):
+            if epoch == request.epoch and (ticket in request.ticket_ids or nonce in request.nonces):
+                del self._pool.tickets[ticket]
+        return kvnode_pb2.ReleaseTicketReply()
+
+    async def GetNodeStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return kvnode_pb2.NodeStatus(node_id=self._node_id, tickets=len(self._pool.tickets))
+
+
+async def _serve() -> None:
     node_id, listen, transport = sys.argv[1:4]
     boot, num_slots, block_bytes, flipped = map(int, sys.argv[4:8])
-    segment = Segment(num_slots * block_bytes)
-    mapped = map_shared(segment.fileno(), num_slots * block_bytes)
-    for slot in range(num_slots):
-        mapped[slot * block_bytes : (slot + 1) * block_bytes] = block_of(boot, slot, block_bytes)
-    view = memoryview(mapped)
-    sums = [block_checksum(view[slot * block_bytes : (slot + 1) * block_bytes]) for slot in range(num_slots)]
-    if flipped >= 0:
-        mapped[flipped * block_bytes + block_bytes // 2] ^= 4
-    plane = choose_plane(transport, mapped, num_slots, block_bytes)
-    known, order = chain_of(num_slots)
-    tickets: dict[int, tuple[int, int, frozenset[int]]] = {}
-
-    class FilledPool:
-        memory = view
-
-        async def describe(self) -> tuple[PeerPool, BlockShape]:
-            facts = PeerPool(node_id, boot, num_slots, block_bytes, plane.pool_address, plane.nixl_metadata)
-            return facts, BlockShape(block_bytes, NAMESPACE)
-
-        async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> Pinned:
-            count = sum(1 for said, have in zip(hashes, known, strict=False) if said == have)
-            chain = order[:count]
-            ticket = len(tickets) + 1
-            tickets[ticket] = (epoch, nonce, frozenset(chain))
-            wanted = chain[first_block:]
-            return Pinned(ticket, tuple(wanted), tuple(sums[slot] for slot in wanted))
-
-        def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-            if ticket_id not in tickets or tickets[ticket_id][0] != epoch:
-                raise NotFound(f"ticket {ticket_id} is not held")
-            return tickets[ticket_id][2]
-
-    class Node(kvnode_pb2_grpc.KVNodeServicer):
-        epochs = 0
-
-        async def OpenSession(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-            self.epochs += 1
-            yield kvnode_pb2.SessionEvent(hello=hello_to_pb(node_id), epoch=self.epochs)
-            await asyncio.Event().wait()
-
-        async def ReleaseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
-            for ticket, (epoch, nonce, _) in list(tickets.items()):
-                if epoch == request.epoch and (ticket in request.ticket_ids or nonce in request.nonces):
-                    del tickets[ticket]
-            return kvnode_pb2.ReleaseTicketReply()
-
-        async def GetNodeStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
-            return kvnode_pb2.NodeStatus(node_id=node_id, tickets=len(tickets))
-
-    pool = FilledPool()
-    services = [
-        (
-            SERVICE_NAME,
-            lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(KVPlaneServicer(lambda: pool), server),
-        ),
-        ("pillion.v1.KVNode", lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(Node(), server)),
-    ]
-    server = await start_server(listen, services)
+    pool = FilledPool(node_id, transport, boot, num_slots, block_bytes, flipped)
+    plane = KVPlaneServicer(lambda: pool)
+    made: Any = SessionNode
+    node = made(node_id, pool)
+    server = await start_server(
+        listen,
+        [
+            (SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(plane, server)),
+            ("pillion.v1.KVNode", lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(node, server)),
+        ],
+    )
     print(server.address, flush=True)
     await asyncio.Event().wait()
 
