@@ -72,15 +72,11 @@ def _apply(
     for slot, block_hash in zip(slots, hashes, strict=True):
         block = ledger.tree.by_hash.get(block_hash)
         if block is None:
-            block = ledger.sealed(holder, slot, block_hash, ticket.tail)
-        else:
-            holder.leased[slot] = LOST_RACE
-            if block.depth < ticket.blocks:
-                staying.append(block.slot)
-                continue
-            ledger.tree.pin(block)
-        if ticket.tail is not None:
-            ledger.tree.unpin(ticket.tail)
-        ticket.tail = block
+            ledger.sealed(holder, slot, block_hash, ticket)
+            staying.append(slot)
+            continue
+        holder.leased[slot] = LOST_RACE
+        if block.depth >= ticket.blocks:
+            ledger.move_pin(ticket, block)
         staying.append(block.slot)
     return tuple(staying)

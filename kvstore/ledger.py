@@ -294,13 +294,12 @@ class Ledger:
         holder = self.active(epoch)
         return [commits.commit_run(self, holder, run) for run in runs]
 
-    def sealed(self, holder: Holder, slot: int, block_hash: bytes, parent: Block | None) -> Block:
-        """A leased slot becomes a committed block, born with one pin."""
+    def sealed(self, holder: Holder, slot: int, block_hash: bytes, ticket: TicketState) -> None:
+        """A leased slot becomes a committed block, and the ticket's pin moves on to it."""
         del holder.leased[slot]
         self.committed_ever += 1
-        block = self.tree.add(slot, block_hash, parent)
+        ticket.tail = block = self.tree.add(slot, block_hash, ticket.tail)
         self._events.append(IndexEvent(block_hash, here=True, segment=block.segment))
-        return block
 
     def evict_block(self, block: Block) -> None:
         """Frees the slot of a block that nobody protects and that has no children, ahead of need. Raises Internal for

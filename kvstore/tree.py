@@ -93,16 +93,15 @@ class BlockTree:
             tail = tail.parent
         return tail is block
 
-    def add(self, slot: int, block_hash: bytes, parent: Block | None) -> Block:
-        """A new block, born with one pin: the caller's."""
-        depth = parent.depth + 1 if parent else 0
-        segment = parent.segment if parent and depth % SEGMENT_BLOCKS else block_hash
-        block = Block(slot, block_hash, parent, depth, segment, holds=1)
+    def add(self, slot: int, block_hash: bytes, tail: Block | None) -> Block:
+        """A new block behind ``tail``, whose pin moves on to it: the tail stays protected, by its child from now on."""
+        depth = tail.depth + 1 if tail is not None else 0
+        segment = tail.segment if tail is not None and depth % SEGMENT_BLOCKS else block_hash
+        block = Block(slot, block_hash, tail, depth, segment, holds=1)
         self.by_hash[block_hash] = block
         self.protected += 1
-        if parent is not None:
-            parent.children += 1
-            self.pin(parent)
+        if tail is not None:
+            tail.children += 1
         return block
 
     def pin(self, block: Block) -> None:
