@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pillion.errors import FieldViolation, InvalidRequest, Overloaded
+from pillion.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 
 # What a refused client is told to wait; streams end every few hundred milliseconds on a gateway this full.
 RETRY_AFTER_MS = 1000
@@ -24,19 +24,24 @@ class Admission:
             said = f"{answers} answers; the gateway takes {self._max_requests} requests at once, each answer counts"
             raise InvalidRequest.of(FieldViolation(field, said))
         if self.requests + answers > self._max_requests:
-            raise Overloaded(f"max_inflight_requests ({self._max_requests}) requests are under way", RETRY_AFTER_MS)
+            raise _full("max_inflight_requests", self._max_requests, "requests")
         self.requests += answers
 
     def admit_tokens(self, tokens: int) -> None:
         """The prompt of an admitted request. One prompt is always let in, however long. Raises Overloaded."""
         if self.tokens and self.tokens + tokens > self._max_tokens:
-            raise Overloaded(f"max_inflight_tokens ({self._max_tokens}) prompt tokens are under way", RETRY_AFTER_MS)
+            raise _full("max_inflight_tokens", self._max_tokens, "prompt tokens")
         self.tokens += tokens
 
     def leave(self, tokens: int, answers: int = 1) -> None:
         """A request has ended, in whatever way."""
         self.requests -= answers
         self.tokens -= tokens
+
+
+def _full(name: str, most: int, what: str) -> Overloaded:
+    said = f"{name} ({most}) {what} are under way"
+    return Overloaded(said, RETRY_AFTER_MS, (QuotaViolation(name, said),))
 
 
 def check_pool(

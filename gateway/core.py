@@ -12,9 +12,9 @@ from opentelemetry import trace
 
 from gateway.admission import Admission, check_pool
 from gateway.answer import Answer
-from gateway.calls import Job
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
+from gateway.job import Job
 from gateway.planner import SplitPolicy
 from gateway.runner import Generation
 from gateway.tokenizer import ModelTokenizer, TokenizerPool
@@ -30,6 +30,10 @@ from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PillionError, Unavailable
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
+
+STOPPING = "this gateway is stopping"
+# A client that reaches another gateway, or the next one behind this port, may come at once.
+DRAIN_RETRY_MS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,7 @@ class Gateway:
         self._options = options
         self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens)
         self._pool = TokenizerPool()
+        self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
@@ -79,7 +84,10 @@ class Gateway:
 
         Raises:
             InvalidRequest: with every wrong field. Overloaded: a bound is met. DeadlineExceeded: no time left.
+            Unavailable: it is stopping; another gateway may take the request at once.
         """
+        if self._draining:
+            raise Unavailable(STOPPING, DRAIN_RETRY_MS)
         arrived = time.monotonic()
         span = telemetry.tracer().start_span(
             f"generate {request.model[:100]}".rstrip(), context=parent, kind=trace.SpanKind.SERVER
@@ -107,6 +115,20 @@ class Gateway:
             _end_badly(span, error)
             raise
 
+    def entry(self, name: str) -> ModelEntry:
+        """The model that ``name`` means; "" means the only one. Raises InvalidRequest."""
+        return self._models[check_model(name, self._models)]
+
+    async def tokenize(self, request: GenerateRequest) -> tuple[int, ...]:
+        """The prompt as it would be computed, as ids. Raises InvalidRequest and Overloaded."""
+        model = self.entry(request.model)
+        check_request(request, model.limits)
+        return await self._tokenize(request, model)
+
+    async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:
+        """The text of ids that the model knows, special tokens skipped. Raises Overloaded."""
+        return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
+
     def models(self) -> tuple[ModelInfo, ...]:
         """Those that live workers serve now."""
         return tuple(
@@ -128,6 +150,8 @@ class Gateway:
 
     def not_ready(self) -> str:
         """Why no request could be served now; empty when one could."""
+        if self._draining:
+            return STOPPING
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
@@ -152,6 +176,10 @@ class Gateway:
     def active_tokens(self) -> int:
         """Their prompts' tokens."""
         return self._admission.tokens
+
+    def drain(self) -> None:
+        """Takes no new requests from now on; those under way go on."""
+        self._draining = True
 
     async def aclose(self) -> None:
         """Ends tokenizing. Generations are their readers' to cancel."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from typing import Protocol
 
 import tokenizers
@@ -11,6 +12,9 @@ from tokenizers import decoders
 # A character of UTF-8 is at most four bytes, so at most four tokens can be waiting to become one.
 MAX_HELD_TOKENS = 4
 _REPLACEMENT = "\ufffd"
+# How vocabularies of SentencePiece's family write a space, and a byte that is no character.
+_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class _Decoder(Protocol):
@@ -40,6 +44,20 @@ class Detokenizer:
     def flush(self) -> str:
         """What is held back still. Half a character reads as U+FFFD. Call once, at the end."""
         return self._decoder.flush()
+
+
+def token_bytes(codec: tokenizers.Tokenizer, token_id: int) -> bytes:
+    """What one token stands for by itself, a special one for its own text; nothing where the id is not known."""
+    token = codec.id_to_token(token_id)
+    if token is None:
+        return b""
+    if token in _special_texts(codec):
+        return token.encode()
+    if isinstance(codec.decoder, decoders.ByteLevel):
+        return _bytes_of(token)
+    if _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SPACE, " ").encode()
 
 
 class _ByteLevel:

@@ -1,56 +1,98 @@
-"""The HTTP port, in the gateway's process and event loop. Three pages now; the OpenAI API comes to the same frame."""
+"""The HTTP port, in the gateway's process and event loop: OpenAI's API, and pages about the gateway itself."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from gateway.core import Gateway
+from gateway.http_call import MAX_HEADER_BYTES, Call, Endpoint
+from gateway.http_errors import ApiError
+from gateway.openai_api import OpenAIApi, unknown_model
 from pillion._version import VERSION
+from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
+# How long a connection may stay without a request.
+KEEP_ALIVE_S = 75
 
 
-def make_app(gateway: Gateway) -> Starlette:
-    """The application: /health, /version and /v1/models."""
-    started = int(time.time())
+class _Pages:
+    """What needs no body."""
 
-    async def health(_: Request) -> JSONResponse:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = int(time.time())
+
+    async def health(self, call: Call) -> None:
         """200 when a request would be served now, 503 with what is missing when not."""
-        missing = gateway.not_ready()
+        missing = self._gateway.not_ready()
         if missing:
-            return JSONResponse({"status": "unavailable", "missing": missing}, 503)
-        return JSONResponse({"status": "ok"})
+            await call.answer(503, msgspec.json.encode({"status": "unavailable", "missing": missing}))
+        else:
+            await call.answer(200, b'{"status":"ok"}')
 
-    async def version(_: Request) -> JSONResponse:
-        return JSONResponse({"version": VERSION})
+    async def version(self, call: Call) -> None:
+        """This gateway's."""
+        await call.answer(200, msgspec.json.encode({"version": VERSION}))
 
-    async def models(_: Request) -> JSONResponse:
-        """OpenAI's list; ``max_model_len`` as vLLM adds it."""
-        entries = [
-            {
-                "id": info.name,
-                "object": "model",
-                "created": started,
-                "owned_by": "pillion",
-                "root": info.name,
-                "max_model_len": info.max_model_len_tokens,
-            }
-            for info in gateway.models()
-        ]
-        return JSONResponse({"object": "list", "data": entries})
+    async def models(self, call: Call) -> None:
+        """OpenAI's list of what live workers serve."""
+        entries = [self._entry(info) for info in self._gateway.models()]
+        await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
 
-    return Starlette(routes=[Route("/health", health), Route("/version", version), Route("/v1/models", models)])
+    async def model(self, call: Call) -> None:
+        """One of them; a name may hold slashes."""
+        name = call.path_parameter("name")
+        for info in self._gateway.models():
+            if info.name == name:
+                await call.answer(200, msgspec.json.encode(self._entry(info)))
+                return
+        raise unknown_model(f"the model {name[:100]!r} is not served here")
+
+    async def nothing(self, call: Call) -> None:
+        """Every other path."""
+        raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
+
+    def _entry(self, info: ModelInfo) -> dict[str, Any]:
+        """As OpenAI has it; ``max_model_len`` as vLLM adds it."""
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pillion",
+            "root": info.name,
+            "max_model_len": info.max_model_len_tokens,
+        }
+
+
+def make_app(gateway: Gateway) -> Router:
+    """The application; every page of the port is in this one table.
+
+    A bare router: the usual application wraps every write of a stream twice, for errors that are answered here.
+    """
+    pages, api = _Pages(gateway), OpenAIApi(gateway)
+    routes = [
+        Route("/health", Endpoint("GET", pages.health)),
+        Route("/version", Endpoint("GET", pages.version)),
+        Route("/v1/models", Endpoint("GET", pages.models)),
+        Route("/v1/models/{name:path}", Endpoint("GET", pages.model)),
+        Route("/v1/completions", Endpoint("POST", api.completions)),
+        Route("/v1/chat/completions", Endpoint("POST", api.chat)),
+        Route("/tokenize", Endpoint("POST", api.tokenize)),
+        Route("/detokenize", Endpoint("POST", api.detokenize)),
+    ]
+    return Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
 
 
 class _Server(uvicorn.Server):
@@ -69,26 +111,34 @@ class HttpServer:
         self.task = task
         self.address = address
 
-    async def stop(self) -> None:
-        """Lets answers under way finish for a moment, then closes."""
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Takes no more connections, lets answers under way finish for ``grace_s`` (whole seconds), then closes."""
+        self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
         self._server.should_exit = True
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-async def start_http(gateway: Gateway, host: str, port: int) -> HttpServer:
-    """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound."""
+async def start_http(gateway: Gateway, host: str, port: int, *, share_port: bool = False) -> HttpServer:
+    """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
+
+    ``share_port``: other processes may listen on the same port; the system spreads connections over them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         make_app(gateway),
+        # The one that takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
+        http="h11",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="off",
         log_config=None,
         access_log=False,
         ws="none",
         server_header=False,
+        proxy_headers=False,
         limit_concurrency=MAX_HTTP_CONNECTIONS,
-        timeout_graceful_shutdown=1,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -1,6 +1,8 @@
 """The gateway as a part: both ports, the links, and its own heartbeat.
 
-model prepared -> tokenizer loaded -> links up -> gRPC port -> HTTP port -> heartbeats ... stop() undoes it backwards
+model prepared -> tokenizer loaded -> links up -> gRPC port -> HTTP port -> heartbeats
+stop(grace_s):  out of the registry, health NOT_SERVING, new requests refused, HTTP takes no connections
+             -> streams under way end by themselves, or grace_s is over -> ports closed -> tokenizers, links
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from dataclasses import replace
 
 from engine.prepare import PreparedModel, prepare
@@ -30,6 +33,9 @@ from pillion.wire.registry import PartRecord
 log = logging.getLogger("pillion.gateway")
 
 SERVICE = "pillion.v1.Gateway"
+DRAIN_POLL_S = 0.02
+# For the last messages of streams that have ended; calls that watch the health are cut then.
+LAST_WORDS_S = 0.5
 
 
 class GatewayPart:
@@ -41,6 +47,7 @@ class GatewayPart:
         gateway: Gateway,
         cluster: Cluster,
         registry: Registry,
+        servicer: GatewayServicer,
         server: rpc.RunningServer,
         http: HttpServer,
         heartbeat_s: float,
@@ -52,19 +59,23 @@ class GatewayPart:
         self._record = record
         self._cluster = cluster
         self._registry = registry
+        self._servicer = servicer
         self._server = server
         self._http = http
         self._heart = asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Streams may finish for ``grace_s`` seconds; then everything they held is freed."""
+        """Drains: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
         self._heart.cancel()
         await asyncio.gather(self._heart, return_exceptions=True)
         try:
             await self._registry.leave(self.part_id)
         except PillionError as error:
             log.debug("could not leave the registry: %s", error.message)
-        await asyncio.gather(self._server.stop(grace_s), self._http.stop())
+        self.gateway.drain()
+        await self._server.not_serving()
+        await asyncio.gather(self._drained(grace_s), self._http.stop(grace_s))
+        await self._server.stop(min(grace_s, LAST_WORDS_S))
         await self.gateway.aclose()
         await self._cluster.aclose()
 
@@ -72,6 +83,12 @@ class GatewayPart:
         """Why the gateway cannot go on by itself. It only returns when its HTTP port has died."""
         await asyncio.wait({self._http.task})
         return "the HTTP server ended"
+
+    async def _drained(self, grace_s: float) -> None:
+        """Returns when no stream is under way, or after ``grace_s`` seconds."""
+        until_s = time.monotonic() + grace_s
+        while (self._servicer.streams or self.gateway.active_requests) and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _beat(self, heartbeat_s: float) -> None:
         while True:
@@ -95,7 +112,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     if not flags.redis_url:
         raise ConfigError("the gateway needs --redis-url")
     model = prepared if prepared is not None else await asyncio.to_thread(prepare, flags)
-    entry = await asyncio.to_thread(_entry, model)
+    entry = await asyncio.to_thread(model_entry, model)
     part_id = f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     cluster = Cluster(part_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
@@ -112,10 +129,12 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     await asyncio.gather(cluster.start(), entry.template.warm_up())
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
     server: rpc.RunningServer | None = None
+    servicer = GatewayServicer(gateway)
     try:
         server = await rpc.start_server(
             f"{host}:{flags.grpc_port}",
-            [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(gateway), s))],
+            [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
+            max_message_bytes=flags.max_message_bytes,
         )
         http = await start_http(gateway, flags.host, flags.http_port)
     except OSError as error:
@@ -126,10 +145,11 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
     record = PartRecord(part_id=part_id, role="gateway", address=server.address, model=model.name)
-    return GatewayPart(record, gateway, cluster, registry, server, http, flags.heartbeat_ms / 1000)
+    return GatewayPart(record, gateway, cluster, registry, servicer, server, http, flags.heartbeat_ms / 1000)
 
 
-def _entry(model: PreparedModel) -> ModelEntry:
+def model_entry(model: PreparedModel) -> ModelEntry:
+    """What a gateway needs of a model. Reads files; raises ConfigError."""
     tokenizer = ModelTokenizer.load(model.folder)
     return ModelEntry(
         limits=ModelLimits(model.name, model.max_model_len, model.vocab_size),

@@ -20,6 +20,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        # Streams whose last message has not been given to the transport.
+        self.streams = 0
 
     async def Generate(  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
@@ -41,12 +43,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             timeout_s=_timeout_s(context),
             parent=telemetry.extract(context.invocation_metadata()),
         )
+        self.streams += 1
         context.add_done_callback(lambda _: generation.cancel())
         context.set_trailing_metadata((("x-request-id", generation.job.request_id),))
         try:
             async for delta in generation:
                 yield delta_to_pb(delta)
         finally:
+            self.streams -= 1
             generation.cancel()
 
     async def ListModels(  # noqa: N802

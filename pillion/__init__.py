@@ -1,4 +1,5 @@
-"""Pillion's SDK: clients, the values they take and give, and the errors they raise. Imports no torch and no numpy."""
+"""Pillion's SDK: clients, the values they take and give, and the errors they raise; and :class:`LLM`, the engine in the
+caller's process, which imports the servers when it is made. Importing this imports no torch and no numpy."""
 
 from pillion._version import VERSION
 from pillion.client import AsyncClient, Client
@@ -14,8 +15,12 @@ from pillion.errors import (
     Overloaded,
     PermissionDenied,
     PillionError,
+    QuotaViolation,
+    Unauthenticated,
     Unavailable,
 )
+from pillion.offline import LLM
+from pillion.outputs import CompletionOutput, Logprob, RequestOutput
 from pillion.types import (
     ChatMessage,
     ClusterStatus,
@@ -31,11 +36,13 @@ from pillion.types import (
 __version__ = VERSION
 
 __all__ = [
+    "LLM",
     "AsyncClient",
     "Cancelled",
     "ChatMessage",
     "Client",
     "ClusterStatus",
+    "CompletionOutput",
     "ConfigError",
     "Conflict",
     "DeadlineExceeded",
@@ -44,14 +51,18 @@ __all__ = [
     "FinishReason",
     "Internal",
     "InvalidRequest",
+    "Logprob",
     "ModelInfo",
     "NotFound",
     "Overloaded",
     "PartStatus",
     "PermissionDenied",
     "PillionError",
+    "QuotaViolation",
+    "RequestOutput",
     "SamplingParams",
     "Timings",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "__version__",

@@ -12,43 +12,65 @@ Several answers to one prompt come mixed; ``delta.index`` says which one a delta
     for delta in client.generate("Once upon a time", n=3, max_tokens=64):
         texts[delta.index] += delta.text
 
+Many prompts at once, and their whole answers:
+
+    for output in client.batch(["Once", "Twice"], max_tokens=64, concurrency=8, progress=True):
+        print(output.outputs[0].text)
+
 Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and everything that worked for it
 is freed. Errors are those of :mod:`pillion.errors`. A call made inside an OpenTelemetry span carries its context along.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from pillion import rpc, telemetry
-from pillion.errors import InvalidRequest
-from pillion.types import ChatMessage, ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
+from pillion import rpc
+from pillion.batch import DEFAULT_CONCURRENCY, Result, ThreadBatch, check_concurrency, one_each, run_async
+from pillion.client_requests import Ask, Item, Message, Prompt, to_pb
+from pillion.connection import Pem, connect
+from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import delta_from_pb, model_from_pb, request_to_pb, status_from_pb
+from pillion.wire.public import delta_from_pb, model_from_pb, status_from_pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 # For models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
-
-Prompt = str | Sequence[int]
-Message = ChatMessage | Mapping[str, str]
 
 
 class Client:
     """A blocking client of one gateway. Thread-safe; streams may run side by side.
 
     Args:
-        target: ``host:port`` or ``unix:path`` of the gateway's gRPC port.
+        target: ``host:port`` or ``unix:path`` of the gateway's gRPC port, ``grpcs://host:port`` for TLS.
+        tls, ca, cert, key: TLS, the trusted authorities, and the client's own certificate; see
+            :func:`pillion.connection.connect`.
+        api_key: sent with every call; default: PILLION_API_KEY of the environment.
+        max_message_bytes: largest message that is taken or sent.
+
+    Raises ConfigError for options that cannot work.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self._channel = rpc.sync_channel(target)
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        tls: bool = False,
+        ca: Pem | None = None,
+        cert: Pem | None = None,
+        key: Pem | None = None,
+        api_key: str = "",
+        max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._connection = connect(
+            target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
+        )
+        self._channel = self._connection.open()
         self._stub: Any = gateway_pb2_grpc.GatewayStub(self._channel)
 
     def generate(
@@ -81,8 +103,15 @@ class Client:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, or ``sampling`` and keywords together.
         """
-        request = _request(prompt, model, sampling, cache_salt, request_id, priority, fields)
-        return self._stream(request, timeout_s)
+        ask = Ask(
+            model=model,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
+            fields=fields,
+        )
+        return self._stream(ask.of_prompt(prompt), timeout_s)
 
     def chat(
         self,
@@ -100,8 +129,53 @@ class Client:
 
         The rest is as in :meth:`generate`.
         """
-        request = _chat_request(messages, model, sampling, cache_salt, request_id, priority, fields)
-        return self._stream(request, timeout_s)
+        ask = Ask(
+            model=model,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
+            fields=fields,
+        )
+        return self._stream(ask.of_chat(messages), timeout_s)
+
+    def batch(
+        self,
+        prompts: Sequence[Item],
+        *,
+        model: str = "",
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: bool = False,
+        raise_errors: bool = True,
+        **fields: Any,
+    ) -> list[Result]:
+        """All answers to many prompts, in the prompts' order, ``concurrency`` of them asked at once.
+
+        Args:
+            prompts: texts, token ids or conversations, mixed as you like.
+            sampling: one for all, or one for each.
+            timeout_s: time for each of them.
+            progress: show a bar.
+            raise_errors: the first error cancels the rest and is raised; else it stands in its prompt's place.
+
+        A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is asked again after the time
+        that the gateway names, up to :data:`pillion.batch.OVERLOAD_RETRIES` times.
+
+        Raises:
+            PillionError: of any prompt. ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
+        """
+        check_concurrency(concurrency)
+        samplings = one_each(sampling, len(prompts))
+        requests = [
+            Ask(model=model, sampling=said, cache_salt=cache_salt, priority=priority, fields=fields).of_item(prompt)
+            for prompt, said in zip(prompts, samplings, strict=True)
+        ]
+        batch = ThreadBatch(lambda request: self._call(request, timeout_s), _deltas, raise_errors)
+        return batch.run(requests, concurrency, progress)
 
     def models(self) -> list[ModelInfo]:
         """Models that live workers serve. Raises PillionError."""
@@ -124,13 +198,15 @@ class Client:
     ) -> None:
         self.close()
 
-    def _stream(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Generator[Delta, None, None]:
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=telemetry.inject())
-        return _deltas(call)
+    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> Generator[Delta, None, None]:
+        return _deltas(self._call(request, timeout_s))
+
+    def _call(self, request: GenerateRequest, timeout_s: float | None) -> Any:
+        return self._stub.Generate(to_pb(request), timeout=timeout_s, metadata=self._connection.metadata())
 
     def _unary(self, method: Any, message: Any) -> Any:
         try:
-            return method(message, timeout=UNARY_TIMEOUT_S, metadata=telemetry.inject())
+            return method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error) from None
 
@@ -139,11 +215,29 @@ class AsyncClient:
     """The asyncio twin of :class:`Client`; one per event loop.
 
     Args:
-        target: ``host:port`` or ``unix:path`` of the gateway's gRPC port.
+        target: ``host:port`` or ``unix:path`` of the gateway's gRPC port, ``grpcs://host:port`` for TLS.
+        tls, ca, cert, key: TLS, the trusted authorities, and the client's own certificate; see
+            :func:`pillion.connection.connect`.
+        api_key: sent with every call; default: PILLION_API_KEY of the environment.
+        max_message_bytes: largest message that is taken or sent.
+
+    Raises ConfigError for options that cannot work.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        tls: bool = False,
+        ca: Pem | None = None,
+        cert: Pem | None = None,
+        key: Pem | None = None,
+        api_key: str = "",
+        max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._connection = connect(
+            target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
+        )
         self._channel: grpc.aio.Channel | None = None
 
     def generate(
@@ -159,8 +253,15 @@ class AsyncClient:
         **fields: Any,
     ) -> AsyncGenerator[Delta, None]:
         """As :meth:`Client.generate`, to be iterated with ``async for``."""
-        request = _request(prompt, model, sampling, cache_salt, request_id, priority, fields)
-        return self._stream(request, timeout_s)
+        ask = Ask(
+            model=model,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
+            fields=fields,
+        )
+        return self._stream(ask.of_prompt(prompt), timeout_s)
 
     def chat(
         self,
@@ -175,8 +276,40 @@ class AsyncClient:
         **fields: Any,
     ) -> AsyncGenerator[Delta, None]:
         """As :meth:`Client.chat`, to be iterated with ``async for``."""
-        request = _chat_request(messages, model, sampling, cache_salt, request_id, priority, fields)
-        return self._stream(request, timeout_s)
+        ask = Ask(
+            model=model,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
+            fields=fields,
+        )
+        return self._stream(ask.of_chat(messages), timeout_s)
+
+    async def batch(
+        self,
+        prompts: Sequence[Item],
+        *,
+        model: str = "",
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: bool = False,
+        raise_errors: bool = True,
+        **fields: Any,
+    ) -> list[Result]:
+        """As :meth:`Client.batch`."""
+        check_concurrency(concurrency)
+        samplings = one_each(sampling, len(prompts))
+        requests = [
+            Ask(model=model, sampling=said, cache_salt=cache_salt, priority=priority, fields=fields).of_item(prompt)
+            for prompt, said in zip(prompts, samplings, strict=True)
+        ]
+        return await run_async(
+            lambda request: self._stream(request, timeout_s), requests, concurrency, progress, raise_errors
+        )
 
     async def models(self) -> list[ModelInfo]:
         """Models that live workers serve. Raises PillionError."""
@@ -203,16 +336,16 @@ class AsyncClient:
     def _stub(self) -> Any:
         # A channel belongs to the loop that runs when it is made, so it is made with the first call.
         if self._channel is None:
-            self._channel = rpc.open_channel(self._target)
+            self._channel = self._connection.open_async()
         return gateway_pb2_grpc.GatewayStub(self._channel)
 
-    def _stream(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Delta, None]:
-        call = self._stub().Generate(request, timeout=timeout_s, metadata=telemetry.inject())
-        return _async_deltas(call)
+    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Delta, None]:
+        stub, metadata = self._stub(), self._connection.metadata()
+        return _async_deltas(stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata))
 
     async def _unary(self, method: Any, message: Any) -> Any:
         try:
-            return await method(message, timeout=UNARY_TIMEOUT_S, metadata=telemetry.inject())
+            return await method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
         except grpc.aio.AioRpcError as error:
             raise rpc.from_rpc_error(error) from None
 
@@ -235,65 +368,3 @@ async def _async_deltas(call: Any) -> AsyncGenerator[Delta, None]:
         raise rpc.from_rpc_error(error) from None
     finally:
         call.cancel()
-
-
-def _request(
-    prompt: Prompt,
-    model: str,
-    sampling: SamplingParams | None,
-    cache_salt: str,
-    request_id: str,
-    priority: int,
-    fields: dict[str, Any],
-) -> gateway_pb2.GenerateRequest:
-    is_text = isinstance(prompt, str)
-    return _to_pb(
-        GenerateRequest(
-            model=model,
-            text=str(prompt) if is_text else "",
-            token_ids=() if is_text else tuple(prompt),  # type: ignore[arg-type]
-            sampling=_sampling(sampling, fields),
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-        )
-    )
-
-
-def _chat_request(
-    messages: Sequence[Message],
-    model: str,
-    sampling: SamplingParams | None,
-    cache_salt: str,
-    request_id: str,
-    priority: int,
-    fields: dict[str, Any],
-) -> gateway_pb2.GenerateRequest:
-    said = [m if isinstance(m, ChatMessage) else ChatMessage(**m) for m in messages]
-    return _to_pb(
-        GenerateRequest(
-            model=model,
-            messages=tuple(said),
-            sampling=_sampling(sampling, fields),
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-        )
-    )
-
-
-def _sampling(sampling: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
-    if sampling is not None and fields:
-        raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
-    said = sampling if sampling is not None else SamplingParams(**fields)
-    stop: Any = said.stop
-    # Else every letter of it would be a stop string.
-    return replace(said, stop=(stop,)) if isinstance(stop, str) else said
-
-
-def _to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    try:
-        return request_to_pb(request)
-    except (ValueError, TypeError) as error:
-        # A number that fits no field of the message never leaves this machine.
-        raise InvalidRequest(str(error)) from None

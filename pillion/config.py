@@ -49,7 +49,9 @@ def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, c
 class CommonFlags:
     """What every part takes."""
 
-    redis_url: str = flag("", "Redis that holds the index and the registry (redis://, rediss://, unix://).")
+    redis_url: str = flag(
+        "", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://."
+    )
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
     heartbeat_ms: int = flag(1000, "Time between two heartbeats of a part.")
     heartbeat_timeout_ms: int = flag(5000, "Silence after which a part counts as lost.")
@@ -145,6 +147,8 @@ class GatewayFlags(CommonFlags, ModelFlags):
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
     max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
+    max_message_bytes: int = flag(16 * 2**20, "Largest gRPC message that is taken or sent.", kind=parse_size)
+    drain_timeout_s: float = flag(30.0, "Time that streams have to finish when the gateway is told to stop.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,5 +167,20 @@ class ServeFlags(GatewayFlags, ComputeFlags):
     max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
     target_itl_ms: float = flag(0.0, TARGET_ITL)
     num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
+    cpu_threads: int = flag(0, CPU_THREADS)
+    cpu_affinity: str = flag("", CPU_AFFINITY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineFlags(ComputeFlags):
+    """``pillion.LLM``: a decode worker and its pool in the caller's process."""
+
+    kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
+    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+    max_num_batched_tokens: int = flag(512, "Token budget of a step (I5).", kind=parse_size)
+    max_num_seqs: int = flag(64, "Most answers that are generated at once.")
+    num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
+    enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
+    enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     cpu_threads: int = flag(0, CPU_THREADS)
     cpu_affinity: str = flag("", CPU_AFFINITY)

@@ -9,6 +9,7 @@
     +-- DeadlineExceeded     the caller's time is over                   DEADLINE_EXCEEDED
     +-- Cancelled            the caller went away                        CANCELLED
     +-- PermissionDenied     not for this caller                         PERMISSION_DENIED
+    +-- Unauthenticated      who the caller is was not shown             UNAUTHENTICATED
     +-- Internal             a defect of ours                            INTERNAL
     +-- ConfigError          a flag or model that cannot work (start-up only)
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 # Numbers of google.rpc.Code, spelled out so that this module needs no gRPC.
 _CANCELLED, _INVALID, _DEADLINE, _NOT_FOUND, _DENIED = 1, 3, 4, 5, 7
-_EXHAUSTED, _PRECONDITION, _INTERNAL, _UNAVAILABLE = 8, 9, 13, 14
+_EXHAUSTED, _PRECONDITION, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 8, 9, 13, 14, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,14 @@ class FieldViolation:
     """One wrong field of a request: its path as the client spelled it, and what is wrong with it."""
 
     field: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaViolation:
+    """One bound that was met: whose it is or what it is called, and in words by how much."""
+
+    subject: str
     description: str
 
 
@@ -71,19 +80,27 @@ class Conflict(PillionError):  # noqa: N818
 
 
 class Overloaded(PillionError):  # noqa: N818
-    """A named bound was met. ``retry_after_ms`` is the server's guess, 0 where it has none."""
+    """A named bound was met: ``quotas`` say which. ``retry_after_ms`` is the server's guess, 0 where it has none."""
 
     code = _EXHAUSTED
+
+    def __init__(self, message: str, retry_after_ms: int = 0, quotas: tuple[QuotaViolation, ...] = ()) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+        self.quotas = quotas
+
+
+class Unavailable(PillionError):  # noqa: N818
+    """A part that the call needs does not live; the message names it.
+
+    ``retry_after_ms``: when to send the call again, 0 where the server has tried all it could itself.
+    """
+
+    code = _UNAVAILABLE
 
     def __init__(self, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
-
-
-class Unavailable(PillionError):  # noqa: N818
-    """A part that the call needs does not live; the message names it."""
-
-    code = _UNAVAILABLE
 
 
 class DeadlineExceeded(PillionError):  # noqa: N818
@@ -102,6 +119,12 @@ class PermissionDenied(PillionError):  # noqa: N818
     """Not for this caller."""
 
     code = _DENIED
+
+
+class Unauthenticated(PillionError):  # noqa: N818
+    """The call carries no API key, or none that is known."""
+
+    code = _UNAUTHENTICATED
 
 
 class Internal(PillionError):  # noqa: N818
@@ -125,6 +148,7 @@ BY_CODE: dict[int, type[PillionError]] = {
         DeadlineExceeded,
         Cancelled,
         PermissionDenied,
+        Unauthenticated,
         Internal,
     )
 }

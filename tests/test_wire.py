@@ -19,6 +19,8 @@ from pillion.errors import (
     InvalidRequest,
     Overloaded,
     PillionError,
+    QuotaViolation,
+    Unavailable,
 )
 from pillion.types import (
     ChatMessage,
@@ -59,6 +61,7 @@ HASH = st.binary(min_size=32, max_size=32)
 def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
     """Instances of a dataclass whose fields are all ``known`` or of a plain kind."""
     kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
+    kinds["tuple[str, ...]"] = st.lists(TEXT, max_size=3).map(tuple)
     fields = {f.name: known[f.name] if f.name in known else kinds[str(f.type)] for f in dataclasses.fields(cls)}
     return st.builds(cls, **fields)
 
@@ -189,7 +192,12 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
     from pillion.rpc import from_rpc_error, to_status
 
     violations = (FieldViolation("sampling.top_p", "must be positive"),)
-    said = {InvalidRequest: InvalidRequest.of(*violations), Overloaded: Overloaded("full", 1500)}
+    quotas = (QuotaViolation("max_inflight_requests", "256 are under way"),)
+    said = {
+        InvalidRequest: InvalidRequest.of(*violations),
+        Overloaded: Overloaded("full", 1500, quotas),
+        Unavailable: Unavailable("stopping", 1500),
+    }
     status = to_status(said.get(cls, cls("words")))
     metadata = grpc.aio.Metadata(*status.trailing_metadata)
     back = from_rpc_error(grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, status.details))
@@ -197,6 +205,7 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
     assert back.message == status.details
     assert getattr(back, "violations", violations) == violations
     assert getattr(back, "retry_after_ms", 1500) == 1500
+    assert getattr(back, "quotas", quotas) == quotas
 
 
 def test_an_unknown_code_is_internal() -> None:

@@ -32,8 +32,9 @@ ROLES = {
     "decode": ("decode_service.part", "start_decode"),
     "gateway": ("gateway.part", "start_gateway"),
 }
+# Time for what runs, where no flag (--drain-timeout-s) says another, and for what is to be done after it.
 STOP_GRACE_S = 2.0
-STOP_TIMEOUT_S = 4.0
+STOP_TIMEOUT_S = 2.0
 EXIT_HURRIED = 130
 
 
@@ -93,12 +94,12 @@ def run_part(role: str, flags: Any) -> int:
     module, function = ROLES[role]
     start = getattr(importlib.import_module(module), function)
     try:
-        return asyncio.run(_run(name, start, flags))
+        return asyncio.run(_run(name, start, flags, getattr(flags, "drain_timeout_s", STOP_GRACE_S)))
     finally:
         telemetry.shutdown()
 
 
-async def _run(name: str, start: Any, flags: Any) -> int:
+async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
     stop = asyncio.Event()
     stop_on_signals(stop)
     watcher = asyncio.create_task(_watch_supervisor(stop))
@@ -109,7 +110,7 @@ async def _run(name: str, start: Any, flags: Any) -> int:
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
-            await asyncio.wait({starting}, timeout=STOP_TIMEOUT_S)
+            await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
             return 0
         part = starting.result()
         log.info("%s ready at %s", name, part.address)
@@ -119,7 +120,7 @@ async def _run(name: str, start: Any, flags: Any) -> int:
         if reason:
             log.error("%s stops: %s", name, reason)
         # What failed has nobody left to wait for.
-        await _stop_within(name, part, 0.0 if reason else STOP_GRACE_S)
+        await _stop_within(name, part, 0.0 if reason else grace_s)
         return 1 if reason else 0
     finally:
         for task in (watcher, stopped, failed):
@@ -129,9 +130,9 @@ async def _run(name: str, start: Any, flags: Any) -> int:
 
 async def _stop_within(name: str, part: Any, grace_s: float) -> None:
     try:
-        await asyncio.wait_for(part.stop(grace_s), STOP_TIMEOUT_S)
+        await asyncio.wait_for(part.stop(grace_s), grace_s + STOP_TIMEOUT_S)
     except TimeoutError:
-        log.warning("%s did not stop within %g s", name, STOP_TIMEOUT_S)
+        log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pillion import InvalidRequest, Overloaded
-from pillion.v1 import gateway_pb2
 from pillion.wire.registry import PartRecord
 from tests.gateway.test_faults import start_decode_again
 from tests.support.fake_parts import Line, record, running_line, until
@@ -78,10 +77,8 @@ async def test_a_deadline_months_away_is_a_deadline() -> None:
 
 async def test_lists_without_end_are_refused_before_they_are_read() -> None:
     async with running_line() as line:
-        request = gateway_pb2.GenerateRequest(text="x")
-        request.sampling.stop.extend(["x"] * 5000)
         with pytest.raises(InvalidRequest) as failure:
-            await anext(line.client._stream(request, None))
+            await anext(line.client.generate("x", stop=("x",) * 5000))
         assert [(v.field, v.description) for v in failure.value.violations] == [
             ("sampling.stop", "5000 items; at most 4096")
         ]

@@ -1,0 +1,232 @@
+"""`python -m benchmarks.edge`: what the gateway itself can carry, and what it adds.
+
+A decode worker that computes nothing sends batches of one token for each stream; the real gateway, pinned to one core,
+makes server-sent events or gRPC messages of them; the clients share the other core with the worker and only count.
+Throughput is measured as fast as it goes, latency at a fixed rate: from the worker's send to the client's read.
+
+On a machine with two cores the worker and the clients can be the limit. So each rate is told twice: by the clock, and
+by the processor time that the gateway's process spent, which is what it could carry if it had the core to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import psutil
+from rich.table import Table
+
+from benchmarks.edge_parts import MODEL
+from benchmarks.report import percentile, save, show_table
+from pillion.v1 import common_pb2, gateway_pb2
+from tests.support.redis import running_redis
+
+START_TIMEOUT_S = 30.0
+GATEWAY_CORE, OTHER_CORE = 0, 1
+MARK = b'"text":'
+END = b"data: [DONE]"
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a client saw: when each message came, and how many tokens were in all of them."""
+
+    arrived: list[float] = field(default_factory=list)
+    ended: float = 0.0
+
+
+class SseClient(asyncio.Protocol):
+    """Asks for one completion and counts its events, with next to no work."""
+
+    def __init__(self, body: bytes, stream: Stream) -> None:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        self._stream = stream
+        self._carried = b""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        """Sends the request."""
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts."""
+        now = time.monotonic()
+        text = self._carried + data
+        events = text.count(MARK)
+        self._stream.arrived.extend([now] * events)
+        if END in text:
+            self._stream.ended = now
+            self._transport.close()
+            self.done.set_result(None)
+        # A mark that is cut in two is counted with its second half.
+        self._carried = text[text.rfind(MARK) + len(MARK) :][-len(END) :] if events else text[-len(END) :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """An early end is an error."""
+        if not self.done.done():
+            self.done.set_exception(exc or RuntimeError("the gateway closed the connection"))
+
+
+async def read_sse(address: str, tokens: int, stream: Stream) -> None:
+    """One stream of completions."""
+    host, _, port = address.rpartition(":")
+    asked = {"model": MODEL, "prompt": "hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    loop = asyncio.get_running_loop()
+    _, client = await loop.create_connection(lambda: SseClient(json.dumps(asked).encode(), stream), host, int(port))
+    await client.done
+
+
+async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: Stream) -> None:
+    """One stream of gRPC messages, which are counted and not read."""
+    sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    request = gateway_pb2.GenerateRequest(model=MODEL, text="hello", sampling=sampling)
+    generate: Any = channel.unary_stream("/pillion.v1.Gateway/Generate")
+    call = generate(request.SerializeToString())
+    async for _ in call:
+        stream.arrived.append(time.monotonic())
+    stream.ended = time.monotonic()
+
+
+async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[Stream]:
+    """All streams at once."""
+    seen = [Stream() for _ in range(streams)]
+    if kind == "sse":
+        await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in seen))
+    else:
+        async with grpc.aio.insecure_channel(ports["grpc"]) as channel:
+            await asyncio.gather(*(read_grpc(channel, tokens, stream) for stream in seen))
+    return seen
+
+
+@contextlib.contextmanager
+def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.Process]]:
+    """Redis, the worker and the gateway; their folder and the gateway's process."""
+    with tempfile.TemporaryDirectory(prefix="edge-") as name, running_redis() as redis:
+        folder = pathlib.Path(name)
+        commands = {
+            "worker": (OTHER_CORE, [str(streams), str(step_s)]),
+            "gateway": (GATEWAY_CORE, list[str]()),
+        }
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for role, (core, rest) in commands.items():
+                command = [sys.executable, "-m", "benchmarks.edge_parts", role, name, redis.url, *rest]
+                started.append(subprocess.Popen(command, env={**os.environ, "EDGE_CORE": str(core)}))
+            await_file(folder / "ports.json", started)
+            yield folder, psutil.Process(started[1].pid)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def await_file(path: pathlib.Path, processes: list[subprocess.Popen[bytes]]) -> Any:
+    """What is in it, as soon as it is there. Raises RuntimeError."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > until or any(process.poll() is not None for process in processes):
+            raise RuntimeError(f"no {path.name}: a process of the benchmark has failed")
+        time.sleep(0.02)
+    return json.loads(path.read_text())
+
+
+def throughput(kind: str, streams: int, tokens: int) -> dict[str, Any]:
+    """As fast as it goes, once."""
+    with running(streams, 0.0) as (folder, gateway):
+        ports = json.loads((folder / "ports.json").read_text())
+        before = sum(gateway.cpu_times()[:2])
+        seen = asyncio.run(read_all(kind, ports, streams, tokens))
+        cpu_s = sum(gateway.cpu_times()[:2]) - before
+    first, last = min(stream.arrived[0] for stream in seen), max(stream.ended for stream in seen)
+    messages, total = sum(len(stream.arrived) for stream in seen), streams * tokens
+    return {
+        "kind": kind,
+        "streams": streams,
+        "tokens": total,
+        "tokens_per_s": round(total / (last - first)),
+        "messages_per_s": round(messages / (last - first)),
+        "tokens_per_gateway_cpu_s": round(total / cpu_s),
+        "messages_per_gateway_cpu_s": round(messages / cpu_s),
+    }
+
+
+def latency(kind: str, streams: int, tokens: int, tokens_per_s: int) -> dict[str, Any]:
+    """From the worker's send to the client's read, at a fixed rate over all streams."""
+    with running(streams, streams / tokens_per_s) as (folder, _):
+        ports = json.loads((folder / "ports.json").read_text())
+        seen = asyncio.run(read_all(kind, ports, streams, tokens))
+        sent = await_file(folder / "times.json", [])
+    whole = [stream for stream in seen if len(stream.arrived) == len(sent)]
+    # The first tokens meet the requests' own work.
+    added = [
+        (came - went) * 1000 for stream in whole for came, went in list(zip(stream.arrived, sent, strict=True))[8:]
+    ]
+    if not added:
+        raise RuntimeError("every stream had tokens merged: the gateway did not keep up")
+    return {
+        "kind": kind,
+        "streams": streams,
+        "tokens_per_s": tokens_per_s,
+        "streams_with_merged_tokens": len(seen) - len(whole),
+        "added_ms": {f"p{percent}": round(percentile(added, percent), 3) for percent in (50, 90, 99)},
+    }
+
+
+def show(rates: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
+    """Two tables."""
+    table = Table(title="As fast as it goes, gateway on one core")
+    for column in ("", "streams", "tokens/s", "messages/s", "tokens per gateway CPU s", "messages per gateway CPU s"):
+        table.add_column(column, justify="right")
+    for row in rates:
+        figures = (row["streams"], row["tokens_per_s"], row["messages_per_s"])
+        by_cpu = (row["tokens_per_gateway_cpu_s"], row["messages_per_gateway_cpu_s"])
+        table.add_row(row["kind"], *(f"{value:,}" for value in (*figures, *by_cpu)))
+    show_table(table)
+    table = Table(title="Added on the way from worker to client, ms")
+    for column in ("", "streams", "tokens/s", "p50", "p90", "p99"):
+        table.add_column(column, justify="right")
+    for row in waits:
+        added = (f"{value:.2f}" for value in row["added_ms"].values())
+        table.add_row(row["kind"], str(row["streams"]), f"{row['tokens_per_s']:,}", *added)
+    show_table(table)
+
+
+def main() -> None:
+    """Prints, and writes results/edge.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens of each stream, as fast as it goes")
+    parser.add_argument("--rate", type=int, default=1000, help="tokens/s over all streams, for latencies")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each latency run")
+    parser.add_argument("--only", choices=("sse", "grpc"), help="one of the two protocols")
+    parser.add_argument("--no-save", action="store_true")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {OTHER_CORE})
+    kinds = (arguments.only,) if arguments.only else ("sse", "grpc")
+    rates = [throughput(kind, arguments.streams, arguments.tokens) for kind in kinds]
+    waits = [
+        latency(kind, streams, max(16, int(arguments.rate * arguments.seconds / streams)), arguments.rate)
+        for kind in kinds
+        for streams in (16, arguments.streams)
+    ]
+    show(rates, waits)
+    if not arguments.no_save:
+        print(f"saved {save('edge', {'throughput': rates, 'latency': waits})}")
+
+
+if __name__ == "__main__":
+    main()

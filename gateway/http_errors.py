@@ -1,0 +1,112 @@
+"""Errors as OpenAI's clients know them: a status, and ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from pillion.errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    PillionError,
+    Unauthenticated,
+    Unavailable,
+)
+
+# What a client is told to wait where nobody knows better: a lost part comes back within seconds.
+RETRY_AFTER_MS = 1000
+# No message repeats more of a client's own text than this.
+MAX_MESSAGE_CHARS = 4096
+
+_INVALID = "invalid_request_error"
+# HTTP status, OpenAI's type, OpenAI's code.
+_MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
+    InvalidRequest: (400, _INVALID, "invalid_value"),
+    NotFound: (404, _INVALID, "not_found"),
+    Conflict: (409, _INVALID, "conflict"),
+    Overloaded: (429, "rate_limit_error", "rate_limit_exceeded"),
+    Unavailable: (503, "server_error", "unavailable"),
+    DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+    Cancelled: (499, _INVALID, "cancelled"),
+    Unauthenticated: (401, _INVALID, "invalid_api_key"),
+    PermissionDenied: (403, "permission_error", "permission_denied"),
+}
+
+
+class ApiError(Exception):
+    """What a client is answered. ``retry_after_ms`` is 0 where trying again does not help."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = _INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_ms: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_ms = retry_after_ms
+
+    def body(self) -> bytes:
+        """The JSON object."""
+        error = {
+            "message": self.message[:MAX_MESSAGE_CHARS],
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Retry-After in whole seconds, as the standard has it, and in milliseconds, as OpenAI's clients read it."""
+        if not self.retry_after_ms:
+            return []
+        seconds = math.ceil(self.retry_after_ms / 1000)
+        return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % self.retry_after_ms)]
+
+
+def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """A field that is wrong: 400."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def internal() -> ApiError:
+    """A defect of ours: 500."""
+    return ApiError(500, "internal error; the gateway's log says more", kind="server_error", code="internal_error")
+
+
+def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
+    """The answer that stands for ``error``.
+
+    Args:
+        error: what the gateway raised.
+        spelled: the client's names of the fields that are called otherwise inside, by their inside path.
+    """
+    status, kind, code = _MAPPED.get(type(error), (500, "server_error", "internal_error"))
+    message, param, retry_after_ms = error.message, None, 0
+    if isinstance(error, InvalidRequest) and error.violations:
+        named = [(_spell(violation.field, spelled), violation.description) for violation in error.violations]
+        message, param = "; ".join(f"{name}: {said}" for name, said in named), named[0][0]
+    elif isinstance(error, Overloaded | Unavailable):
+        retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
+    return ApiError(status, message, kind=kind, param=param, code=code, retry_after_ms=retry_after_ms)
+
+
+def _spell(field: str, spelled: Mapping[str, str]) -> str:
+    """``sampling.stop[2]`` is the client's ``stop[2]``."""
+    name, bracket, rest = field.partition("[")
+    return spelled.get(name, name.removeprefix("sampling.")) + bracket + rest

@@ -1,0 +1,138 @@
+"""Finished answers in vLLM's shape, gathered from a stream of deltas: what LLM and Client.batch give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was in its place.
+
+    Attributes:
+        logprob: natural logarithm, before temperature, penalties and bias.
+        rank: 1 for the most likely token; None for a sampled one that is not among the reported alternatives.
+        decoded_token: its text, where the tokenizer is at hand (:class:`pillion.LLM`), else None.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+        finish_reason: "stop" or "length".
+        logprobs: for each token, the sampled one first, then the alternatives; None where they were not asked for.
+        cumulative_logprob: the sum of the sampled tokens' log probabilities; None likewise.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """All answers to one prompt.
+
+    Attributes:
+        prompt: its text; None where token ids were given. Of a conversation, what the template made of it (LLM), or
+            None (Client).
+        prompt_token_ids: what the model read; None where only the gateway knows it.
+        num_cached_tokens: tokens of the prompt whose KV was found.
+        usage, timings: as the last delta of the stream had them.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class _Growing:
+    __slots__ = ("finish_reason", "logprobs", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+
+
+class Collector:
+    """Takes one stream's deltas; ``output`` may be asked for at any time.
+
+    Args:
+        prompt, prompt_token_ids: as in :class:`RequestOutput`.
+        with_logprobs: whether they were asked for.
+        decode: a token's text.
+    """
+
+    def __init__(
+        self,
+        prompt: str | None,
+        prompt_token_ids: Iterable[int] | None,
+        with_logprobs: bool,
+        decode: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
+        self._prompt = prompt
+        self._prompt_token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
+        self._with_logprobs = with_logprobs
+        self._decode = decode
+        self._answers: dict[int, _Growing] = {}
+        self._last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        """The next one of the stream."""
+        answer = self._answers.setdefault(delta.index, _Growing())
+        answer.texts.append(delta.text)
+        answer.token_ids += delta.token_ids
+        answer.logprobs += delta.logprobs
+        answer.finish_reason = delta.finish_reason or answer.finish_reason
+        self._last = delta
+
+    def output(self) -> RequestOutput:
+        """All that came so far."""
+        usage = self._last.usage if self._last else None
+        return RequestOutput(
+            request_id=self._last.request_id if self._last else "",
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[self._completion(index, answer) for index, answer in sorted(self._answers.items())],
+            finished=usage is not None,
+            num_cached_tokens=usage.cached_tokens if usage else 0,
+            usage=usage,
+            timings=self._last.timings if self._last else None,
+        )
+
+    def _completion(self, index: int, answer: _Growing) -> CompletionOutput:
+        said = answer.logprobs if self._with_logprobs else None
+        return CompletionOutput(
+            index=index,
+            text="".join(answer.texts),
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason.value if answer.finish_reason else None,
+            logprobs=None if said is None else [self._position(one) for one in said],
+            cumulative_logprob=None if said is None else sum(one.logprob for one in said),
+        )
+
+    def _position(self, said: TokenLogprob) -> dict[int, Logprob]:
+        ranks = {token_id: rank for rank, token_id in enumerate(said.top_ids, 1)}
+        found = {said.token_id: Logprob(said.logprob, ranks.get(said.token_id), self._decode(said.token_id))}
+        for token_id, logprob in zip(said.top_ids, said.top_logprobs, strict=True):
+            found.setdefault(token_id, Logprob(logprob, ranks[token_id], self._decode(token_id)))
+        return found

@@ -1,0 +1,184 @@
+"""The real `openai` client against the real parts on a small model: sync, async, streaming, errors, and leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.support.fake_parts import until
+from tests.support.parts import Parts, running_parts
+from tests.support.tiny_model import save_model
+
+PROMPT = list(range(2, 91))
+ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}
+MESSAGES: Any = [
+    {"role": "system", "content": "Answer."},
+    {"role": "user", "content": "What is the capital of France?"},
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+    folder = tmp_path_factory.mktemp("openai")
+    model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512}
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        async with running_parts(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
+            yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def client_of(parts: Parts, **options: Any) -> openai.AsyncOpenAI:
+    url = f"http://{parts.gateway.http_address}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, **options)
+
+
+async def proven(parts: Parts) -> None:
+    """Nothing is held any more, and the pool adds up."""
+    pool = parts.kvnode.pool
+    await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+    pool.check_integrity()
+
+
+async def test_a_completion_says_what_grpc_says(parts: Parts) -> None:
+    asked = {"max_tokens": 8, "ignore_eos": True, "seed": 11, "logprobs": 2}
+    deltas = [delta async for delta in parts.client.generate(PROMPT, **asked)]
+    async with client_of(parts) as client:
+        said = await client.completions.create(model="tiny", prompt=PROMPT, logprobs=2, **ASKED)
+        (choice,) = said.choices
+        assert choice.text == "".join(delta.text for delta in deltas)
+        assert choice.finish_reason == "length"
+        assert choice.logprobs.token_logprobs == [one.logprob for delta in deltas for one in delta.logprobs]
+        assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
+        assert (said.usage.prompt_tokens, said.usage.completion_tokens, said.usage.total_tokens) == (89, 8, 97)
+        # The gRPC request before has left its blocks.
+        assert said.usage.prompt_tokens_details.cached_tokens == 80
+        salted = await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": "mine"}
+        )
+        assert salted.usage.prompt_tokens_details.cached_tokens == 0
+    await proven(parts)
+
+
+async def test_a_stream_is_the_whole_answer(parts: Parts) -> None:
+    async with client_of(parts) as client:
+        asked: Any = {"model": "tiny", "messages": MESSAGES, "n": 2, "temperature": 0.8, **ASKED}
+        whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
+        texts, tokens, usage = {0: "", 1: ""}, {0: [], 1: []}, None
+        options: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(
+            **asked, logprobs=True, top_logprobs=1, stream=True, stream_options=options
+        )
+        async for event in stream:
+            usage = event.usage or usage
+            for choice in event.choices:
+                texts[choice.index] += choice.delta.content or ""
+                tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
+        assert texts == {choice.index: choice.message.content for choice in whole.choices}
+        assert texts[0] != texts[1]
+        for choice in whole.choices:
+            assert [one.logprob for one in tokens[choice.index]] == [one.logprob for one in choice.logprobs.content]
+            assert len(choice.logprobs.content) == 8
+        assert usage.completion_tokens == whole.usage.completion_tokens == 16
+        assert whole._request_id
+    await proven(parts)
+
+
+async def test_the_blocking_client(parts: Parts) -> None:
+    def ask() -> None:
+        url = f"http://{parts.gateway.http_address}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            assert client.models.retrieve("tiny").object == "model"
+            whole = client.completions.create(model="tiny", prompt=["one", "two"], echo=True, temperature=0, **ASKED)
+            stream = client.completions.create(
+                model="tiny", prompt=["one", "two"], echo=True, temperature=0, stream=True, **ASKED
+            )
+            texts = ["", ""]
+            for event in stream:
+                texts[event.choices[0].index] += event.choices[0].text
+            assert texts == [choice.text for choice in whole.choices]
+            assert [text[:3] for text in texts] == ["one", "two"]
+
+    await asyncio.to_thread(ask)
+    await proven(parts)
+
+
+async def test_sampling_fields_change_the_answer(parts: Parts) -> None:
+    """Each of them is seen in what comes back."""
+    async with client_of(parts) as client:
+
+        async def text(**fields: Any) -> str:
+            body = {"ignore_eos": True, **fields.pop("extra_body", {})}
+            said = {"temperature": 0, "max_tokens": 8, **fields}
+            answer = await client.completions.create(model="tiny", prompt=PROMPT, extra_body=body, **said)
+            return answer.choices[0].text
+
+        greedy = await text()
+        assert await text(seed=5) == greedy
+        hot = {"temperature": 2.0, "seed": 3}
+        sampled = await text(**hot)
+        assert sampled not in (greedy, await text(temperature=2.0, seed=4))
+        assert await text(**hot, top_p=0.0001) == greedy
+        assert await text(**hot, extra_body={"top_k": 1}) == greedy
+        assert await text(**hot, extra_body={"min_p": 1.0}) == greedy
+        assert await text(logit_bias={"40": 100}) == await text(logit_bias={"40": 100}, seed=9) != greedy
+        # A bias that settles the first token, and penalties that forbid its return.
+        bias = {"logit_bias": {"40": 3}}
+        biased = await text(**bias)
+        assert await text(**bias, presence_penalty=2, frequency_penalty=2) != biased
+        assert await text(**bias, extra_body={"repetition_penalty": 5}) != biased
+        forced = {"logit_bias": {"40": 100}}
+        assert await text(**forced, extra_body={"stop_token_ids": [40]}) == ""
+        assert await text(**forced, extra_body={"stop_token_ids": [40], "min_tokens": 3}) != ""
+        letter = (await text(**forced))[0]
+        assert await text(**forced, stop=letter * 3) == ""
+        assert await text(**forced, max_tokens=2) == letter * 2
+    await proven(parts)
+
+
+async def test_error_classes(parts: Parts) -> None:
+    async with client_of(parts) as client:
+        wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
+            (openai.BadRequestError, "temperature", {"temperature": -1}),
+            (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+            (openai.BadRequestError, "response_format", {"response_format": {"type": "json_object"}}),
+            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": 0}),
+            (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
+            (openai.BadRequestError, "nonsense", {"extra_body": {"nonsense": 1}}),
+            (openai.NotFoundError, "model", {"model": "gpt-4"}),
+        ]
+        for kind, param, fields in wrong:
+            with pytest.raises(kind) as caught:
+                await client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **fields})
+            assert caught.value.param == param
+            assert caught.value.request_id
+        # What clients send because it is their default.
+        usual: Any = {"user": "me", "store": False, "n": 1, "tools": None, "parallel_tool_calls": True, "stop": None}
+        usual |= {"response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
+        said = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
+        assert said.choices[0].finish_reason == "length"
+    await proven(parts)
+
+
+async def test_leaving_frees_everything(parts: Parts) -> None:
+    async with client_of(parts) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+        await proven(parts)
+        waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400))
+        await until(lambda: parts.gateway.gateway.active_requests)
+        waiting.cancel()
+        await proven(parts)

@@ -1,0 +1,91 @@
+"""Told to stop, a gateway finishes its streams, takes no new ones, and says so to whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pillion import AsyncClient, Unavailable
+from pillion.rpc import open_channel
+from tests.support.fake_parts import Line, running_line, until
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE = "pillion.v1.Gateway"
+
+
+async def read(client: AsyncClient) -> str:
+    return "".join([delta.text async for delta in client.generate("x")])
+
+
+@contextlib.asynccontextmanager
+async def health_of(line: Line) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    async with open_channel(line.gateway.grpc_address) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+async def says(health: health_pb2_grpc.HealthStub, service: str) -> int:
+    return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_a_drain_loses_no_stream() -> None:
+    async with running_line("The answer.") as line, health_of(line) as health:
+        line.decode.gate.clear()
+        streams = [asyncio.create_task(read(line.client)) for _ in range(5)]
+        await until(lambda: len(line.decode.submits) == 5)
+        assert [await says(health, name) for name in ("", SERVICE)] == [SERVING, SERVING]
+        stopping = asyncio.create_task(line.gateway.stop(60.0))
+        await until(lambda: line.gateway.gateway.not_ready())
+        # Health is asked and answered while streams go on; the registry has forgotten the gateway.
+        assert [await says(health, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
+        assert all(part.role != "gateway" for part in await line.registry.parts())
+        async with AsyncClient(line.gateway.grpc_address) as late:
+            with pytest.raises(Unavailable, match="this gateway is stopping") as caught:
+                await read(late)
+            assert caught.value.retry_after_ms == 100
+        assert not stopping.done()
+        line.decode.gate.set()
+        assert await asyncio.gather(*streams) == ["The answer."] * 5
+        await stopping
+        with pytest.raises(grpc.aio.AioRpcError):
+            await says(health, "")
+
+
+async def test_who_watches_the_health_does_not_hold_it_up() -> None:
+    async with running_line("The answer.") as line, health_of(line) as health:
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == SERVING
+        stopping = asyncio.create_task(line.gateway.stop(600.0))
+        assert (await watch.read()).status == NOT_SERVING
+        await stopping
+
+
+async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
+    async with running_line("The answer.") as line:
+        line.decode.gate.clear()
+        stream = asyncio.create_task(read(line.client))
+        await until(lambda: line.decode.submits)
+        await line.gateway.stop(0.1)
+        with pytest.raises((Unavailable, asyncio.CancelledError)):
+            await stream
+        await until(lambda: not (line.decode.streams or line.node.held))
+
+
+async def test_health_and_reflection_name_the_service() -> None:
+    async with running_line() as line, open_channel(line.gateway.grpc_address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
+        names = {service.name for service in answers[0].list_services_response.service}
+        assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
+        assert answers[0].HasField("file_descriptor_response")
+        async with health_of(line) as health:
+            with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+                await says(health, "pillion.v1.Nobody")

@@ -1,0 +1,246 @@
+"""LLM in this process: transformers' greedy tokens, vLLM's shape, and what the service promises."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from pillion import LLM, ConfigError, InvalidRequest, SamplingParams
+from pillion.offline import read_options
+from tests.support.oracle import Oracle, first_difference
+from tests.support.tiny_model import BOS, EOS, save_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+TEXTS = ["Once upon a time, in a land far away, ", "The sea", "x", "Once upon a time, in a land not so far"]
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+TALK_TEXT = f"{BOS}system\nBe brief.{EOS}\n{BOS}user\nHello?{EOS}\n{BOS}assistant\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: pathlib.Path) -> Iterator[LLM]:
+    with LLM(str(folder), dtype="float32", max_model_len="512", kv_pool_bytes="32MiB", cpu_threads=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: pathlib.Path) -> Oracle:
+    return Oracle(AutoModelForCausalLM.from_pretrained(folder), stop=[1])
+
+
+@pytest.fixture(scope="module")
+def codec(folder: pathlib.Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [answer.token_ids for output in outputs for answer in output.outputs]
+
+
+def test_generate_gives_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenizer) -> None:
+    outputs = llm.generate(TEXTS, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == TEXTS
+    for output in outputs:
+        (answer,) = output.outputs
+        assert output.prompt_token_ids == codec.encode(output.prompt).ids
+        assert not first_difference(oracle.greedy(output.prompt_token_ids, 16), answer.token_ids, 1e-3)
+        assert (answer.index, output.finished, answer.logprobs, answer.cumulative_logprob) == (0, True, None, None)
+        assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 1 else "length")
+        assert answer.text == codec.decode(answer.token_ids, skip_special_tokens=True)
+        assert output.usage.completion_tokens == len(answer.token_ids)
+    assert outputs[0].timings.decode_worker == "decode-0"
+
+
+def test_chat_gives_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenizer) -> None:
+    (alone,) = llm.chat(TALK, GREEDY, use_tqdm=False)
+    assert (alone.prompt, alone.prompt_token_ids) == (TALK_TEXT, codec.encode(TALK_TEXT, add_special_tokens=False).ids)
+    assert not first_difference(oracle.greedy(alone.prompt_token_ids, 16), alone.outputs[0].token_ids, 1e-3)
+    both = llm.chat([TALK, TALK[1:]], GREEDY, use_tqdm=False)
+    assert len(both) == 2
+    assert tokens(both)[0] == tokens([alone])[0]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[5, 6, 7], [[5, 6, 7]], {"prompt_token_ids": [5, 6, 7]}, [{"prompt_token_ids": [5, 6, 7], "cache_salt": "mine"}]],
+    ids=["ids", "list of ids", "dict", "list of dicts"],
+)
+def test_every_shape_of_a_prompt(llm: LLM, oracle: Oracle, prompt: object) -> None:
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == (None, [5, 6, 7])
+    assert not first_difference(oracle.greedy([5, 6, 7], 16), output.outputs[0].token_ids, 1e-3)
+
+
+def test_texts_in_dicts_and_one_sampling_for_each(llm: LLM) -> None:
+    asked = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)]
+    outputs = llm.generate([{"prompt": "The sea"}, "The sea"], asked, use_tqdm=False, priority=[5, -5])
+    assert [(output.prompt, len(output.outputs[0].token_ids)) for output in outputs] == [("The sea", 3), ("The sea", 5)]
+    assert tokens(outputs)[1][:3] == tokens(outputs)[0]
+
+
+def test_prefixes_are_cached_across_calls_and_salts_part_them(llm: LLM) -> None:
+    prompt = "a prompt that nobody has sent before, longer than a few blocks"
+    first, again = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (len(prompt) - 1) // 16 * 16)
+    assert tokens([first]) == tokens([again])
+    (salted,) = llm.generate({"prompt": prompt, "cache_salt": "x"}, GREEDY, use_tqdm=False)
+    assert salted.num_cached_tokens == 0
+
+
+def test_several_answers_are_those_of_their_seeds(llm: LLM) -> None:
+    asked = {"temperature": 0.9, "max_tokens": 12, "ignore_eos": True}
+    (several,) = llm.generate("The sea", SamplingParams(n=3, seed=7, **asked), use_tqdm=False)
+    assert [answer.index for answer in several.outputs] == [0, 1, 2]
+    alone = llm.generate(["The sea"] * 3, [SamplingParams(seed=7 + n, **asked) for n in range(3)], use_tqdm=False)
+    assert tokens([several]) == tokens(alone)
+    assert len({tuple(ids) for ids in tokens(alone)}) == 3
+
+
+def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+    asked = {"temperature": 0.9, "seed": 3, "max_tokens": 64, "ignore_eos": True}
+    (whole,) = llm.generate("The sea", SamplingParams(**asked), use_tqdm=False)
+    text = whole.outputs[0].text
+    stop = next(text[n] for n in range(8, len(text)) if text[n].isascii() and text[n] not in text[:n])
+    for said in (stop, [stop], (stop,)):
+        (output,) = llm.generate("The sea", SamplingParams(stop=said, **asked), use_tqdm=False)
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text.partition(stop)[0], "stop")
+
+
+def test_logprobs_have_vllms_shape(llm: LLM) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+    (answer,) = llm.generate("The sea", asked, use_tqdm=False)[0].outputs
+    assert len(answer.logprobs) == len(answer.token_ids) == 6
+    for token_id, said in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(said)) == token_id
+        assert (len(said), said[token_id].rank) == (2, 1)
+        assert all(
+            one.logprob <= said[token_id].logprob and isinstance(one.decoded_token, str) for one in said.values()
+        )
+    first = [said[token_id].logprob for token_id, said in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(first))
+
+
+def test_more_answers_than_there_is_room_for(llm: LLM) -> None:
+    asked = SamplingParams(n=16, temperature=0.9, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate([[n % 200 + 2] for n in range(60)], asked, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[n % 200 + 2] for n in range(60)]
+    assert all(len(output.outputs) == 16 for output in outputs)
+
+
+def test_the_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[object] = []
+
+    class Bar:
+        def __init__(self, **said: object) -> None:
+            seen.append((said["total"], said["desc"]))
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("closed")
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            assert "toks/s" in text
+
+        def update(self, count: int) -> None:
+            seen.append(count)
+
+    llm.generate(["a", "b", "c"], GREEDY, use_tqdm=Bar)
+    assert seen == [(3, "Processed prompts"), 1, 1, 1, "closed"]
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b", "c"], GREEDY)
+    assert "Processed prompts: 100%" in capsys.readouterr().err
+    llm.generate("a", GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_one_bad_prompt_ends_the_call_and_is_named(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(["x", "y" * 600, "z"], long, use_tqdm=False)
+    assert [violation.field for violation in caught.value.violations] == ["text"]
+    assert caught.value.__notes__ == ["prompt 1 of 3"]
+    assert llm._thread.line.gateway.active_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": 1}), InvalidRequest, "multi_modal_data"),
+        (lambda llm: llm.generate({"prompt": "x", "prompt_token_ids": [1]}), InvalidRequest, "give one of"),
+        (lambda llm: llm.generate({}), InvalidRequest, "give one of"),
+        (lambda llm: llm.generate(["x", ""]), InvalidRequest, "the prompt is empty"),
+        (lambda llm: llm.generate(["x"], [GREEDY, GREEDY]), ValueError, "1 prompts and 2 sampling"),
+        (lambda llm: llm.generate(["x"], priority=[1, 2]), ValueError, "1 prompts and 2 priorities"),
+        (lambda llm: llm.generate("x", SamplingParams(top_p=7)), InvalidRequest, "top_p"),
+        (lambda llm: llm.generate("x", SamplingParams(max_tokens="many")), InvalidRequest, "integer"),
+        (lambda llm: llm.generate([[3, 2**40]]), InvalidRequest, "[Oo]ut of range|too large"),
+        (lambda llm: llm.chat([{"role": "user"}]), InvalidRequest, "its role and its content"),
+        (lambda llm: llm.chat([{"role": "user", "content": [{"type": "text"}]}]), InvalidRequest, "a text, not list"),
+        (lambda llm: llm.chat([]), InvalidRequest, "the prompt is empty"),
+    ],
+)
+def test_what_is_wrong_is_said(llm: LLM, call, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call(llm)
+
+
+def test_nothing_to_do_is_done(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
+    assert len(llm.generate("here", GREEDY, use_tqdm=False)) == 1
+    both = await asyncio.gather(*(asyncio.to_thread(llm.generate, TEXTS, GREEDY, use_tqdm=False) for _ in range(2)))
+    assert tokens(both[0]) == tokens(both[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"tensor_parallel_size": 2}, TypeError, "no option 'tensor_parallel_size'; it has: block_size"),
+        ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs 'many' is no int"),
+        ({"max_num_seqs": 2.5}, ConfigError, "is no int"),
+        ({"enable_prefix_caching": "no"}, ConfigError, "is no bool"),
+        ({"kv_pool_bytes": "much"}, ConfigError, "'much' is not a size"),
+        ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float32"),
+    ],
+)
+def test_options_that_cannot_work(options: dict, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        LLM("demo", **options)
+
+
+def test_options_are_flags() -> None:
+    flags = read_options("m", {"kv_pool_bytes": "2GiB", "max_model_len": 4096, "enable_chunked_prefill": False})
+    assert (flags.model, flags.kv_pool_bytes, flags.max_model_len) == ("m", 2**31, 4096)
+    assert not flags.enable_chunked_prefill
+
+
+def test_a_start_that_fails_leaves_nothing(folder: pathlib.Path) -> None:
+    for options, said in [
+        ({"kv_pool_bytes": "64KiB"}, "one request of"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-batched-tokens must hold"),
+        ({"block_size": 0}, "--block-size 0 is less than 1"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            LLM(str(folder), dtype="float32", **options)
+    with pytest.raises(ConfigError, match="nowhere"):
+        LLM(str(folder / "nowhere"))
+
+
+def test_without_prefix_caching_nothing_is_found(folder: pathlib.Path) -> None:
+    options = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "16MiB", "cpu_threads": 1}
+    with LLM(str(folder), enable_prefix_caching=False, num_speculative_tokens=2, **options) as llm:
+        first, again = (llm.generate("x" * 50, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (again.num_cached_tokens, tokens([first])) == (0, tokens([again]))
