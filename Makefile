@@ -40,7 +40,7 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service or quantization
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore or edge
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
