@@ -4,6 +4,8 @@
 MODEL ?= demo
 ARGS ?=
 BENCH ?= cluster
+# Test files that run side by side; more needs more cores than that, for some start a whole cluster.
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -26,7 +28,7 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 	@exec $(BIN)/python -m pillion serve $(MODEL) $(ARGS)
 
 test: setup-dev check ## Checks, then all tests
-	$(IN_VENV) $(BIN)/python -m pytest $(ARGS)
+	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff check .
