@@ -175,7 +175,10 @@ def _import_api() -> Any:
     CUDA version; for blocks in host memory any of them does."""
     for build in _BUILDS:
         try:
-            return importlib.import_module(f"{build}._api")
+            api = importlib.import_module(f"{build}._api")
+            # It greets on standard output, which is not its own.
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+            return api
         except ModuleNotFoundError as error:
             if error.name != build:
                 raise

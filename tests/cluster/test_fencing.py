@@ -128,7 +128,8 @@ def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
     [victim] = wait_for("a worker to run it", lambda: busy(client, "decode"))
     with paused(before[victim]):
         wait_for("the fence", lambda: fenced(cluster, victim))
-        assert cluster.node_status().quarantined_blocks > 0
+        # What it holds stays held: it may still be reading.
+        assert cluster.node_status().tickets > 0
         wait_for("the other one to go on", lambda: busy(client, "decode") - {victim})
     for last in stream:
         got += last.token_ids

@@ -75,7 +75,13 @@ class Host:
         )
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
-        self.session = await self.client.open_session()
+        # A connection to the same path, which just failed, is tried again only after a moment.
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(PillionError):
+                    self.session = await self.client.open_session()
+                    break
+                await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         node, self.node = self.node, None
