@@ -9,170 +9,16 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from kvstore.attach import Attachment, attach
-from kvstore.client import NodeClient, Session
-from kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
+from kvstore.attach import attach
+from kvstore.hashing import HASH_BYTES, split_hashes
 from kvstore.index import Index
-from kvstore.node import KVNode, start_kvnode
-from pillion.config import KVNodeFlags
-from pillion.errors import NotFound, PillionError
-from pillion.wire.kvnode import Brought, CommitRun, NodeStatus, Ticket
+from pillion.errors import PillionError
+from pillion.wire.kvnode import Brought, NodeStatus
+from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, hosts, prompt
 from tests.support.redis import RedisServer
-
-BLOCK_BYTES = 8192
-NUM_SLOTS = 40
-NAMESPACE = "ab" * HASH_BYTES
-ROOT = bytes(HASH_BYTES)
-
-
-# Much of a small pool is kept free, so that blocks go to the disk soon.
-EAGER = {"low_watermark_percent": 60, "high_watermark_percent": 80}
-
-
-def content(block_hash: bytes) -> bytes:
-    """What a block of this hash holds, on every node."""
-    return random.Random(block_hash).randbytes(BLOCK_BYTES)
-
-
-def prompt(*tokens: int) -> bytes:
-    """Hashes of a prompt of one token a block."""
-    return chain_hashes(ROOT, tokens, 1)
-
-
-@dataclass
-class Host:
-    """One node with a gateway's session and a worker."""
-
-    name: str
-    folder: str
-    redis_url: str
-    flags: dict[str, Any]
-    node: KVNode | None = None
-    client: NodeClient = field(init=False)
-    session: Session = field(init=False)
-    worker: Attachment = field(init=False)
-    working: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def start(self) -> None:
-        self.node = await start_kvnode(
-            KVNodeFlags(
-                node_id=self.name,
-                node_listen=f"unix:{self.folder}/{self.name}.sock",
-                attach_socket=f"{self.folder}/{self.name}.attach",
-                kv_pool_bytes=NUM_SLOTS * BLOCK_BYTES,
-                redis_url=self.redis_url,
-                heartbeat_ms=50,
-                heartbeat_timeout_ms=2000,
-                **self.flags,
-            )
-        )
-        await self.new_worker()
-        self.client = NodeClient(self.node.address, "test")
-        # A connection to the same path, which just failed, is tried again only after a moment.
-        async with asyncio.timeout(10):
-            while True:
-                with contextlib.suppress(PillionError):
-                    self.session = await self.client.open_session()
-                    break
-                await asyncio.sleep(0.05)
-
-    async def stop(self) -> None:
-        node, self.node = self.node, None
-        if node is not None:
-            self.worker.close()
-            await self.session.aclose()
-            await self.client.aclose()
-            await node.stop(0.0)
-
-    async def new_worker(self) -> None:
-        self.worker = await asyncio.to_thread(
-            attach,
-            f"{self.folder}/{self.name}.attach",
-            part_id=f"worker at {self.name}",
-            role="decode",
-            block_bytes=BLOCK_BYTES,
-            timeout_s=5,
-            namespace=NAMESPACE,
-        )
-
-    def slot(self, number: int) -> memoryview:
-        return self.worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-
-    async def open(self, hashes: bytes) -> Ticket:
-        return await self.client.open_ticket(self.session.epoch, hashes, len(hashes) // HASH_BYTES + 1, timeout_s=5)
-
-    async def fetch(self, ticket: Ticket, hashes: bytes, *sources: str, timeout_s: float = 5.0) -> Brought:
-        return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)
-
-    async def fill(self, ticket: Ticket, hashes: bytes) -> int:
-        """Adopts, checks that the chain holds what it should, computes the rest; returns how long the chain was."""
-        adopted = await self.client.adopt(self.worker.epoch, ticket.ticket_id, 0)
-        names = split_hashes(hashes)
-        have = len(adopted.chain_slots)
-        for slot, block_hash in zip(adopted.chain_slots, names, strict=False):
-            assert bytes(self.slot(slot)) == content(block_hash), "a block holds something else than its hash says"
-        left = names[have:]
-        if left:
-            slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, len(left))).leased_slots
-            for slot, block_hash in zip(slots, left, strict=True):
-                self.slot(slot)[:] = content(block_hash)
-            run = CommitRun(ticket.ticket_id, slots, b"".join(left))
-            (result,) = await self.client.commit(self.worker.epoch, [run])
-            assert not result.refusal
-            lost = [slot for slot, stays in zip(slots, result.slots, strict=True) if slot != stays]
-            if lost:
-                await self.client.give_back(self.worker.epoch, lost)
-        return have
-
-    async def release(self, ticket: Ticket) -> None:
-        for epoch in (self.session.epoch, self.worker.epoch):
-            with contextlib.suppress(NotFound):
-                await self.client.release(epoch, [ticket.ticket_id])
-
-    async def serve(self, hashes: bytes, *sources: str) -> Brought:
-        """One request from end to end. Whatever becomes of it, nothing of it stays."""
-        ticket = await self.open(hashes)
-        try:
-            brought = await self.fetch(ticket, hashes, *sources)
-            async with self.working:
-                try:
-                    assert await self.fill(ticket, hashes) >= brought.blocks
-                    await self.client.release(self.worker.epoch, [ticket.ticket_id])
-                except (PillionError, asyncio.CancelledError):
-                    # It does not know what it holds: like a real worker, it ends, and another comes.
-                    self.worker.close()
-                    await asyncio.shield(self.new_worker())
-                    raise
-        finally:
-            with contextlib.suppress(PillionError):
-                await asyncio.shield(self.client.release(self.session.epoch, [ticket.ticket_id]))
-        return brought
-
-    async def check(self) -> None:
-        """Integrity by the node's own word, and every committed block's bytes."""
-        await self.client.check_integrity()
-        assert self.node is not None
-        for block_hash, block in self.node.pool.ledger.tree.by_hash.items():
-            assert bytes(self.slot(block.slot)) == content(block_hash)
-
-    async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
-        """The first status of which it is true."""
-        async with asyncio.timeout(10):
-            while not condition(status := await self.client.status()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return status
-
-    async def idle(self) -> None:
-        """Waits until nothing is held and nobody is fetching."""
-        status = await self.until(lambda status: not (status.tickets or status.leased_blocks))
-        assert status.reserved_blocks == 0
 
 
 @pytest.fixture(params=["grpc", "nixl"])
@@ -180,16 +26,6 @@ def transport(request: pytest.FixtureRequest) -> str:
     if request.param == "nixl":
         pytest.importorskip("nixl")
     return str(request.param)
-
-
-@asynccontextmanager
-async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> AsyncIterator[list[Host]]:
-    made = [Host(name, folder, redis.url, flags) for name in names]
-    try:
-        await asyncio.gather(*(host.start() for host in made))
-        yield made
-    finally:
-        await asyncio.gather(*(host.stop() for host in made))
 
 
 def spilled(status: NodeStatus) -> bool:
