@@ -195,14 +195,14 @@ class Cluster:
     def prefill(self, part_id: str) -> PrefillLink:
         """Raises Unavailable."""
         link = self._prefill.get(part_id)
-        if link is None:
+        if link is None or part_id in self._fences.named:
             raise Unavailable(f"prefill worker {part_id} is gone")
         return link
 
     def decode(self, part_id: str) -> DecodeLink:
         """Raises Unavailable."""
         link = self._decode.get(part_id)
-        if link is None:
+        if link is None or part_id in self._fences.named:
             raise Unavailable(f"decode worker {part_id} is gone")
         return link
 

@@ -50,6 +50,8 @@ class AnnounceQueue:
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._news: dict[bytes, IndexEvent] = {}
+        # Of shards that did not answer.
+        self._aside: dict[bytes, IndexEvent] = {}
         self._rest: Iterator[tuple[bytes, bytes]] = iter(())
         self._went_meanwhile: set[bytes] = set()
         self.repeating = False
@@ -64,6 +66,7 @@ class AnnounceQueue:
             return
         for event in events:
             self._news.pop(event.block_hash, None)
+            self._aside.pop(event.block_hash, None)
             self._news[event.block_hash] = event
             if self.repeating and not event.here:
                 self._went_meanwhile.add(event.block_hash)
@@ -87,12 +90,23 @@ class AnnounceQueue:
         events = [
             IndexEvent(block_hash, here=True, segment=segment)
             for block_hash, segment in taken
-            if block_hash not in self._went_meanwhile and block_hash not in self._news
+            if block_hash not in self._went_meanwhile and block_hash not in self._news and block_hash not in self._aside
         ]
         if len(taken) < count:
             self.repeating = False
             self._went_meanwhile.clear()
         return events
+
+    def set_aside(self, events: Iterable[IndexEvent]) -> None:
+        """What one shard did not take waits apart, so that the others hear their news. Newer events stand."""
+        for event in events:
+            if event.block_hash not in self._news:
+                self._aside[event.block_hash] = event
+        self._bound()
+
+    def try_again(self, count: int) -> None:
+        """At most ``count`` of what waits apart joins the news."""
+        self.put_back([self._aside.pop(block_hash) for block_hash in list(islice(self._aside, count))])
 
     def put_back(self, events: Iterable[IndexEvent]) -> None:
         """Undoes a take whose announcement failed; newer events of the same blocks stand."""
@@ -101,8 +115,9 @@ class AnnounceQueue:
         self._bound()
 
     def _bound(self) -> None:
-        if len(self._news) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
+        if len(self._news) + len(self._aside) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
             self._news.clear()
+            self._aside.clear()
             self._went_meanwhile.clear()
             self._rest, self.repeating = iter(()), False
             self.overflowed = True
@@ -139,6 +154,8 @@ class Announcer:
         # Of each group since everything was said last; another one tells that a shard has lost its memory.
         self._generations: dict[bytes, bytes] = {}
         self._lost = False
+        # Whether the last batch met a shard that is away.
+        self._partly = False
         self._repeat_at_s = 0.0
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
         self._answered = True
@@ -189,9 +206,16 @@ class Announcer:
             self._generations.clear()
             self._queue.say_all(self._hashes())
             self._repeat_at_s = now + REPEAT_S
-        self._learn(await self._writer.generations(self._some_groups()))
-        self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
-        self._learn(generations)
+        # While a shard is away one batch a beat finds out whether it is back.
+        self._queue.try_again(BATCH_BLOCKS if self._partly else MAX_PENDING_BLOCKS)
+        with contextlib.suppress(Unavailable):
+            self._learn(await self._writer.generations(self._some_groups()))
+        try:
+            self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
+            self._learn(generations)
+        except Unavailable:
+            # Another group may be on another shard.
+            self._sweep = SweepPlace((self._sweep.group + 1) % keys.GROUPS)
 
     def _some_groups(self) -> list[bytes]:
         known = list(self._generations)
@@ -217,18 +241,18 @@ class Announcer:
         return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, took_s / REPEAT_DUTY) - took_s
 
     async def _say(self, events: list[IndexEvent]) -> None:
-        """Raises Unavailable, with what was not taken back in the queue."""
+        """Raises Unavailable, with everything back in the queue, if nobody took any of it."""
         if not events:
             return
-        untold = events
         try:
             told = await self._writer.announce(self._entry, events)
-            untold = told.untold
             self._learn(told.generations)
-        finally:
-            self._queue.put_back(untold)
-        if untold:
-            raise Unavailable(f"Redis did not take {len(untold)} of {len(events)} announcements")
+        except BaseException:
+            self._partly = True
+            self._queue.put_back(events)
+            raise
+        self._partly = bool(told.untold)
+        self._queue.set_aside(told.untold)
 
     def _learn(self, generations: dict[bytes, bytes]) -> None:
         """The next beat says everything again where a group was lost."""

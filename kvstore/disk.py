@@ -317,7 +317,9 @@ _CORRUPT = "it does not fit its header or checksum"
 def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
     """All of ``kept``, each after its parent where that is kept too."""
     said: set[bytes] = set()
-    for name in list(kept.values()):
+    # A picture of now: it is read bit by bit, while blocks come and go.
+    kept = dict(kept)
+    for name in kept.values():
         line = []
         at: BlockName | None = name
         while at is not None and at.hash not in said:

@@ -192,6 +192,9 @@ class Fetcher:
                 slots = self._lend(fetch, len(here))
                 return bool(slots) and await self._from_tier(fetch, tier, here[: len(slots)], slots)
         while fetch.sources:
+            left_s = fetch.until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return False
             pinned = await self._pin(fetch, at, left_s)
             if pinned is not None:
                 # While it was pinned, others may have begun to bring the same.
@@ -355,6 +358,8 @@ class Fetcher:
             source.release(pinned.ticket_id)
 
     def _linger(self, fetch: _Fetch, work: asyncio.Future[int] | asyncio.Future[None]) -> None:
+        # Whoever reads ends soon, and not before nobody writes any more.
+        work.cancel()
         task = asyncio.ensure_future(_ended(work))
         for tasks in (fetch.lingering, self._lingering):
             tasks.add(task)
@@ -371,7 +376,9 @@ class Fetcher:
 
     def _no_longer_coming(self, hashes: list[bytes]) -> None:
         for block_hash in hashes:
-            self._coming.pop(block_hash).set()
+            # A chain that names a block twice has one event for both.
+            if (event := self._coming.pop(block_hash, None)) is not None:
+                event.set()
 
 
 async def _ended(work: asyncio.Future[int] | asyncio.Future[None]) -> None:

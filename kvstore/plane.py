@@ -85,5 +85,11 @@ def choose_plane(kv_transport: str, memory: mmap.mmap, num_slots: int, block_byt
     from kvstore.nixl_plane import NixlPlane
 
     if choose_transport(kv_transport) == "nixl":
-        return NixlPlane(memory, num_slots, block_bytes)
+        try:
+            return NixlPlane(memory, num_slots, block_bytes)
+        except ConfigError as error:
+            # A big pool may meet limits that two pages do not.
+            if kv_transport == "nixl":
+                raise
+            log.warning("blocks move between nodes by gRPC: %s", error.message)
     return GrpcPlane(memory, num_slots, block_bytes)

@@ -28,7 +28,9 @@ class Source(Protocol):
     async def describe(self) -> tuple[PeerPool, BlockShape]:
         """What readers have to know; may take a second the first time. Raises Conflict without a shape."""
 
-    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> Pinned:
+    async def pin_chain(
+        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
+    ) -> Pinned:
         """Pins the longest prefix that is here, lower tiers included, to a ticket of ``epoch``; names its slots from
         ``first_block`` on. Ticket 0: nothing of that is here, and nothing is held. Raises NotFound for a void epoch."""
 
@@ -58,7 +60,10 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
             raise InvalidRequest(f"{len(hashes)} blocks cannot be pinned at once, at most {MAX_PIN_BLOCKS}")
         if request.first_block > len(hashes):
             raise InvalidRequest(f"block {request.first_block} is behind the end of a chain of {len(hashes)}")
-        pinned = await self._source().pin_chain(request.epoch, request.nonce, hashes, request.first_block)
+        # What is on a disk comes up first: half of the caller's time for that, so that what came is of use.
+        left_s = context.time_remaining()
+        timeout_s = left_s / 2 if left_s else 0.0
+        pinned = await self._source().pin_chain(request.epoch, request.nonce, hashes, request.first_block, timeout_s)
         return wire.pinned_to_pb(pinned)
 
     async def ReadBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802

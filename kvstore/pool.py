@@ -19,7 +19,7 @@ from kvstore.eviction import EvictionPolicy
 from kvstore.fetch import Fetcher
 from kvstore.hashing import split_hashes
 from kvstore.ledger import Ledger
-from kvstore.records import SESSION, IndexEvent
+from kvstore.records import FETCH, SESSION, IndexEvent
 from kvstore.tree import Block
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.wire.kvnode import (
@@ -37,6 +37,9 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
+# Proving that the books of so many slots add up keeps everybody waiting for 25 ms and more.
+BIG_POOL_BLOCKS = 10_000
+CHECK_INTERVAL_S = 60.0
 # Beyond this a slot number or a byte offset would stop fitting somewhere.
 MAX_BLOCKS = 2**31 - 1
 
@@ -86,6 +89,7 @@ class Pool:
         self._announce = announce
         self._block_bytes = 0
         self._judged_s = time.monotonic()
+        self._checked_s = -CHECK_INTERVAL_S
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
         # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
         self._first_epoch: dict[int, int] = {}
@@ -143,7 +147,10 @@ class Pool:
 
         Raises Conflict for an epoch that is not fenced, NotFound for a void one.
         """
-        old = self.ledger.seen(epoch, time.monotonic())
+        # Asking is no sign of life: whoever is not fenced is refused, and is to be fenced if it stays silent.
+        old = self.ledger.holders.get(epoch)
+        if old is None:
+            raise NotFound("the epoch is void: attach again")
         self.ledger.drained(epoch)
         fresh = self.ledger.attach(old.name, old.role)
         # The attachment's end still comes under the epoch that it began with.
@@ -215,17 +222,19 @@ class Pool:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
         return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
 
-    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> tuple[int, list[Block]]:
+    async def pin_chain(
+        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
+    ) -> tuple[int, list[Block]]:
         """For another node that wants to read: a ticket, and the blocks from ``first_block`` on that it pins.
 
-        What is in a lower tier is brought up first, as far as there is room. Where nothing is here, or the caller goes
-        away, there is no ticket (0).
+        What is in a lower tier is brought up first, as far as there are room and time (0: this node's own bound). Where
+        nothing is here, or the caller goes away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
-                await self.fetcher.bring(epoch, ticket.ticket_id, hashes)
+                await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):
                 self.ledger.release(epoch, [ticket.ticket_id])
@@ -259,7 +268,7 @@ class Pool:
 
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted:
         """See :meth:`Ledger.adopt`."""
-        self.ledger.seen(epoch, time.monotonic())
+        self._worker(epoch)
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
         self.changed()
         return adopted
@@ -268,20 +277,20 @@ class Pool:
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
         """See :meth:`Ledger.lease`."""
-        self.ledger.seen(epoch, time.monotonic())
+        self._worker(epoch)
         slots = self.ledger.lease(epoch, blocks)
         self.changed()
         return slots
 
     def give_back(self, epoch: int, slots: Sequence[int]) -> None:
         """See :meth:`Ledger.give_back`."""
-        self.ledger.seen(epoch, time.monotonic())
+        self._worker(epoch)
         self.ledger.give_back(epoch, slots)
         self.changed()
 
     def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
         """See :meth:`Ledger.commit`."""
-        self.ledger.seen(epoch, time.monotonic())
+        self._worker(epoch)
         results = self.ledger.commit(epoch, runs)
         self.changed()
         return results
@@ -294,7 +303,12 @@ class Pool:
         return replace(books, served_blocks=self.served_blocks)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError (a Conflict) with what does not add up."""
+        """Raises IntegrityError (a Conflict) with what does not add up; Overloaded where a big pool, which takes long,
+        was looked at a moment ago."""
+        now = time.monotonic()
+        if self.ledger.num_slots > BIG_POOL_BLOCKS and now < self._checked_s + CHECK_INTERVAL_S:
+            raise Overloaded("a pool of this size is looked at once a minute", int(CHECK_INTERVAL_S * 1000))
+        self._checked_s = now
         self.ledger.check_integrity()
         if len(self._waiting) != len(self.line):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.line)} stand in line")
@@ -314,8 +328,16 @@ class Pool:
                     self.ledger.release(waiter.epoch, [future.result().ticket_id])
             raise
         finally:
-            self._waiting.pop(waiter.key, None)
+            # The nonce may be in use again.
+            if self._waiting.get(waiter.key) is future:
+                del self._waiting[waiter.key]
             self.changed()
+
+    def _worker(self, epoch: int) -> None:
+        """A sign of life from one who mapped the pool. Raises InvalidRequest for a session: hashes are no secret, and
+        who never wrote a slot must not name what is in it."""
+        if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH):
+            raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:
         """Whoever changed the ledger calls this: the line moves on, and the index hears the news."""

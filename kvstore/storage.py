@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 
 from kvstore.checksum import block_checksum
 from kvstore.disk import DiskTier, open_disk_tier
@@ -28,6 +29,7 @@ from kvstore.spill_plan import News
 from kvstore.tiers import BlockName, Tier
 from kvstore.tree import Block
 from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError, Unavailable
 from pillion.wire.kvnode import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
@@ -148,9 +150,10 @@ class Storage:
             self._announce(events)
 
     async def _announce_disk(self, disk: DiskTier) -> None:
-        events = [IndexEvent(name.hash, here=True, segment=name.segment) for name in disk.names()]
-        for start in range(0, len(events), ANNOUNCE_BLOCKS):
-            self._announce(events[start : start + ANNOUNCE_BLOCKS])
+        names = iter(disk.names())
+        while batch := list(islice(names, ANNOUNCE_BLOCKS)):
+            # What was dropped meanwhile has been told as gone.
+            self._announce([IndexEvent(each.hash, True, each.segment) for each in batch if each.hash in disk])
             await asyncio.sleep(0)
 
     # -- other nodes
@@ -178,9 +181,11 @@ class Storage:
         )
         return pool, self._block_shape
 
-    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> Pinned:
+    async def pin_chain(
+        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
+    ) -> Pinned:
         """See :class:`kvstore.plane_servicer.Source`."""
-        ticket_id, chain = await self._pool.pin_chain(epoch, nonce, hashes, first_block)
+        ticket_id, chain = await self._pool.pin_chain(epoch, nonce, hashes, first_block, timeout_s)
         if not chain:
             return Pinned(0, (), ())
         sums = await self._checksums(chain)
@@ -203,12 +208,15 @@ class Storage:
     async def _look_around(self) -> None:
         """Makes the data plane ready as soon as there is somebody to talk to: the first fetch should not wait."""
         while self._plane is None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Unavailable):
                 others = set(await self._addresses()) - {self._flags.node_id}
                 if others:
-                    await self.plane()
-                    return
+                    break
             await asyncio.sleep(LOOK_AROUND_S)
+        try:
+            await self.plane()
+        except ConfigError as error:
+            log.warning("no blocks from and for other nodes: %s", error.message)
 
     # -- books
 

@@ -116,9 +116,12 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         first[1]._sinks[1] = heard.append
         said[0] = node("decode-0", "prefill-0")
         await cluster.refresh()
-        assert cluster.prefill("prefill-0") is not first[0]
-        second = cluster.decode("decode-0")
+        second = cluster._decode["decode-0"]
         assert second is not first[1]
+        # Who planned with them before finds them gone.
+        for call in (cluster.prefill, cluster.decode):
+            with pytest.raises(Unavailable):
+                call(f"{call.__name__}-0")
         async with asyncio.timeout(10):
             while not heard:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -126,9 +129,10 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         assert heard[0].error.retryable
         assert not any(cluster._answers(worker) for worker in workers)
         await cluster.refresh()
-        assert cluster.decode("decode-0") is second, "it is cut off once"
+        assert cluster._decode["decode-0"] is second, "it is cut off once"
         said[0] = node()
         await cluster.refresh()
+        assert cluster.decode("decode-0") is second
         assert cluster._answers(workers[0])
     finally:
         await cluster.aclose()

@@ -41,13 +41,18 @@ class FakeSource:
         self.gate.set()
         self.flip: set[bytes] = set()
         self.fail_after = 1000
+        self.pin_takes_s = 0.0
         self.pinned: dict[int, list[bytes]] = {}
         self.reads: list[int] = []
         self.released: list[int] = []
         self._ids = itertools.count(1)
 
     async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> Pinned:
-        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(self.pin_takes_s)
+        except TimeoutError:
+            raise Unavailable("no answer in time") from None
         if self.blocks < 0:
             raise Unavailable("gone")
         here = split_hashes(hashes)[first_block : self.blocks]
@@ -371,3 +376,22 @@ def test_whatever_happens_the_books_add_up(
         node.check()
 
     asyncio.run(live())
+
+
+async def test_the_time_is_for_all_sources_together():
+    node = Node(timeout_s=0.2)
+    for name in "abcd":
+        node.add(name, 10).pin_takes_s = 10.0
+    begin = asyncio.get_running_loop().time()
+    assert await node.bring(node.ticket(), *"abcd") == 0
+    assert asyncio.get_running_loop().time() - begin < 0.7, "each source had the whole time"
+    node.check()
+
+
+async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing():
+    node = Node()
+    node.add("a", 10)
+    twice = [*PROMPT[:3], PROMPT[1], *PROMPT[3:5]]
+    ticket = node.ledger.pin_chain(node.gateway, 99, twice)
+    assert await node.bring(ticket.ticket_id, "a", hashes=twice) == 0
+    node.check()

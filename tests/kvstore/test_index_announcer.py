@@ -230,3 +230,20 @@ def test_the_queue_is_bounded() -> None:
     queue.push([IndexEvent(b"y", here=False)])
     assert queue.overflowed, "what went while all is said is remembered, and that is bounded too"
     assert (queue.repeating, queue.take_repeated(1)) == (False, [])
+
+
+def test_news_of_a_silent_shard_waits_apart() -> None:
+    queue = AnnounceQueue(4)
+    first, second, third = (IndexEvent(bytes([block]), here=True) for block in range(3))
+    queue.push([first, second])
+    taken = queue.take(2)
+    queue.set_aside(taken[:1])
+    assert not len(queue), "the others' news is not behind it"
+    queue.push([IndexEvent(first.block_hash, here=False)])
+    queue.try_again(9)
+    assert [event.here for event in queue.take(9)] == [False], "newer news stands"
+    queue.set_aside([first, second, third])
+    queue.try_again(1)
+    assert len(queue.take(9)) == 1
+    queue.push([IndexEvent(bytes([block]), here=True) for block in range(10, 13)])
+    assert queue.overflowed, "what waits apart counts too"

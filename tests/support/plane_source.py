@@ -130,7 +130,9 @@ class FilledPool:
     async def describe(self) -> tuple[PeerPool, BlockShape]:
         return self._facts, BlockShape(self._facts.block_bytes, NAMESPACE)
 
-    async def pin_chain(self, epoch: int, nonce: int, hashes: list[bytes], first_block: int) -> Pinned:
+    async def pin_chain(
+        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
+    ) -> Pinned:
         count = sum(1 for said, have in zip(hashes, self._chain, strict=False) if said == have)
         self._made += 1
         self.tickets[self._made] = (epoch, nonce, frozenset(self._order[:count]))
