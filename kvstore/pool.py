@@ -37,9 +37,6 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
-# Proving that the books of so many slots add up keeps everybody waiting for 25 ms and more.
-BIG_POOL_BLOCKS = 10_000
-CHECK_INTERVAL_S = 60.0
 # Beyond this a slot number or a byte offset would stop fitting somewhere.
 MAX_BLOCKS = 2**31 - 1
 
@@ -89,7 +86,6 @@ class Pool:
         self._announce = announce
         self._block_bytes = 0
         self._judged_s = time.monotonic()
-        self._checked_s = -CHECK_INTERVAL_S
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
         # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
         self._first_epoch: dict[int, int] = {}
@@ -303,12 +299,7 @@ class Pool:
         return replace(books, served_blocks=self.served_blocks)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError (a Conflict) with what does not add up; Overloaded where a big pool, which takes long,
-        was looked at a moment ago."""
-        now = time.monotonic()
-        if self.ledger.num_slots > BIG_POOL_BLOCKS and now < self._checked_s + CHECK_INTERVAL_S:
-            raise Overloaded("a pool of this size is looked at once a minute", int(CHECK_INTERVAL_S * 1000))
-        self._checked_s = now
+        """Raises IntegrityError (a Conflict) with what does not add up."""
         self.ledger.check_integrity()
         if len(self._waiting) != len(self.line):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.line)} stand in line")
