@@ -165,7 +165,8 @@ async def test_error_classes(parts: Parts) -> None:
         usual: Any = {"user": "me", "store": False, "n": 1, "tools": None, "parallel_tool_calls": True, "stop": None}
         usual |= {"response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
         said = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
-        assert said.choices[0].finish_reason == "length"
+        # It is drawn at random, and may end by itself.
+        assert said.choices[0].finish_reason in ("length", "stop")
     await proven(parts)
 
 

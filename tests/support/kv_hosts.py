@@ -63,7 +63,8 @@ class Host:
                 kv_pool_bytes=NUM_SLOTS * BLOCK_BYTES,
                 redis_url=self.redis_url,
                 heartbeat_ms=50,
-                heartbeat_timeout_ms=2000,
+                # Its workers do not beat: no silence of theirs means anything.
+                heartbeat_timeout_ms=60_000,
                 **self.flags,
             )
         )
