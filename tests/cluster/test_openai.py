@@ -30,6 +30,10 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_parts(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
+            # A gateway hears of the workers a moment after they are there.
+            async with asyncio.timeout(10):
+                while not await running.client.models():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
             yield running
 
 
