@@ -181,9 +181,12 @@ class Ledger:
             return None
         if match.tail is not None:
             self.tree.pin(match.tail)
-        ticket = TicketState(self._new_id(), (epoch, nonce), match.tail, total_blocks - match.blocks, {epoch})
+        return self._opened(holder, nonce, match.tail, total_blocks - match.blocks)
+
+    def _opened(self, holder: Holder, nonce: int, tail: Block | None, reserved: int) -> TicketState:
+        ticket = TicketState(self._new_id(), (holder.epoch, nonce), tail, reserved, {holder.epoch})
         self.tickets[ticket.ticket_id] = self.by_opener[ticket.opener] = ticket
-        self.reserved += ticket.reserved
+        self.reserved += reserved
         holder.tickets.add(ticket.ticket_id)
         return ticket
 
@@ -198,9 +201,7 @@ class Ledger:
         holder = self.active(epoch)
         if (epoch, nonce) in self.by_opener:
             raise InvalidRequest("the nonce is in use")
-        ticket = TicketState(self._new_id(), (epoch, nonce), None, 0, {epoch})
-        self.tickets[ticket.ticket_id] = self.by_opener[ticket.opener] = ticket
-        holder.tickets.add(ticket.ticket_id)
+        ticket = self._opened(holder, nonce, None, 0)
         return self.extend(epoch, ticket.ticket_id, hashes)
 
     def lend(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:

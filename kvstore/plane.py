@@ -43,8 +43,8 @@ class DataPlane(Protocol):
     ) -> None:
         """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair.
 
-        When it ends, however it ends, nobody writes to the local slots any more; so it is never cancelled, and it ends
-        by itself when the source is lost. Raises Unavailable when not everything came, Conflict where the lists of
+        When it ends, however it ends, nobody writes to the local slots any more; so a caller that is cancelled is held
+        until then, and it ends by itself when the source is lost. Raises Unavailable when not everything came, Conflict where the lists of
         slots do not fit the pools.
         """
 
