@@ -44,8 +44,8 @@ class DataPlane(Protocol):
         """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair.
 
         When it ends, however it ends, nobody writes to the local slots any more; so a caller that is cancelled is held
-        until then, and it ends by itself when the source is lost. Raises Unavailable when not everything came, Conflict where the lists of
-        slots do not fit the pools.
+        until then, and it ends by itself when the source is lost. Raises Unavailable when not everything came, Conflict
+        where the lists of slots do not fit the pools.
         """
 
     def forget(self, node_id: str) -> None:
