@@ -52,12 +52,16 @@ class Session:
 
 
 class NodeClient:
-    """One part's line to one node. ``part_id`` names the part in the node's log."""
+    """One part's line to one node. ``part_id`` names the part in the node's log.
+
+    Attributes:
+        channel: the connection, for stubs of the node's other services; closed with this.
+    """
 
     def __init__(self, address: str, part_id: str) -> None:
         self._part_id = part_id
-        self._channel = open_channel(address)
-        self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self._channel)
+        self.channel = open_channel(address)
+        self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self.channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S) -> Session:
@@ -65,7 +69,7 @@ class NodeClient:
         call = self._stub.OpenSession(kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._part_id)))
         try:
             async with asyncio.timeout(timeout_s):
-                event = await _typed(call.read())
+                event = await typed(call.read())
             if event is grpc.aio.EOF:
                 raise Unavailable("the KV node ended the session")
             check_hello(event.hello)
@@ -101,16 +105,23 @@ class NodeClient:
             priority=priority,
         )
         try:
-            reply = await self._unary(self._stub.OpenTicket, request, timeout_s)
+            reply = await call_unary(self._stub.OpenTicket, request, timeout_s)
         except (asyncio.CancelledError, Cancelled, DeadlineExceeded, Unavailable):
             self._abandon(epoch, nonce)
             raise
         return wire.ticket_from_pb(reply)
 
-    async def release(self, epoch: int, ticket_ids: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Drops the epoch's hold on tickets. Idempotent."""
-        request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids)
-        await self._unary(self._stub.ReleaseTicket, request, timeout_s)
+    async def release(
+        self,
+        epoch: int,
+        ticket_ids: Sequence[int] = (),
+        *,
+        nonces: Sequence[int] = (),
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Drops the epoch's hold on tickets, and on what calls with these nonces may still be granted. Idempotent."""
+        request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
+        await call_unary(self._stub.ReleaseTicket, request, timeout_s)
 
     async def adopt(
         self, epoch: int, ticket_id: int, lease_blocks: int, *, timeout_s: float = CALL_TIMEOUT_S
@@ -120,23 +131,23 @@ class NodeClient:
         Raises NotFound without such a ticket, Overloaded (nothing changed) if more is wanted than there is.
         """
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
-        return wire.adopted_from_pb(await self._unary(self._stub.AdoptTicket, request, timeout_s))
+        return wire.adopted_from_pb(await call_unary(self._stub.AdoptTicket, request, timeout_s))
 
     async def lease(self, epoch: int, blocks: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
         """Up to ``blocks`` slots, possibly none."""
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
-        return tuple((await self._unary(self._stub.LeaseSlots, request, timeout_s)).slots)
+        return tuple((await call_unary(self._stub.LeaseSlots, request, timeout_s)).slots)
 
     async def give_back(self, epoch: int, slots: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Returns leased slots; all or, with InvalidRequest, none."""
         request = kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots)
-        await self._unary(self._stub.ReturnSlots, request, timeout_s)
+        await call_unary(self._stub.ReturnSlots, request, timeout_s)
 
     async def commit(
         self, epoch: int, runs: Sequence[CommitRun], *, timeout_s: float = CALL_TIMEOUT_S
     ) -> list[CommitResult]:
         """Seals runs of blocks, in order; see CommitResult for lost races (I2)."""
-        return wire.results_from_pb(await self._unary(self._stub.Commit, wire.runs_to_pb(epoch, runs), timeout_s))
+        return wire.results_from_pb(await call_unary(self._stub.Commit, wire.runs_to_pb(epoch, runs), timeout_s))
 
     async def prefetch(
         self,
@@ -161,42 +172,35 @@ class NodeClient:
             max_bytes=max_bytes,
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
-        return wire.brought_from_pb(await self._unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S))
+        return wire.brought_from_pb(await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S))
 
     async def reattach(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> int:
         """A fenced worker's new epoch, for its word that no step uses anything of the old one any more.
 
         Raises Conflict for an epoch that is not fenced, NotFound for a void one.
         """
-        reply = await self._unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch), timeout_s)
+        reply = await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch), timeout_s)
         return int(reply.epoch)
 
     async def heartbeat(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> HeartbeatReply:
         """A sign of life. Raises NotFound for a void epoch."""
         request = kvnode_pb2.HeartbeatRequest(epoch=epoch)
-        return wire.heartbeat_from_pb(await self._unary(self._stub.Heartbeat, request, timeout_s))
+        return wire.heartbeat_from_pb(await call_unary(self._stub.Heartbeat, request, timeout_s))
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> NodeStatus:
         """The node's books."""
         return wire.status_from_pb(
-            await self._unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
+            await call_unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
         )
 
     async def check_integrity(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Raises Conflict with what does not add up (I4)."""
-        await self._unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest(), timeout_s)
+        await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest(), timeout_s)
 
     async def aclose(self) -> None:
         """Waits for calls that tidy up, then closes the connection."""
         await asyncio.gather(*self._abandoning, return_exceptions=True)
-        await self._channel.close()
-
-    async def _unary(self, method: Any, request: Any, timeout_s: float) -> Any:
-        try:
-            call = method(request, timeout=timeout_s, metadata=inject())
-        except grpc.aio.UsageError:
-            raise Unavailable("the connection was closed") from None
-        return await _typed(call)
+        await self.channel.close()
 
     def _abandon(self, epoch: int, nonce: int) -> None:
         task = asyncio.create_task(self._release_nonce(epoch, nonce), name="kv-abandon")
@@ -204,18 +208,28 @@ class NodeClient:
         task.add_done_callback(self._abandoning.discard)
 
     async def _release_nonce(self, epoch: int, nonce: int) -> None:
-        request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, nonces=[nonce])
         try:
-            await self._unary(self._stub.ReleaseTicket, request, CALL_TIMEOUT_S)
+            await self.release(epoch, nonces=[nonce])
         except PillionError as error:
             # The node is gone, or it ended the epoch: either way nothing is held there.
             log.debug("abandoned call: %s", error)
 
 
-async def _typed(call: Awaitable[T]) -> T:
-    """Awaits a call and turns its failure into a PillionError."""
+async def call_unary(method: Any, request: Any, timeout_s: float) -> Any:
+    """One call with the trace's context; its failure is a PillionError."""
+    try:
+        call = method(request, timeout=timeout_s, metadata=inject())
+    except grpc.aio.UsageError:
+        raise Unavailable("the connection was closed") from None
+    return await typed(call)
+
+
+async def typed(call: Awaitable[T]) -> T:
+    """Awaits a call, or one message of it, and turns its failure into a PillionError."""
     try:
         return await call
+    except grpc.aio.UsageError:
+        raise Unavailable("the connection was closed") from None
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError as error:

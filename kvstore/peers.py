@@ -20,11 +20,10 @@ from typing import Any
 
 import grpc
 
-from kvstore.client import CALL_TIMEOUT_S, NodeClient, Session
+from kvstore.client import CALL_TIMEOUT_S, NodeClient, Session, call_unary, typed
 from kvstore.plane import BlockShape, DataPlane, PeerPool, Pinned
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
-from pillion.rpc import closed_under, from_rpc_error, open_channel
-from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.v1 import kvplane_pb2_grpc
 from pillion.wire import kvplane as wire
 
 log = logging.getLogger("pillion.kvnode")
@@ -55,14 +54,12 @@ class Peer:
         pool: what the source said of its pool.
     """
 
-    def __init__(self, client: NodeClient, channel: grpc.aio.Channel, session: Session, pool: PeerPool) -> None:
+    def __init__(self, client: NodeClient, session: Session, pool: PeerPool) -> None:
         self.pool = pool
         self.used_s = time.monotonic()
         self._client = client
-        self._channel = channel
         self._session = session
-        self._plane: Any = kvplane_pb2_grpc.KVPlaneStub(channel)
-        self._node: Any = kvnode_pb2_grpc.KVNodeStub(channel)
+        self._plane: Any = kvplane_pb2_grpc.KVPlaneStub(client.channel)
         self._releases: list[tuple[int, int]] = []
         self._releasing: asyncio.Task[None] | None = None
         self._ended = asyncio.create_task(session.closed(), name=f"session at {pool.node_id}")
@@ -84,7 +81,7 @@ class Peer:
         request = wire.pin_to_pb(self._session.epoch, nonce, block_hashes, first_block)
         self.used_s = time.monotonic()
         try:
-            pinned = wire.pinned_from_pb(await _unary(self._plane.PinBlocks, request, timeout_s))
+            pinned = wire.pinned_from_pb(await call_unary(self._plane.PinBlocks, request, timeout_s))
             if any(slot >= self.pool.num_slots for slot in pinned.slots):
                 raise Conflict(f"{self.pool.node_id} names a slot that it does not have")
         except (asyncio.CancelledError, PillionError):
@@ -120,7 +117,6 @@ class Peer:
             self._releasing.cancel()
         await self._session.aclose()
         await asyncio.gather(self._ended, *filter(None, [self._releasing]), return_exceptions=True)
-        await self._channel.close()
         await self._client.aclose()
 
     async def _stream(self, request: Any, targets: list[memoryview]) -> None:
@@ -143,15 +139,9 @@ class Peer:
     async def _piece(self, call: Any) -> bytes:
         try:
             async with asyncio.timeout(STREAM_STALL_S):
-                piece = await call.read()
+                piece = await typed(call.read())
         except TimeoutError:
             raise Unavailable(f"{self.pool.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
-        except grpc.aio.UsageError:
-            raise Unavailable("the connection was closed") from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        except asyncio.CancelledError as error:
-            raise closed_under(error) from None
         return b"" if piece is grpc.aio.EOF else bytes(piece.data)
 
     def _let_go(self, ticket_id: int, nonce: int) -> None:
@@ -165,9 +155,8 @@ class Peer:
             batch, self._releases = self._releases, []
             tickets = [ticket for ticket, _ in batch if ticket]
             nonces = [nonce for _, nonce in batch if nonce]
-            request = wire.release_to_pb(self._session.epoch, tickets, nonces)
             try:
-                await _unary(self._node.ReleaseTicket, request, CALL_TIMEOUT_S)
+                await self._client.release(self._session.epoch, tickets, nonces=nonces)
             except PillionError as error:
                 log.debug("release at KV node %s failed: %s", self.pool.node_id, error.message)
                 self._releases = (batch + self._releases)[-MAX_RELEASES:]
@@ -307,12 +296,12 @@ class Peers:
         self.drop(node_id)
         address = await self._address(node_id)
         self._make_room()
-        client, channel = NodeClient(address, self._node_id), open_channel(address)
+        client = NodeClient(address, self._node_id)
         session: Session | None = None
         try:
             session = await client.open_session()
-            stub: Any = kvplane_pb2_grpc.KVPlaneStub(channel)
-            reply = await _unary(stub.Meet, wire.meet_to_pb(self._node_id, self._shape), CALL_TIMEOUT_S)
+            stub: Any = kvplane_pb2_grpc.KVPlaneStub(client.channel)
+            reply = await call_unary(stub.Meet, wire.meet_to_pb(self._node_id, self._shape), CALL_TIMEOUT_S)
             pool, theirs = wire.met_from_pb(reply)
             if pool.node_id != node_id:
                 raise Unavailable(f"{address} is KV node {pool.node_id}, not {node_id}")
@@ -320,10 +309,9 @@ class Peers:
         except BaseException:
             if session is not None:
                 await session.aclose()
-            await channel.close()
             await client.aclose()
             raise
-        self._peers[node_id] = peer = Peer(client, channel, session, pool)
+        self._peers[node_id] = peer = Peer(client, session, pool)
         return peer
 
     def _make_room(self) -> None:
@@ -345,14 +333,3 @@ class Peers:
         if not address:
             raise Unavailable(f"nobody knows where KV node {node_id} is")
         return address
-
-
-async def _unary(method: Any, request: Any, timeout_s: float) -> Any:
-    try:
-        return await method(request, timeout=timeout_s)
-    except grpc.aio.UsageError:
-        raise Unavailable("the connection was closed") from None
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
-    except asyncio.CancelledError as error:
-        raise closed_under(error) from None

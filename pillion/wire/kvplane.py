@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import Conflict
-from pillion.v1 import kvnode_pb2, kvplane_pb2
+from pillion.v1 import kvplane_pb2
 from pillion.wire.common import check_hello, hello_to_pb
 
 PLANE_SERVICE_NAME = kvplane_pb2.DESCRIPTOR.services_by_name["KVPlane"].full_name
@@ -116,8 +116,3 @@ def read_to_pb(epoch: int, ticket_id: int, slots: Sequence[int]) -> kvplane_pb2.
 def piece_to_pb(data: bytes) -> kvplane_pb2.BlockPiece:
     """A part of one block."""
     return kvplane_pb2.BlockPiece(data=data)
-
-
-def release_to_pb(epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> kvnode_pb2.ReleaseTicketRequest:
-    """Lets go of tickets, and of PinBlocks calls whose answer nobody waits for."""
-    return kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
