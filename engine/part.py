@@ -12,7 +12,7 @@ import grpc
 
 from engine.worker import Worker
 from pillion.errors import ConfigError
-from pillion.rpc import RunningServer, start_server
+from pillion.rpc import RunningServer, internal_credentials, start_server
 
 log = logging.getLogger("pillion.worker")
 
@@ -58,7 +58,8 @@ class WorkerPart:
 async def serve(worker: Worker, listen: str, service_name: str, service: Service) -> WorkerPart:
     """Serve and announce the worker. Raises ConfigError, with the worker closed, where ``listen`` is taken."""
     try:
-        server = await start_server(listen, [(service_name, service.add_to)])
+        credentials = internal_credentials(listen)
+        server = await start_server(listen, [(service_name, service.add_to)], credentials=credentials)
     except OSError as error:
         await worker.close()
         raise ConfigError(str(error)) from None

@@ -27,6 +27,9 @@ FIRST_LOOK_S = 0.5
 RETURN_WAIT_S = 15.0
 
 
+# Requests that workers are given beyond their seats, so that none stays empty: a share of them, and never fewer.
+SPARE_PLACES_SHARE = 0.25
+MIN_SPARE_PLACES = 16
 class Parts(Protocol):
     """Who lives: :class:`kvstore.index.Registry`, or the list of a process that holds all parts itself."""
 
@@ -169,6 +172,17 @@ class Cluster:
     def common_tokens(self, model: str) -> int | None:
         """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
         return min(filter(None, self._pools_tokens(model)), default=None)
+
+    def places(self) -> int:
+        """Requests that the workers should be given at once: this gateway's share of the decode workers' seats, and
+        some more. 0 as long as a worker does not say how many seats it has."""
+        records = self.view.records()
+        workers = [record for record in records if record.role == "decode"]
+        if not workers or not all(worker.max_step_tokens for worker in workers):
+            return 0
+        seats = sum(worker.running_requests + worker.free_seqs for worker in workers)
+        gateways = max(1, sum(record.role == "gateway" for record in records))
+        return max(1, (seats + max(MIN_SPARE_PLACES, int(seats * SPARE_PLACES_SHARE))) // gateways)
 
     def _pools_tokens(self, model: str) -> list[int]:
         """What the pool behind each of the model's decode workers holds; 0 where that is not known."""

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Admission, check_pool
+from gateway.admission import Admission, Visit, check_pool
 from gateway.answer import Answer
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.job import Job
+from gateway.keys import Keyring
 from gateway.planner import SplitPolicy
+from gateway.quotas import Quotas
 from gateway.runner import Generation
+from gateway.tenants import OPEN, Tenant, cache_salt
 from gateway.tokenizer import ModelTokenizer, TokenizerPool
 from gateway.validation import (
     ModelLimits,
@@ -28,7 +31,7 @@ from gateway.validation import (
 )
 from pillion import telemetry
 from pillion._version import VERSION
-from pillion.errors import DeadlineExceeded, PillionError, Unavailable
+from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 STOPPING = "this gateway is stopping"
@@ -49,7 +52,7 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeOptions:
-    """What of the flags decides about requests."""
+    """What of the flags decides about requests. ``max_running_requests`` 0: as many as the workers have seats for."""
 
     policy: SplitPolicy
     chunk_tokens: int
@@ -57,61 +60,85 @@ class EdgeOptions:
     max_inflight_requests: int
     max_inflight_tokens: int
     prefix_caching: bool
+    max_running_requests: int = 0
 
 
 class Gateway:
-    """Takes requests. ``models`` by served name."""
+    """Takes requests. ``models`` by served name; ``ring``: None takes everybody."""
 
-    def __init__(self, models: Mapping[str, ModelEntry], cluster: Cluster, options: EdgeOptions) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelEntry], cluster: Cluster, options: EdgeOptions, ring: Keyring | None = None
+    ) -> None:
         self._models = models
         self._cluster = cluster
         self._options = options
-        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens)
+        self._ring = ring
+        self._quotas = Quotas()
+        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._places)
         self._pool = TokenizerPool()
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
+    def tenant_of(self, authorization: str) -> Tenant:
+        """Who is behind a call, by the value of its Authorization header. Raises Unauthenticated."""
+        return OPEN if self._ring is None else self._ring.tenant_of(authorization)
+
+    def take_keys(self, ring: Keyring) -> None:
+        """From now on these. What runs goes on; what a tenant has spent stays spent."""
+        self._ring = ring
+        self._quotas.keep(ring.tenants)
+        self._admission.keep(ring.tenants)
+
     async def generate(
-        self, request: GenerateRequest, *, timeout_s: float | None = None, parent: otel_context.Context | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        tenant: Tenant | None = None,
+        timeout_s: float | None = None,
+        parent: otel_context.Context | None = None,
     ) -> Generation:
         """A started generation, to be read or cancelled by the caller.
 
         Args:
             request: as the client sent it.
+            tenant: who sends it, of :meth:`tenant_of`; None is nobody, whom only an open gateway serves.
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
 
         Raises:
-            InvalidRequest: with every wrong field. Overloaded: a bound is met. DeadlineExceeded: no time left.
+            InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or the wait would be longer
+                than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated: ``tenant`` is None.
             Unavailable: it is stopping; another gateway may take the request at once.
         """
         if self._draining:
             raise Unavailable(STOPPING, DRAIN_RETRY_MS)
+        tenant = self._known(tenant)
         arrived = time.monotonic()
+        deadline = None if timeout_s is None else arrived + timeout_s
         span = telemetry.tracer().start_span(
             f"generate {request.model[:100]}".rstrip(), context=parent, kind=trace.SpanKind.SERVER
         )
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
-            answers = _generated(request.sampling)
-            self._admission.admit_request(answers, "sampling.best_of" if request.sampling.best_of else "sampling.n")
+            self._quotas.take_request(tenant, arrived)
+            field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
+            visit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
             _end_badly(span, error)
             raise
-        tokens = 0
         try:
             prompt = await self._tokenize(request, model)
-            self._admission.admit_tokens(len(prompt))
-            tokens = len(prompt)
-            if timeout_s is not None and time.monotonic() >= arrived + timeout_s:
+            if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
-            deadline = None if timeout_s is None else arrived + timeout_s
-            return self._begin(request, model, prompt, arrived, deadline, span)
+            self._longest(request, model, prompt)
+            self._admission.weigh(visit, len(prompt))
+            await self._turn(visit, request.priority, arrived, deadline)
+            return self._begin(request, model, prompt, visit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
-            self._admission.leave(tokens, answers)
+            self._admission.leave(visit)
             _end_badly(span, error)
             raise
 
@@ -119,10 +146,11 @@ class Gateway:
         """The model that ``name`` means; "" means the only one. Raises InvalidRequest."""
         return self._models[check_model(name, self._models)]
 
-    async def tokenize(self, request: GenerateRequest) -> tuple[int, ...]:
-        """The prompt as it would be computed, as ids. Raises InvalidRequest and Overloaded."""
+    async def tokenize(self, request: GenerateRequest, tenant: Tenant | None = None) -> tuple[int, ...]:
+        """The prompt as it would be computed, as ids; counts as a request. Raises InvalidRequest and Overloaded."""
         model = self.entry(request.model)
         check_request(request, model.limits)
+        self._quotas.take_request(self._known(tenant), time.monotonic())
         return await self._tokenize(request, model)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:
@@ -155,8 +183,10 @@ class Gateway:
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
-    def status(self) -> ClusterStatus:
-        """For ``pillion status``."""
+    def status(self, tenant: Tenant | None = None) -> ClusterStatus:
+        """For ``pillion status``. Raises PermissionDenied for a tenant that is no operator."""
+        if not self._known(tenant).operator:
+            raise PermissionDenied("only a tenant with operator = true may see the cluster")
         return ClusterStatus(
             version=VERSION,
             parts=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
@@ -173,6 +203,11 @@ class Gateway:
         return self._admission.requests
 
     @property
+    def waiting_requests(self) -> int:
+        """Those of them that wait for their turn."""
+        return self._admission.waiting
+
+    @property
     def active_tokens(self) -> int:
         """Their prompts' tokens."""
         return self._admission.tokens
@@ -187,6 +222,15 @@ class Gateway:
         for entry in self._models.values():
             await entry.template.aclose()
 
+    def _known(self, tenant: Tenant | None) -> Tenant:
+        if tenant is None and self._ring is not None:
+            raise Unauthenticated("an API key is needed")
+        return tenant or OPEN
+
+    def _places(self) -> int:
+        """Answers that the workers are given at once; 0: no bound is known."""
+        return self._options.max_running_requests or self._cluster.places()
+
     async def _tokenize(self, request: GenerateRequest, model: ModelEntry) -> tuple[int, ...]:
         if request.token_ids:
             prompt = request.token_ids
@@ -198,24 +242,35 @@ class Gateway:
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
+    async def _turn(self, visit: Visit, priority: int, arrived: float, deadline: float | None) -> None:
+        """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
+        tenant = visit.tenant
+        self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
+        try:
+            await self._admission.turn(visit, tenant.capped(priority), arrived, deadline)
+        except BaseException:
+            self._quotas.spend(tenant, -visit.tokens, time.monotonic())
+            raise
+
+    def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
+        """The longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
+        name, most = model.limits.name, model.limits.max_model_len_tokens
+        pool_tokens = self._cluster.capacity_tokens(name)
+        return check_pool(len(prompt), prompt_field(request), request.sampling.max_tokens, most, pool_tokens)
+
     def _begin(
         self,
         request: GenerateRequest,
         model: ModelEntry,
         prompt: tuple[int, ...],
+        visit: Visit,
         arrived: float,
         deadline: float | None,
         span: trace.Span,
     ) -> Generation:
         limits, options, asked = model.limits, self._options, request.sampling
         cluster = self._cluster
-        longest = check_pool(
-            len(prompt),
-            prompt_field(request),
-            asked.max_tokens,
-            limits.max_model_len_tokens,
-            cluster.capacity_tokens(limits.name),
-        )
+        longest = self._longest(request, model, prompt)
         common = cluster.common_tokens(limits.name)
         if asked.max_tokens is None and common is not None and len(prompt) < common:
             # Every node can hold it, so whoever is lost, another one can go on.
@@ -230,14 +285,16 @@ class Gateway:
             prompt=prompt,
             resolved=resolved,
             # Without prefix caching a salt that is used once: nobody else's blocks match, its own still do.
-            cache_salt=request.cache_salt if options.prefix_caching else secrets.token_hex(16),
+            cache_salt=cache_salt(visit.tenant, request.cache_salt)
+            if options.prefix_caching
+            else secrets.token_hex(16),
             policy=options.policy,
             chunk_tokens=options.chunk_tokens,
             max_attempts=options.max_attempts,
             arrived=arrived,
             deadline=deadline,
             spread=self._arrivals,
-            priority=request.priority,
+            priority=visit.tenant.capped(request.priority),
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
             prefix_caching=options.prefix_caching,
@@ -250,7 +307,8 @@ class Gateway:
         ]
 
         def ended(usage: Usage) -> None:
-            self._admission.leave(usage.prompt_tokens, len(answers))
+            self._quotas.spend(visit.tenant, usage.completion_tokens, time.monotonic())
+            self._admission.leave(visit, usage.completion_tokens)
             self._prompt_tokens += usage.prompt_tokens
             self._cached_tokens += usage.cached_tokens
             self._completion_tokens += usage.completion_tokens

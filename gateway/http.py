@@ -18,6 +18,7 @@ from gateway.core import Gateway
 from gateway.http_call import MAX_HEADER_BYTES, Call, Endpoint
 from gateway.http_errors import ApiError
 from gateway.openai_api import OpenAIApi, unknown_model
+from pillion import tls
 from pillion._version import VERSION
 from pillion.types import ModelInfo
 
@@ -77,20 +78,20 @@ class _Pages:
 
 
 def make_app(gateway: Gateway) -> Router:
-    """The application; every page of the port is in this one table.
+    """The application; every page of the port is in this one table. What a key opens is marked by ``whose``.
 
     A bare router: the usual application wraps every write of a stream twice, for errors that are answered here.
     """
-    pages, api = _Pages(gateway), OpenAIApi(gateway)
+    pages, api, whose = _Pages(gateway), OpenAIApi(gateway), gateway.tenant_of
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
-        Route("/v1/models", Endpoint("GET", pages.models)),
-        Route("/v1/models/{name:path}", Endpoint("GET", pages.model)),
-        Route("/v1/completions", Endpoint("POST", api.completions)),
-        Route("/v1/chat/completions", Endpoint("POST", api.chat)),
-        Route("/tokenize", Endpoint("POST", api.tokenize)),
-        Route("/detokenize", Endpoint("POST", api.detokenize)),
+        Route("/v1/models", Endpoint("GET", pages.models, whose)),
+        Route("/v1/models/{name:path}", Endpoint("GET", pages.model, whose)),
+        Route("/v1/completions", Endpoint("POST", api.completions, whose)),
+        Route("/v1/chat/completions", Endpoint("POST", api.chat, whose)),
+        Route("/tokenize", Endpoint("POST", api.tokenize, whose)),
+        Route("/detokenize", Endpoint("POST", api.detokenize, whose)),
     ]
     return Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
 
@@ -118,10 +119,13 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-async def start_http(gateway: Gateway, host: str, port: int, *, share_port: bool = False) -> HttpServer:
+async def start_http(
+    gateway: Gateway, host: str, port: int, *, share_port: bool = False, identity: tls.Identity | None = None
+) -> HttpServer:
     """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
 
     ``share_port``: other processes may listen on the same port; the system spreads connections over them.
+    ``identity``: for TLS; None is plain text.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
@@ -140,6 +144,8 @@ async def start_http(gateway: Gateway, host: str, port: int, *, share_port: bool
         limit_concurrency=MAX_HTTP_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
+    config.load()
+    config.ssl = None if identity is None else tls.http_context(identity)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     while not server.started and not task.done():  # noqa: ASYNC110  (uvicorn offers no event)

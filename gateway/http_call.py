@@ -19,6 +19,7 @@ from opentelemetry import context as otel_context
 from starlette.types import Receive, Scope, Send
 
 from gateway.http_errors import ApiError, from_pillion, internal, refused
+from gateway.tenants import OPEN, Tenant
 from gateway.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS
 from pillion import telemetry
 from pillion.errors import PillionError
@@ -37,7 +38,10 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Call:
-    """A request of one client. Every answer to it carries ``request_id``, which is a label and never an address."""
+    """A request of one client. Every answer to it carries ``request_id``, which is a label and never an address.
+
+    ``tenant`` is who sends it, on the pages that need a key.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method = str(scope["method"])
@@ -51,6 +55,7 @@ class Call:
             self.header_bytes += len(name) + len(value)
         self._parameters = scope.get("path_params", {})
         self.started = False
+        self.tenant = OPEN
         said = self._header(b"x-request-id")
         self._bad_id = bool(said) and _REQUEST_ID.fullmatch(said) is None
         self.request_id = said if said and not self._bad_id else f"req-{secrets.token_hex(12)}"
@@ -58,6 +63,11 @@ class Call:
     def path_parameter(self, name: str) -> str:
         """A part of the path that stands for something."""
         return str(self._parameters[name])
+
+    @property
+    def authorization(self) -> str:
+        """The header's value, "" where there is none."""
+        return self._header(b"authorization")
 
     def trace_parent(self) -> otel_context.Context | None:
         """The client's trace context, None where it has none."""
@@ -114,7 +124,7 @@ class Call:
 
     async def fail(self, error: ApiError) -> None:
         """The error, where nothing has been answered yet. A body that was not read goes with its connection."""
-        close: Headers = [(b"connection", b"close")] if error.status in (405, 408, 413, 415, 431) else []
+        close: Headers = [(b"connection", b"close")] if error.status in (401, 405, 408, 413, 415, 431) else []
         await self.answer(error.status, error.body(), [*error.headers(), *close])
 
     async def start_events(self) -> None:
@@ -166,11 +176,18 @@ class Endpoint:
     Args:
         method: the only one that is taken; GET takes HEAD too, "" takes any.
         handle: answers.
+        tenant_of: who sends it, by the Authorization header; None: the page is open. Asked before a body is read.
     """
 
-    def __init__(self, method: str, handle: Callable[[Call], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        method: str,
+        handle: Callable[[Call], Awaitable[None]],
+        tenant_of: Callable[[str], Tenant] | None = None,
+    ) -> None:
         self._method = method
         self._handle = handle
+        self._tenant_of = tenant_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         call = Call(scope, receive, send)
@@ -180,6 +197,8 @@ class Endpoint:
                     raise ApiError(405, f"{call.path} takes {self._method}", code="method_not_allowed")
                 if call.header_bytes > MAX_HEADER_BYTES:
                     raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+                if self._tenant_of is not None:
+                    call.tenant = self._tenant_of(call.authorization)
                 await self._handle(call)
             except ApiError as error:
                 await call.fail(error)

@@ -72,7 +72,10 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Retry-After in whole seconds, as the standard has it, and in milliseconds, as OpenAI's clients read it."""
+        """Retry-After in whole seconds, as the standard has it, and in milliseconds, as OpenAI's clients read it; where
+        a key is needed, what kind."""
+        if self.status == 401:
+            return [(b"www-authenticate", b"Bearer")]
         if not self.retry_after_ms:
             return []
         seconds = math.ceil(self.retry_after_ms / 1000)

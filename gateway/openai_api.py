@@ -65,7 +65,7 @@ class OpenAIApi:
         messages = read_messages(said.messages) if given(said.messages) else ()
         request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
         try:
-            tokens = await self._gateway.tokenize(request)
+            tokens = await self._gateway.tokenize(request, call.tenant)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._texts_of(entry)
@@ -106,7 +106,7 @@ class OpenAIApi:
         parent = call.trace_parent()
 
         async def start(request: GenerateRequest) -> Generation:
-            return await self._gateway.generate(request, parent=parent)
+            return await self._gateway.generate(request, tenant=call.tenant, parent=parent)
 
         reader = Reader(asked.requests, start)
         try:

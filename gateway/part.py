@@ -1,6 +1,7 @@
 """The gateway as a part: both ports, the links, and its own heartbeat.
 
-model prepared -> tokenizer loaded -> links up -> gRPC port -> HTTP port -> heartbeats
+keys and certificates read -> model prepared -> tokenizer loaded -> links up -> gRPC port -> HTTP port -> heartbeats
+while it runs: keys and certificates are read again when their files change
 stop(grace_s):  out of the registry, health NOT_SERVING, new requests refused, HTTP takes no connections
              -> streams under way end by themselves, or grace_s is over -> ports closed -> tokenizers, links
 """
@@ -19,15 +20,18 @@ from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.core import EdgeOptions, Gateway, ModelEntry
 from gateway.http import HttpServer, start_http
+from gateway.keys import KeyFile
 from gateway.planner import parse_policy
 from gateway.servicer import GatewayServicer
 from gateway.tokenizer import ModelTokenizer
 from gateway.validation import ModelLimits
 from kvstore.index import Index, Registry
-from pillion import rpc
+from pillion import rpc, tls
+from pillion.addresses import is_local
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.v1 import gateway_pb2_grpc
+from pillion.watched import WATCH_INTERVAL_S
 from pillion.wire.registry import PartRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -51,6 +55,7 @@ class GatewayPart:
         server: rpc.RunningServer,
         http: HttpServer,
         heartbeat_s: float,
+        keys: KeyFile | None = None,
     ) -> None:
         self.part_id = record.part_id
         self.address = self.grpc_address = server.address
@@ -62,12 +67,15 @@ class GatewayPart:
         self._servicer = servicer
         self._server = server
         self._http = http
-        self._heart = asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")
+        self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
+        if keys is not None:
+            self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Drains: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
-        self._heart.cancel()
-        await asyncio.gather(self._heart, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             await self._registry.leave(self.part_id)
         except PillionError as error:
@@ -111,6 +119,9 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
     if not flags.redis_url:
         raise ConfigError("the gateway needs --redis-url")
+    keys = await asyncio.to_thread(KeyFile, flags.api_keys) if flags.api_keys else None
+    identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
+    _warn(flags)
     model = prepared if prepared is not None else await asyncio.to_thread(prepare, flags)
     entry = await asyncio.to_thread(model_entry, model)
     part_id = f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
@@ -124,8 +135,9 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         max_inflight_requests=flags.max_inflight_requests,
         max_inflight_tokens=flags.max_inflight_tokens,
         prefix_caching=flags.enable_prefix_caching,
+        max_running_requests=flags.max_running_requests,
     )
-    gateway = Gateway({model.name: entry}, cluster, options)
+    gateway = Gateway({model.name: entry}, cluster, options, None if keys is None else keys.ring)
     await asyncio.gather(cluster.start(), entry.template.warm_up())
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
     server: rpc.RunningServer | None = None
@@ -134,9 +146,10 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         server = await rpc.start_server(
             f"{host}:{flags.grpc_port}",
             [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
+            credentials=None if identity is None else tls.server_credentials(identity),
             max_message_bytes=flags.max_message_bytes,
         )
-        http = await start_http(gateway, flags.host, flags.http_port)
+        http = await start_http(gateway, flags.host, flags.http_port, identity=identity)
     except OSError as error:
         # Nothing half-started stays.
         if server is not None:
@@ -145,7 +158,20 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
     record = PartRecord(part_id=part_id, role="gateway", address=server.address, model=model.name)
-    return GatewayPart(record, gateway, cluster, registry, servicer, server, http, flags.heartbeat_ms / 1000)
+    return GatewayPart(record, gateway, cluster, registry, servicer, server, http, flags.heartbeat_ms / 1000, keys)
+
+
+async def _follow(keys: KeyFile, gateway: Gateway) -> None:
+    """Takes new keys soon after their file changed."""
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        if await asyncio.to_thread(keys.refresh):
+            gateway.take_keys(keys.ring)
+
+
+def _warn(flags: GatewayFlags) -> None:
+    if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
+        log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
 
 
 def model_entry(model: PreparedModel) -> ModelEntry:

@@ -27,6 +27,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """The stream; the call's end, however it comes, cancels what is left of the request."""
+        # Before anything is made of the message.
+        tenant = self._gateway.tenant_of(_authorization(context))
         sampling = request.sampling
         check_size(request.ByteSize())
         check_counts(
@@ -40,6 +42,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
         generation = await self._gateway.generate(
             request_from_pb(request),
+            tenant=tenant,
             timeout_s=_timeout_s(context),
             parent=telemetry.extract(context.invocation_metadata()),
         )
@@ -57,15 +60,23 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
         """Models that live workers serve."""
+        self._gateway.tenant_of(_authorization(context))
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models()])
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
         """Parts and totals."""
-        return status_to_pb(self._gateway.status())
+        return status_to_pb(self._gateway.status(self._gateway.tenant_of(_authorization(context))))
 
 
 def _timeout_s(context: Any) -> float | None:
     left = context.time_remaining()
     return None if left is None or left > MAX_DEADLINE_S else float(left)
+
+
+def _authorization(context: Any) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            return value if isinstance(value, str) else ""
+    return ""

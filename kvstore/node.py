@@ -29,7 +29,7 @@ from kvstore.servicer import SERVICE_NAME, KVNodeServicer
 from kvstore.storage import Storage
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict
-from pillion.rpc import RunningServer, start_server
+from pillion.rpc import RunningServer, internal_credentials, start_server
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.wire.kvnode import AttachHello, AttachReply, NodeStatus
 from pillion.wire.registry import PartRecord
@@ -91,6 +91,7 @@ class KVNode:
                     (SERVICE_NAME, lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(servicer, server)),
                     (PLANE_SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(plane, server)),
                 ],
+                credentials=internal_credentials(flags.node_listen),
             )
         except OSError as error:
             raise ConfigError(str(error)) from None

@@ -24,6 +24,7 @@ CPU_KERNELS = "Kernels of the forward pass on a CPU, by instruction set; auto: t
 QUANTIZATION = "int8 keeps the weights of linear layers in 8 bits, with a scale for each output."
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
+INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
 SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -55,6 +56,11 @@ class CommonFlags:
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
     heartbeat_ms: int = flag(1000, "Time between two heartbeats of a part.")
     heartbeat_timeout_ms: int = flag(5000, "Silence after which a part counts as lost.")
+    internal_tls_cert: str = flag(
+        "", "PEM of this part's certificate towards other parts. Empty: no TLS between parts."
+    )
+    internal_tls_key: str = flag("", "PEM of its private key.")
+    internal_tls_ca: str = flag("", "PEM of the authority that signs the parts' certificates, and nothing else.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,7 @@ class KVNodeFlags(CommonFlags):
     node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.")
     node_listen: str = flag("127.0.0.1:50061", "Address of the node's gRPC service (host:port or unix:path).")
     node_advertise: str = flag("", "Address that others reach this node at. Default: the listen address.")
+    insecure_internal: bool = flag(False, INSECURE_INTERNAL)
     attach_socket: str = flag("/run/pillion/kvnode.sock", "Unix socket over which workers map the pool.")
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
@@ -108,6 +115,7 @@ class WorkerFlags(CommonFlags, ComputeFlags):
     part_id: str = flag("", "Name of this worker, unique in the cluster. Default: role and process id.")
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).")
     advertise: str = flag("", "Address that gateways reach this worker at. Default: the listen address.")
+    insecure_internal: bool = flag(False, INSECURE_INTERNAL)
     attach_socket: str = flag("/run/pillion/kvnode.sock", "The KV node's Unix socket.")
     cpu_threads: int = flag(0, CPU_THREADS)
     cpu_affinity: str = flag("", CPU_AFFINITY)
@@ -146,6 +154,13 @@ class GatewayFlags(CommonFlags, ModelFlags):
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
+    max_running_requests: int = flag(0, "Most requests that workers are given at once; 0: by their number of seats.")
+    api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
+    tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
+    tls_key: str = flag("", "PEM of its private key.")
+    tls_ca: str = flag(
+        "", "PEM of authorities; every client must show a certificate of theirs. Empty: none is asked for."
+    )
     max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
     max_message_bytes: int = flag(16 * 2**20, "Largest gRPC message that is taken or sent.", kind=parse_size)
     drain_timeout_s: float = flag(30.0, "Time that streams have to finish when the gateway is told to stop.")

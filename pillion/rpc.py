@@ -14,7 +14,8 @@ from typing import Any
 
 import grpc
 
-from pillion.errors import Internal, PillionError, Unavailable
+from pillion import tls
+from pillion.errors import Internal, InvalidRequest, PillionError, Unavailable
 from pillion.wire.errors import from_rpc_error as from_rpc_error
 from pillion.wire.errors import to_status as to_status
 
@@ -64,9 +65,26 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
+# Who this process is to the other parts of its cluster. Set once, before the first channel.
+_identity: tls.Identity | None = None
+
+
+def use_identity(identity: tls.Identity | None) -> None:
+    """From now on channels to other parts, and servers for them, use mutual TLS; None: plain text."""
+    global _identity
+    _identity = identity
+
+
+def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
+    """What a service for other parts has on this address; None is plain text, as on every Unix socket."""
+    return None if _identity is None or listen.startswith("unix:") else tls.server_credentials(_identity)
+
+
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to ``host:port`` or ``unix:path``. The caller closes it."""
-    return grpc.aio.insecure_channel(target, options=client_options())
+    """A channel to another part at ``host:port`` or ``unix:path``. The caller closes it."""
+    if _identity is None or target.startswith("unix:"):
+        return grpc.aio.insecure_channel(target, options=client_options())
+    return tls.PartChannel(target, _identity, client_options())
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
@@ -95,13 +113,40 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             many = handler.request_streaming
             make = grpc.stream_unary_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
             wrapped = _unary_guard(handler.stream_unary if many else handler.unary_unary, method)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        read = handler.request_deserializer if many else _reading(handler.request_deserializer)
+        return make(wrapped, read, handler.response_serializer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a message that is no protobuf of its kind: gRPC itself would call that a defect of the server."""
+
+    said: str
+
+
+def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(raw: bytes) -> Any:
+        try:
+            return deserialize(raw)
+        except Exception as error:  # noqa: BLE001
+            return _Unreadable(str(error))
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    if isinstance(request, _Unreadable):
+        raise InvalidRequest(f"the message cannot be read: {request.said[:200]}")
+    return request
 
 
 def _unary_guard(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            result = inner(request, context)
+            result = inner(_readable(request), context)
             return await result if isinstance(result, Awaitable) else result
         except Exception as error:  # noqa: BLE001
             await _abort(context, error, method)
@@ -112,7 +157,7 @@ def _unary_guard(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
 def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            result = inner(request, context)
+            result = inner(_readable(request), context)
             if isinstance(result, Awaitable):
                 # A handler that writes to the context itself, as Health.Watch does.
                 await result

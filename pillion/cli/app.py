@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -95,6 +96,11 @@ def demo(**said: Any) -> int:
     """Start the cluster, ask it three things, show where each prompt's tokens went, stop it."""
     from pillion.cli.demo import run_demo
 
+    for name in ("api_keys", "tls_cert"):
+        if said[name]:
+            raise ConfigError(
+                f"pillion demo asks its own cluster and takes no {name.replace('_', '-')}: use pillion serve"
+            )
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
     # A demonstration must not meet another cluster's ports, nor hide its answers behind logs.
     for name, value in {"http_port": 0, "grpc_port": 0, "log_level": "warning", "max_model_len": 4096}.items():
@@ -136,17 +142,6 @@ def prepare(**said: Any) -> None:
     click.echo(f"{prepared.name} is ready at {prepared.folder}")
 
 
-def talks_to_gateway(function: F) -> F:
-    """Options of the commands that are clients."""
-    return click.option(
-        "--target",
-        envvar="PILLION_TARGET",
-        default=DEFAULT_TARGET,
-        show_default=True,
-        help="Address of the gateway.",
-    )(function)
-
-
 def bias_by_id(ctx: click.Context, param: click.Parameter, said: tuple[str, ...]) -> dict[int, float]:
     """ID=VALUE, said any number of times."""
     biases = {}
@@ -168,6 +163,28 @@ def options(*made: Callable[[F], F]) -> Callable[[F], F]:
         return function
 
     return add
+
+
+# Of the commands that are clients. The API key is the environment's PILLION_API_KEY: everybody can read arguments.
+talks_to_gateway = options(
+    click.option(
+        "--target",
+        envvar="PILLION_TARGET",
+        default=DEFAULT_TARGET,
+        show_default=True,
+        help="Address of the gateway; grpcs://HOST:PORT for TLS.",
+    ),
+    click.option("--ca", envvar="PILLION_CA", help="PEM of the authorities that are trusted. Default: the system's."),
+    click.option("--cert", envvar="PILLION_CERT", help="PEM of a client certificate, for a gateway that asks for one."),
+    click.option("--key", envvar="PILLION_KEY", help="PEM of its private key."),
+)
+REACH = ("target", "ca", "cert", "key")
+
+
+def reach_of(said: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of ``said`` what :class:`pillion.Client` is told about the gateway."""
+    reach = {name: said.pop(name) for name in REACH}
+    return {name: value for name, value in reach.items() if value}
 
 
 # What is not said is the gateway's default.
@@ -209,45 +226,104 @@ answers = options(
 @talks_to_gateway
 @samples
 @answers
-def generate(prompt: str, target: str, **sampling: Any) -> None:
+def generate(prompt: str, **said: Any) -> None:
     """Continue PROMPT ('-' reads it from standard input) and stream the text."""
     from pillion.cli.talk import run_generate
 
-    run_generate(sys.stdin.read() if prompt == "-" else prompt, target, sampling)
+    reach = reach_of(said)
+    run_generate(sys.stdin.read() if prompt == "-" else prompt, reach, said)
 
 
 @cli.command()
 @click.option("--system", default="", help="System message of the conversation.")
 @talks_to_gateway
 @samples
-def chat(system: str, target: str, **sampling: Any) -> None:
+def chat(system: str, **said: Any) -> None:
     """Talk with the model; each line is a message, Ctrl-D ends. Reads standard input where it is no terminal."""
     from pillion.cli.talk import run_chat
 
-    run_chat(system, target, sampling)
+    reach = reach_of(said)
+    run_chat(system, reach, said)
 
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @talks_to_gateway
-def status(as_json: bool, target: str) -> None:
+def status(as_json: bool, **said: Any) -> None:
     """Show the parts of a running cluster, their load, the pool and the hit rate."""
     from pillion.cli.talk import run_status
 
-    run_status(target, as_json)
+    run_status(reach_of(said), as_json)
 
 
 @cli.command()
 @click.argument("address")
-def health(address: str) -> int:
-    """Ask one part's gRPC health service at ADDRESS (host:port or unix:path); the exit status is the answer."""
+@options(
+    click.option(
+        "--ca", envvar="PILLION_CA", help="PEM of the authorities that are trusted, for a public port with TLS."
+    ),
+    *(
+        click.option(f"--internal-tls-{name}", envvar=f"PILLION_INTERNAL_TLS_{name.upper()}", default="", help=about)
+        for name, about in (("cert", "As of the part itself."), ("key", "Likewise."), ("ca", "Likewise."))
+    ),
+)
+def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str) -> int:
+    """Ask one part's gRPC health service at ADDRESS; the exit status is the answer.
+
+    ADDRESS is host:port or unix:path, and grpcs://host:port for a public port with TLS. A part that has TLS between
+    parts is asked with the part's own certificate.
+    """
     import asyncio
 
+    from pillion import rpc, tls
     from pillion.cli.probes import is_serving
 
-    serving = asyncio.run(is_serving(address))
+    rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
+    serving = asyncio.run(is_serving(address, ca or None))
     click.echo("serving" if serving else f"{address} is not serving")
     return 0 if serving else EXIT_FAILED
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--host", "hosts", multiple=True, help="Name or address that clients use, besides localhost's. Again for more."
+)
+@click.option("--days", type=int, default=365, show_default=True, help="How long the certificates are valid.")
+def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
+    """Make certificates for development in FOLDER: for the edge, a client, and between parts. Needs openssl."""
+    from pillion.cli.certs import make_certs
+
+    for path in make_certs(folder, hosts, days):
+        click.echo(path)
+    click.echo(f"edge: --tls-cert={folder}/server.pem --tls-key={folder}/server.key; clients: --ca {folder}/ca.pem")
+    between = " ".join(
+        f"--internal-tls-{kind}={folder}/internal.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
+    )
+    click.echo(f"parts: {between} --internal-tls-ca={folder}/internal-ca.pem")
+
+
+@cli.group()
+def keys() -> None:
+    """Make API keys for a gateway's --api-keys file."""
+
+
+@keys.command("add")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--tenant", required=True, help="Whose key it is; a new tenant is added, without quotas.")
+def keys_add(file: Path, tenant: str) -> None:
+    """Add a new key to FILE and print it. It is shown this once: the file has its hash alone."""
+    from pillion.cli.keys import add_key
+
+    click.echo(add_key(file, tenant))
+
+
+@keys.command("hash")
+def keys_hash() -> None:
+    """Read a key that exists from standard input and print the hash that a keys file has of it."""
+    from pillion.cli.keys import hash_key
+
+    click.echo(hash_key(sys.stdin.readline()))
 
 
 @cli.command()

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from pillion.addresses import is_local
 from pillion.cli.flags import option_name
 from pillion.cores import MAX_CPU_THREADS, parse_cores
 from pillion.errors import ConfigError
@@ -42,6 +43,7 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "chunk_size": (1, None),
     "max_inflight_requests": (1, None),
     "max_inflight_tokens": (1, None),
+    "max_running_requests": (0, None),
     "max_attempts": (1, None),
     "max_message_bytes": (MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     "drain_timeout_s": (0, None),
@@ -65,6 +67,10 @@ def check_flags(flags: Any) -> None:
     if said.get("max_num_batched_tokens", 1) < said.get("max_num_seqs", 1):
         raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
     parse_cores(said.get("cpu_affinity", ""))
+    _check_tls(said)
+    for name in ("listen", "node_listen"):
+        if name in said:
+            _check_listen(name, said)
     if "split_policy" in said:
         check_split_policy(said["split_policy"], said.get("prefill_workers"))
 
@@ -79,10 +85,29 @@ def check_split_policy(text: str, prefill_workers: int | None) -> None:
             good = False
         if not good:
             raise ConfigError(f"--split-policy {text!r}: write fraction:x with x from 0 to 1")
-    elif text not in ("disaggregated", "colocated"):
-        raise ConfigError(f"--split-policy {text!r} is not disaggregated, colocated or fraction:x")
-    if prefill_workers == 0 and text != "colocated":
-        raise ConfigError("--prefill-workers 0 needs --split-policy colocated")
+    elif text not in ("auto", "disaggregated", "colocated"):
+        raise ConfigError(f"--split-policy {text!r} is not auto, disaggregated, colocated or fraction:x")
+    if prefill_workers == 0 and text not in ("auto", "colocated"):
+        raise ConfigError("--prefill-workers 0 needs --split-policy colocated or auto")
+
+
+def _check_tls(said: dict[str, Any]) -> None:
+    internal = [said[f"internal_tls_{name}"] for name in ("cert", "key", "ca")]
+    if any(internal) and not all(internal):
+        raise ConfigError("--internal-tls-cert, --internal-tls-key and --internal-tls-ca belong together")
+    if bool(said.get("tls_cert")) != bool(said.get("tls_key")):
+        raise ConfigError("--tls-cert and --tls-key belong together")
+    if said.get("tls_ca") and not said.get("tls_cert"):
+        raise ConfigError("--tls-ca needs --tls-cert and --tls-key")
+
+
+def _check_listen(name: str, said: dict[str, Any]) -> None:
+    if is_local(said[name]) or said["internal_tls_cert"] or said["insecure_internal"]:
+        return
+    raise ConfigError(
+        f"{option_name(name)} {said[name]} can be reached from other machines, and parts trust whoever reaches them: "
+        "give --internal-tls-cert, -key and -ca, or say --insecure-internal where the network itself is trusted"
+    )
 
 
 def _check_range(name: str, value: float, least: int, most: int | None) -> None:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,18 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
             worker = subset(cls, flags, part_id=part_id, listen=listen, attach_socket=attach, **mine)
             # A worker without a node ends at once; the gateway waits for both by itself.
             specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
-    target = f"{probes.reachable_host(flags.host)}:{flags.grpc_port}"
     edge = subset(GatewayFlags, flags)
     argv = _argv("gateway", edge)
-    gateway = _spec("gateway", 3, argv, environ, lambda: probes.serves_a_model(target))
+    gateway = _spec("gateway", 3, argv, environ, partial(_gateway_ready, edge))
     specs.append(replace(gateway, drain_s=edge.drain_timeout_s))
     return specs
+
+
+async def _gateway_ready(edge: GatewayFlags) -> bool:
+    own = (edge.tls_cert, edge.tls_key) if edge.tls_cert else None
+    return await probes.gateway_ready(
+        probes.reachable_host(edge.host), edge.http_port, own=own, mutual=bool(edge.tls_ca)
+    )
 
 
 def _part(role: str, part_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str) -> PartSpec:

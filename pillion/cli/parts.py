@@ -72,6 +72,13 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
 
 
+def use_internal_tls(flags: Any) -> None:
+    """What this process is to other parts. Raises ConfigError for certificates that cannot be used."""
+    from pillion import rpc, tls
+
+    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
+
+
 def name_of(role: str, flags: Any) -> str:
     """What the part is called in traces and logs."""
     said = getattr(flags, "part_id", "") or getattr(flags, "node_id", "")
@@ -87,6 +94,7 @@ def run_part(role: str, flags: Any) -> int:
     find_server_code()
     refuse_foreign_kernels()
     set_up_logging(flags.log_level)
+    use_internal_tls(flags)
     name = name_of(role, flags)
     if getattr(flags, "part_id", name) != name:
         flags = replace(flags, part_id=name)

@@ -65,8 +65,11 @@ async def _bring_up(cluster: LocalCluster) -> None:
 
 def announce_ready(cluster: LocalCluster, notices: Notices, seconds: float) -> None:
     """Where to reach it."""
-    host, _, port = cluster.target.rpartition(":")
+    flags, (host, _, port) = cluster.flags, cluster.target.rpartition(":")
+    scheme = "https" if flags.tls_cert else "http"
     notices.say(
-        f"ready after {seconds:.1f} s: gRPC {host}:{port}, HTTP http://{host}:{cluster.flags.http_port}", "bold green"
+        f"ready after {seconds:.1f} s: gRPC {host}:{port}, HTTP {scheme}://{host}:{flags.http_port}", "bold green"
     )
-    notices.say(f'try: pillion chat --target {cluster.target}   or: pillion generate --target {cluster.target} "Once"')
+    target = f"grpcs://{cluster.target} --ca FILE" if flags.tls_cert else cluster.target
+    key = "PILLION_API_KEY=KEY " if flags.api_keys else ""
+    notices.say(f'try: {key}pillion chat --target {target}   or: {key}pillion generate --target {target} "Once"')

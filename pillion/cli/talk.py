@@ -1,4 +1,4 @@
-"""The commands that are clients: generate, chat and status, all over the SDK."""
+"""The commands that are clients: generate, chat and status, all over the SDK. ``reach``: how, as Client takes it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PROMPT = "you> "
 TABLE_WIDTH = 120
 
 
-def run_generate(prompt: str, target: str, sampling: dict[str, Any]) -> None:
+def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Streams the continuation to standard output; several come whole, one after the other. Raises PillionError."""
     from pillion.client import Client
 
-    with Client(target) as client:
+    with Client(**reach) as client:
         deltas = client.generate(prompt, **said(sampling))
         if (sampling.get("n") or 1) > 1:
             show_each(deltas)
@@ -27,12 +27,12 @@ def run_generate(prompt: str, target: str, sampling: dict[str, Any]) -> None:
             show(deltas)
 
 
-def run_chat(system: str, target: str, sampling: dict[str, Any]) -> None:
+def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """One turn per line of standard input, the whole conversation sent each time: its KV is found again."""
     from pillion.client import Client
 
     messages = [ChatMessage("system", system)] if system else []
-    with Client(target) as client:
+    with Client(**reach) as client:
         for line in user_lines():
             asked = [*messages, ChatMessage("user", line)]
             try:
@@ -107,11 +107,11 @@ def user_lines() -> Iterator[str]:
             yield line
 
 
-def run_status(target: str, as_json: bool) -> None:
+def run_status(reach: dict[str, Any], as_json: bool) -> None:
     """Prints the cluster's state. Raises PillionError."""
     from pillion.client import Client
 
-    with Client(target) as client:
+    with Client(**reach) as client:
         status = client.status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))

@@ -167,8 +167,8 @@ async def line():
 def test_every_error_has_its_status(error: errors.PillionError, status: int, code: str) -> None:
     said = from_pillion(error, {})
     assert (said.status, said.code) == (status, code)
-    retries = {name for name, _ in said.headers()}
-    assert retries == ({b"retry-after", b"retry-after-ms"} if status in (429, 503) else set())
+    expected = {429: {b"retry-after", b"retry-after-ms"}, 503: {b"retry-after", b"retry-after-ms"}}
+    assert {name for name, _ in said.headers()} == (expected | {401: {b"www-authenticate"}}).get(status, set())
 
 
 def test_no_error_is_forgotten() -> None:

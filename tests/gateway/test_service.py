@@ -74,7 +74,7 @@ async def test_the_salt_changes_every_hash_and_the_seed_is_drawn() -> None:
             await read(line.client.generate(PROMPT, cache_salt=salt))
         first, second = line.decode.submits
         assert first.root_hash != second.root_hash
-        assert second.root_hash == request_root(bytes.fromhex(NAMESPACE), cache_salt="tenant")
+        assert second.root_hash == request_root(bytes.fromhex(NAMESPACE), cache_salt="open:tenant")
         assert first.sampling.seed != second.sampling.seed
 
 

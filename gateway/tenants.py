@@ -1,0 +1,56 @@
+"""Whom the gateway works for: what a tenant may take, and how its cache is kept apart.
+
+API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in the line
+no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.priority import MAX_PRIORITY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """One tenant as the keys file has it. A bound of 0 is none of its own.
+
+    Attributes:
+        name: in errors and in the salt; "" is the open gateway's only tenant.
+        weight: share of the cluster where several tenants wait; 2 gets twice what 1 gets.
+        requests_per_minute, tokens_per_minute: what it may ask for; tokens are those of prompts and answers.
+        most_urgent_priority: its requests are never more urgent than this; smaller is more urgent.
+        max_inflight_requests, max_inflight_tokens: in the gateway at once, each answer and each prompt token counted.
+        cache_group: tenants of one group share KV; "" shares with nobody.
+        operator: may see the whole cluster (GetStatus).
+    """
+
+    name: str
+    weight: float = 1.0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    most_urgent_priority: int = -MAX_PRIORITY
+    max_inflight_requests: int = 0
+    max_inflight_tokens: int = 0
+    cache_group: str = ""
+    operator: bool = False
+
+    def capped(self, priority: int) -> int:
+        """The priority that its request gets."""
+        return max(priority, self.most_urgent_priority)
+
+
+OPEN = Tenant(name="", operator=True)
+
+
+def cache_salt(tenant: Tenant, given: str) -> str:
+    """What narrows the hashes of a tenant's request; ``given`` is the client's own ``cache_salt``.
+
+    The client's salt is added behind the tenant's and never replaces it. A name carries its length, and each kind its
+    own tag, so two different pairs never read the same, whatever a client sends.
+    """
+    if tenant.cache_group:
+        return f"group:{len(tenant.cache_group)}:{tenant.cache_group}:{given}"
+    if tenant.name:
+        return f"tenant:{len(tenant.name)}:{tenant.name}:{given}"
+    return f"open:{given}" if given else ""

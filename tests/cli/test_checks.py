@@ -1,0 +1,61 @@
+"""Addresses, certificates and keys that cannot work, or should not, are refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pillion.addresses import is_local
+from pillion.cli.app import cli
+from pillion.cli.checks import check_flags
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
+from pillion.errors import ConfigError
+
+OPEN = ("0.0.0.0:1", "10.0.0.7:1", "[::]:1", "kvnode:1", "example.org:1", ":1", "[fe80::1]:1")
+LOCAL = ("127.0.0.1:1", "127.8.8.8:0", "[::1]:1", "localhost:1", "unix:/run/x.sock")
+PROVEN = {"internal_tls_cert": "c", "internal_tls_key": "k", "internal_tls_ca": "a"}
+
+
+@pytest.mark.parametrize("address", OPEN)
+@pytest.mark.parametrize(
+    ("cls", "name"), [(KVNodeFlags, "node_listen"), (PrefillFlags, "listen"), (DecodeFlags, "listen")]
+)
+def test_a_part_is_not_open_by_mistake(cls: Any, name: str, address: str) -> None:
+    assert not is_local(address)
+    with pytest.raises(ConfigError, match="--insecure-internal") as caught:
+        check_flags(cls(**{name: address}))
+    assert f"--{name.replace('_', '-')} {address}" in caught.value.message
+    assert "\n" not in caught.value.message
+    check_flags(cls(**{name: address}, insecure_internal=True))
+    check_flags(cls(**{name: address}, **PROVEN))
+
+
+@pytest.mark.parametrize("address", LOCAL)
+def test_this_machine_alone_is_fine(address: str) -> None:
+    assert is_local(address)
+    check_flags(KVNodeFlags(node_listen=address))
+    check_flags(DecodeFlags(listen=address))
+
+
+@pytest.mark.parametrize("missing", list(PROVEN))
+@pytest.mark.parametrize("cls", [KVNodeFlags, DecodeFlags, GatewayFlags, ServeFlags])
+def test_between_parts_both_sides_prove(cls: Any, missing: str) -> None:
+    with pytest.raises(ConfigError, match="belong together"):
+        check_flags(cls(**{**PROVEN, missing: ""}))
+
+
+@pytest.mark.parametrize(
+    "said", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_ca": "a"}, {"tls_cert": "c", "tls_ca": "a"}]
+)
+def test_an_edge_has_a_certificate_and_its_key(said: dict[str, str]) -> None:
+    for cls in (GatewayFlags, ServeFlags):
+        with pytest.raises(ConfigError):
+            check_flags(cls(**said))
+        check_flags(cls(tls_cert="c", tls_key="k", tls_ca="a"))
+
+
+@pytest.mark.parametrize("flag", ["--api-keys=x", "--tls-cert=x"])
+def test_the_demonstration_takes_no_keys_and_no_certificates(flag: str) -> None:
+    with pytest.raises(ConfigError, match="use pillion serve"):
+        cli.main(["demo", flag], standalone_mode=False)

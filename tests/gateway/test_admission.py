@@ -1,0 +1,202 @@
+"""Bounds in all and for each tenant, turns, and what becomes of those who wait when something happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from gateway.admission import Admission, Visit
+from gateway.tenants import OPEN, Tenant
+from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
+
+A, B = Tenant(name="a"), Tenant(name="b")
+
+
+def refused(error: pytest.ExceptionInfo[Overloaded]) -> str:
+    (quota,) = error.value.quotas
+    return quota.subject
+
+
+async def turn(admission: Admission, visit: Visit, priority: int = 0, timeout_s: float | None = None) -> None:
+    now = time.monotonic()
+    await admission.turn(visit, priority, now, None if timeout_s is None else now + timeout_s)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_bounds_in_all_and_for_each_tenant() -> None:
+    admission = Admission(8, 100)
+    mine = [admission.enter(A) for _ in range(4)]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(A)
+    assert refused(caught) == "a/max_inflight_requests"
+    theirs = [admission.enter(B) for _ in range(4)]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(Tenant(name="c"))
+    assert refused(caught) == "max_inflight_requests"
+    admission.weigh(mine[0], 40)
+    with pytest.raises(Overloaded) as caught:
+        admission.weigh(mine[1], 11)
+    assert refused(caught) == "a/max_inflight_tokens"
+    # One prompt of a tenant is always let in, as long as the gateway itself has room.
+    admission.weigh(theirs[0], 60)
+    with pytest.raises(Overloaded) as caught:
+        admission.weigh(theirs[1], 1)
+    assert refused(caught) == "max_inflight_tokens"
+    for visit in mine + theirs:
+        admission.leave(visit)
+    assert (admission.requests, admission.tokens, admission.running) == (0, 0, 0)
+    admission.enter(A)
+
+
+def test_a_tenants_own_bounds_and_the_open_gateway() -> None:
+    admission = Admission(8, 100)
+    small = Tenant(name="small", max_inflight_requests=2, max_inflight_tokens=5)
+    visits = [admission.enter(small) for _ in range(2)]
+    with pytest.raises(Overloaded):
+        admission.enter(small)
+    admission.weigh(visits[0], 4)
+    with pytest.raises(Overloaded):
+        admission.weigh(visits[1], 2)
+    with pytest.raises(InvalidRequest):
+        admission.enter(small, 3)
+    for _ in range(6):
+        admission.enter(OPEN)
+
+
+async def test_turns_are_by_rank_and_fair() -> None:
+    admission, order = Admission(100, 1000, lambda: 1), []
+
+    async def one(name: str, tenant: Tenant, priority: int) -> None:
+        visit = admission.enter(tenant)
+        admission.weigh(visit, 10)
+        await turn(admission, visit, priority)
+        order.append(name)
+        await asyncio.sleep(0)
+        admission.leave(visit, 5)
+
+    first = admission.enter(A)
+    await turn(admission, first)
+    asked = [("a1", A, 0), ("a2", A, 0), ("a3", A, -3), ("b1", B, 0), ("b2", B, 50)]
+    tasks = [asyncio.create_task(one(*said)) for said in asked]
+    await settle()
+    assert (admission.waiting, admission.running) == (5, 1)
+    admission.leave(first)
+    await asyncio.gather(*tasks)
+    assert [name for name in order if name.startswith("a")] == ["a3", "a1", "a2"]
+    assert order[:4] in (["a3", "b1", "a1", "b2"], ["b1", "a3", "b2", "a1"])
+    assert (admission.requests, admission.tokens, admission.running, admission.waiting) == (0, 0, 0, 0)
+
+
+async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
+    admission = Admission(10, 1000, lambda: 1)
+    running, waits, stays = (admission.enter(A) for _ in range(3))
+    await turn(admission, running)
+    task = asyncio.create_task(turn(admission, waits))
+    other = asyncio.create_task(turn(admission, stays))
+    await settle()
+    task.cancel()
+    await settle()
+    assert task.cancelled()
+    assert admission.waiting == 1
+    admission.leave(waits)
+    admission.leave(running)
+    await other
+    admission.leave(stays)
+    assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_a_turn_that_comes_in_the_moment_of_a_cancel_is_given_back() -> None:
+    admission = Admission(10, 1000, lambda: 1)
+    running, waits, stays = (admission.enter(A) for _ in range(3))
+    await turn(admission, running)
+    task, other = asyncio.create_task(turn(admission, waits)), asyncio.create_task(turn(admission, stays))
+    await settle()
+    # In both orders: the cancel after the grant, and before it.
+    admission.leave(running)
+    task.cancel()
+    await settle()
+    assert task.cancelled()
+    admission.leave(waits)
+    await other
+    third, fourth = (admission.enter(A) for _ in range(2))
+    task, other = asyncio.create_task(turn(admission, third)), asyncio.create_task(turn(admission, fourth))
+    await settle()
+    task.cancel()
+    admission.leave(stays)
+    await settle()
+    admission.leave(third)
+    await other
+    admission.leave(fourth)
+    assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_a_request_with_many_answers_is_let_in_alone() -> None:
+    admission = Admission(10, 1000, lambda: 2)
+    many = admission.enter(A, 4)
+    await turn(admission, many)
+    one = admission.enter(A)
+    task = asyncio.create_task(turn(admission, one))
+    await settle()
+    assert admission.waiting == 1
+    admission.leave(many)
+    await task
+    admission.leave(one)
+
+
+async def test_more_places_are_seen_with_the_next_event() -> None:
+    places = [1]
+    admission = Admission(10, 1000, lambda: places[0])
+    visits = [admission.enter(A) for _ in range(4)]
+    tasks = [asyncio.create_task(turn(admission, visit)) for visit in visits]
+    await settle()
+    assert admission.running == 1
+    places[0] = 0
+    admission.leave(visits[0])
+    await asyncio.gather(*tasks)
+    assert admission.running == 3
+
+
+async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    admission = Admission(100, 1000, lambda: 1)
+    monkeypatch.setattr("gateway.admission.time.monotonic", lambda: clock[0])
+    visits = [admission.enter(A) for _ in range(8)]
+    for visit in visits:
+        admission.weigh(visit, 10)
+    tasks = [asyncio.create_task(admission.turn(visit, 0, clock[0], None)) for visit in visits]
+    await settle()
+    for visit in visits[:5]:
+        clock[0] += 2.0
+        admission.leave(visit)
+        await settle()
+    # One runs and two wait: the third place comes free after about six seconds.
+    late = admission.enter(A)
+    with pytest.raises(Overloaded) as caught:
+        await admission.turn(late, 0, clock[0], clock[0] + 5.0)
+    assert refused(caught) == "deadline"
+    assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
+    # Another tenant is the next one.
+    other = admission.enter(B)
+    task = asyncio.create_task(admission.turn(other, 0, clock[0], clock[0] + 5.0))
+    await settle()
+    assert not task.done()
+    admission.leave(visits[5])
+    await task
+    for waiting in tasks:
+        waiting.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_deadline_that_passes_in_the_line() -> None:
+    admission = Admission(10, 1000, lambda: 1)
+    running, waits = admission.enter(A), admission.enter(A)
+    await turn(admission, running)
+    with pytest.raises(DeadlineExceeded):
+        await turn(admission, waits, timeout_s=0.01)
+    assert admission.waiting == 0

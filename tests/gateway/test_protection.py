@@ -1,0 +1,240 @@
+"""Keys, quotas, salts and turns of a running gateway, on both of its ports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.keys import hash_of
+from gateway.tenants import Tenant, cache_salt
+from kvstore.hashing import request_root
+from pillion import AsyncClient, Overloaded, PermissionDenied, Unauthenticated
+from pillion.rpc import open_channel
+from tests.support.fake_parts import NAMESPACE, Line, running_line, until
+from tests.support.http import call
+
+KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("acme", "other", "friend", "small")}
+FILE = """
+[tenant.acme]
+cache_group = "g"
+[tenant.friend]
+cache_group = "g"
+operator = true
+[tenant.other]
+most_urgent_priority = -1
+[tenant.small]
+requests_per_minute = 3
+tokens_per_minute = 40
+"""
+
+
+def write_keys(path: pathlib.Path, tenants: str, names: list[str]) -> str:
+    entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(KEYS[name])}"\n' for name in names)
+    new = path.with_suffix(".new")
+    new.write_text(tenants + entries)
+    os.replace(new, path)
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> str:
+    return write_keys(tmp_path / "keys.toml", FILE, list(KEYS))
+
+
+def client_of(line: Line, name: str) -> AsyncClient:
+    return AsyncClient(line.gateway.grpc_address, api_key=KEYS[name] if name else "")
+
+
+def header(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+async def ask(client: AsyncClient, prompt: str = "hello", **said: Any) -> str:
+    return "".join([delta.text async for delta in client.generate(prompt, **said)])
+
+
+def running_with(file: str, **flags: Any) -> Any:
+    """``running_line`` waits for a model, which needs a key."""
+    os.environ["PILLION_API_KEY"] = KEYS["friend"]
+    return running_line("abc", api_keys=file, **flags)
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Restores what running_with sets.
+    monkeypatch.setenv("PILLION_API_KEY", "")
+
+
+async def test_without_a_key_only_health_is_answered(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_with(file) as line:
+        monkeypatch.setenv("PILLION_API_KEY", "")
+        for key in ("", "plk-" + "x" * 43):
+            async with AsyncClient(line.gateway.grpc_address, api_key=key) as client:
+                for asked in (ask(client), client.models(), client.status()):
+                    with pytest.raises(Unauthenticated):
+                        await asked
+        address = line.gateway.http_address
+        for headers in ({}, {"Authorization": "Bearer plk-" + "x" * 43}, {"Authorization": "x"}):
+            for path, body in (
+                ("/v1/completions", {"prompt": "x"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+                ("/tokenize", {"prompt": "x"}),
+                ("/detokenize", {"tokens": [1]}),
+                ("/v1/models", None),
+                ("/v1/models/toy", None),
+            ):
+                reply = await call(address, path, body, headers)
+                assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
+                assert reply.error["type"] == "invalid_request_error"
+                assert reply.headers["www-authenticate"] == "Bearer"
+        assert (await call(address, "/health")).status == 200
+        assert (await call(address, "/version")).status == 200
+        async with open_channel(line.gateway.grpc_address) as channel:
+            reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert not line.decode.submits
+
+
+async def test_a_body_is_not_read_for_a_stranger(file: str) -> None:
+    async with running_with(file) as line:
+        reader, writer = await asyncio.open_connection(*line.gateway.http_address.split(":"))
+        lines = ("Host: x", "Content-Type: application/json", "Content-Length: 8000000", "\r\n")
+        writer.write("\r\n".join(("POST /v1/completions HTTP/1.1", *lines)).encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+
+async def test_a_key_opens_both_ports(file: str) -> None:
+    async with running_with(file) as line:
+        async with client_of(line, "acme") as client:
+            assert await ask(client) == "abc"
+            assert [model.name for model in await client.models()] == ["toy"]
+            with pytest.raises(PermissionDenied, match="operator"):
+                await client.status()
+        assert (await line.client.status()).active_requests == 0
+        url = f"http://{line.gateway.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEYS["acme"], max_retries=0) as good:
+            assert (await good.completions.create(model="toy", prompt="x")).choices[0].text == "abc"
+            assert [model.id async for model in await good.models.list()] == ["toy"]
+        async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as wrong:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await wrong.completions.create(model="toy", prompt="x")
+            assert caught.value.code == "invalid_api_key"
+        assert (await call(line.gateway.http_address, "/tokenize", {"prompt": "x"}, header("acme"))).status == 200
+        await line.settled()
+
+
+async def test_quotas_on_both_ports(file: str) -> None:
+    async with running_with(file) as line:
+        async with client_of(line, "small") as client:
+            assert await ask(client, "ab") == "abc"
+            with pytest.raises(Overloaded) as caught:
+                await ask(client, "x" * 41)
+            assert [quota.subject for quota in caught.value.quotas] == ["small/tokens_per_minute"]
+            assert 0 < caught.value.retry_after_ms <= 60_000
+            assert await ask(client, "ab") == "abc"
+            with pytest.raises(Overloaded) as caught:
+                await ask(client, "ab")
+            assert [quota.subject for quota in caught.value.quotas] == ["small/requests_per_minute"]
+        reply = await call(line.gateway.http_address, "/v1/completions", {"prompt": "x"}, header("small"))
+        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+        assert 0 < int(reply.headers["retry-after"]) <= 21
+        async with client_of(line, "other") as client:
+            assert await ask(client) == "abc"
+        await line.settled()
+
+
+async def test_hashes_are_the_tenants(file: str) -> None:
+    async with running_with(file) as line:
+        for name in ("acme", "friend", "other"):
+            for salt in ("", "mine"):
+                async with client_of(line, name) as client:
+                    await ask(client, cache_salt=salt)
+        reply = await call(
+            line.gateway.http_address, "/v1/completions", {"prompt": "hello", "cache_salt": "mine"}, header("other")
+        )
+        assert reply.status == 200
+        roots = [submit.root_hash for submit in line.decode.submits]
+        acme, acme_mine, friend, friend_mine, other, other_mine, by_http = roots
+        assert (acme, acme_mine) == (friend, friend_mine)
+        assert other_mine == by_http
+        assert len({acme, acme_mine, other, other_mine}) == 4
+        expected = cache_salt(Tenant(name="other"), "mine")
+        assert by_http == request_root(bytes.fromhex(NAMESPACE), cache_salt=expected)
+
+
+async def test_a_tenants_priority_is_capped(file: str) -> None:
+    async with running_with(file) as line:
+        async with client_of(line, "other") as client:
+            for priority in (-50, 7):
+                await ask(client, priority=priority)
+        assert [submit.priority for submit in line.decode.submits] == [-1, 7]
+
+
+async def test_keys_change_while_it_runs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.part.WATCH_INTERVAL_S", 0.02)
+    async with running_with(file) as line:
+        line.decode.gate.clear()
+        async with client_of(line, "other") as client, client_of(line, "acme") as acme:
+            running = asyncio.create_task(ask(client))
+            await until(lambda: line.decode.submits)
+            write_keys(pathlib.Path(file), FILE, ["acme"])
+
+            async def is_out() -> bool:
+                try:
+                    await client.models()
+                except Unauthenticated:
+                    return True
+                return False
+
+            await until(is_out)
+            assert await acme.models()
+            # What runs goes on.
+            line.decode.gate.set()
+            assert await running == "abc"
+            write_keys(pathlib.Path(file), "nonsense", [])
+            await asyncio.sleep(0.1)
+            assert await acme.models()
+        await line.settled()
+
+
+async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
+    async with running_with(file, max_running_requests=1) as line:
+        core = line.gateway.gateway
+        line.decode.gate.clear()
+        async with client_of(line, "acme") as flood, client_of(line, "other") as other:
+            tasks = [asyncio.create_task(ask(flood, request_id=f"acme-{n}")) for n in range(6)]
+            await until(lambda: core.waiting_requests == 5)
+            late = asyncio.create_task(ask(other, request_id="other-0"))
+            await until(lambda: core.waiting_requests == 6)
+            gone = asyncio.create_task(ask(other, request_id="other-1"))
+            await until(lambda: core.waiting_requests == 7)
+            gone.cancel()
+            await until(lambda: core.waiting_requests == 6)
+            line.decode.gate.set()
+            assert await asyncio.gather(late, *tasks) == ["abc"] * 7
+        order = [submit.request_id for submit in line.decode.submits]
+        assert "other-0" in order[1:3]
+        assert len(order) == 7
+        await line.settled()
+
+
+async def test_a_stranger_to_grpc_metadata(file: str) -> None:
+    """A binary header, an empty one, and one that is there twice."""
+    async with running_with(file) as line, open_channel(line.gateway.grpc_address) as channel:
+        method = channel.unary_unary("/pillion.v1.Gateway/ListModels")
+        for metadata in (
+            (("authorization", ""),),
+            (("authorization-bin", KEYS["acme"].encode()),),
+            (("authorization", "Bearer nobody"), ("authorization", f"Bearer {KEYS['acme']}")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(b"", metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

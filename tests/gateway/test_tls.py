@@ -1,0 +1,282 @@
+"""TLS at both public ports and between parts, and certificates that change while everything runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pathlib
+import shutil
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.part import GatewayPart, start_gateway
+from kvstore.client import NodeClient
+from pillion import AsyncClient, ConfigError, Unavailable, rpc, tls
+from pillion.cli.certs import make_certs
+from pillion.cli.probes import gateway_ready, is_serving
+from pillion.config import GatewayFlags
+from pillion.tls import Identity, TlsFiles
+from pillion.v1 import kvnode_pb2_grpc
+from tests.support.fake_parts import BLOCK, FakeNode, Line, running_line, toy_model, until
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
+    """Two sets of certificates."""
+    folder = tmp_path_factory.mktemp("certs")
+    for name in ("one", "two"):
+        make_certs(folder / name)
+    return folder / "one", folder / "two"
+
+
+def files_in(folder: pathlib.Path, name: str, ca: str = "") -> TlsFiles:
+    return TlsFiles(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / f"{ca}.pem") if ca else "")
+
+
+def put(source: pathlib.Path, target: pathlib.Path, *names: str) -> None:
+    """As a secret's update does it: new files under the old names."""
+    for name in names:
+        shutil.copy(source / name, target / f"{name}.new")
+        os.replace(target / f"{name}.new", target / name)
+
+
+async def shown(address: str) -> str:
+    """The certificate that a server shows."""
+    host, _, port = address.rpartition(":")
+    return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+
+
+@contextlib.asynccontextmanager
+async def edge(line: Line, **flags: Any) -> AsyncIterator[GatewayPart]:
+    """A second gateway before the line's parts."""
+    said = {"redis_url": line.url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
+    part = await start_gateway(GatewayFlags(**said), prepared=toy_model(line.folder / "again"))
+    try:
+        yield part
+    finally:
+        await part.stop(0)
+
+
+def edge_flags(folder: pathlib.Path, **more: str) -> dict[str, str]:
+    return {"tls_cert": str(folder / "server.pem"), "tls_key": str(folder / "server.key"), **more}
+
+
+async def get(address: str, ca: pathlib.Path, own: TlsFiles | None = None) -> bytes:
+    """The status line of /health, all checked as clients do."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if own is not None:
+        context.load_cert_chain(own.cert, own.key)
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return await reader.readline()
+    finally:
+        writer.close()
+
+
+async def let_in(address: str, ca: pathlib.Path, own: TlsFiles | None) -> bool:
+    """A server that wants a certificate says so after the client's part of the handshake."""
+    try:
+        return b" 200 " in await get(address, ca, own)
+    except (ssl.SSLError, ConnectionError):
+        return False
+
+
+async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
+    one, two = sets
+    async with running_line("abc") as line, edge(line, **edge_flags(one)) as part:
+        async with AsyncClient(f"grpcs://{part.grpc_address}", ca=one / "ca.pem") as client:
+            await until(client.models)
+            assert "".join([delta.text async for delta in client.generate("x")]) == "abc"
+        assert b" 200 " in await get(part.http_address, one / "ca.pem")
+        for options in ({}, {"ca": two / "ca.pem"}):
+            async with AsyncClient(part.grpc_address, **options) as stranger:
+                with pytest.raises(Unavailable):
+                    await stranger.models()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await get(part.http_address, two / "ca.pem")
+        assert await is_serving(f"grpcs://{part.grpc_address}", str(one / "ca.pem"))
+        assert not await is_serving(part.grpc_address)
+        host, _, port = part.http_address.rpartition(":")
+        own = (str(one / "server.pem"), str(one / "server.key"))
+        assert await gateway_ready(host, int(port), own=own)
+        assert not await gateway_ready(host, int(port))
+
+
+async def test_clients_may_have_to_show_a_certificate(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
+    one, two = sets
+    async with running_line("abc") as line, edge(line, **edge_flags(one, tls_ca=str(one / "ca.pem"))) as part:
+        target = f"grpcs://{part.grpc_address}"
+        own = {"cert": one / "client.pem", "key": one / "client.key"}
+        async with AsyncClient(target, ca=one / "ca.pem", **own) as client:
+            await until(client.models)
+        assert b" 200 " in await get(part.http_address, one / "ca.pem", files_in(one, "client"))
+        other = {"cert": two / "client.pem", "key": two / "client.key"}
+        for options in ({}, other):
+            async with AsyncClient(target, ca=one / "ca.pem", **options) as stranger:
+                with pytest.raises(Unavailable):
+                    await stranger.models()
+        for files in (None, files_in(two, "client"), files_in(one, "internal")):
+            assert not await let_in(part.http_address, one / "ca.pem", files)
+        host, _, port = part.http_address.rpartition(":")
+        serving = (str(one / "server.pem"), str(one / "server.key"))
+        assert await gateway_ready(host, int(port), own=serving, mutual=True)
+
+
+async def test_new_certificates_without_a_restart(
+    sets: tuple[pathlib.Path, pathlib.Path],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, two = sets
+    monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
+    put(one, tmp_path, "server.pem", "server.key")
+    async with running_line("abc") as line, edge(line, **edge_flags(tmp_path)) as part:
+        for address in (part.grpc_address, part.http_address):
+            assert await shown(address) == (one / "server.pem").read_text()
+        line.decode.gate.clear()
+        async with AsyncClient(f"grpcs://{part.grpc_address}", ca=one / "ca.pem") as client:
+            await until(client.models)
+            asked = asyncio.create_task(anext(client.generate("x")))
+            await until(lambda: line.decode.submits)
+            # Half of a pair is no pair.
+            put(two, tmp_path, "server.pem")
+            with caplog.at_level(logging.WARNING, "pillion.tls"):
+                for address in (part.grpc_address, part.http_address):
+                    assert await shown(address) == (one / "server.pem").read_text()
+            assert "the certificate read before stays in use" in caplog.text
+            put(two, tmp_path, "server.key")
+            for address in (part.grpc_address, part.http_address):
+                assert await shown(address) == (two / "server.pem").read_text()
+            line.decode.gate.set()
+            assert (await asked).text
+        async with AsyncClient(f"grpcs://{part.grpc_address}", ca=two / "ca.pem") as client:
+            assert await client.models()
+        assert b" 200 " in await get(part.http_address, two / "ca.pem")
+
+
+@pytest.fixture
+def identity(sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The parts of this process have the first set's certificate, and know both authorities."""
+    one, two = sets
+    put(one, tmp_path, "internal.pem", "internal.key")
+    both = (one / "internal-ca.pem").read_text() + (two / "internal-ca.pem").read_text()
+    (tmp_path / "internal-ca.pem").write_text(both)
+    rpc.use_identity(Identity(files_in(tmp_path, "internal", "internal-ca"), interval_s=0.0))
+    yield tmp_path
+    rpc.use_identity(None)
+
+
+@contextlib.asynccontextmanager
+async def serving_node(node: FakeNode, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    add = kvnode_pb2_grpc.add_KVNodeServicer_to_server
+    credentials = rpc.internal_credentials(listen)
+    server = await rpc.start_server(listen, [("pillion.v1.KVNode", lambda s: add(node, s))], credentials=credentials)
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+class CertifiedNode(FakeNode):
+    """Remembers whose certificate each ticket was asked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: list[str] = []
+
+    async def OpenTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.callers.append(context.auth_context()["x509_pem_cert"][0].decode())
+        return await super().OpenTicket(request, context)
+
+
+async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
+    one, two = sets
+    node = CertifiedNode()
+    async with serving_node(node) as address:
+        client = NodeClient(address, "test")
+        session = await client.open_session()
+        ticket = await client.open_ticket(session.epoch, b"", 1)
+        assert node.callers == [(one / "internal.pem").read_text()]
+        # A new certificate is used by the next call; the session stays.
+        put(two, identity, "internal.pem", "internal.key")
+        other = await client.open_ticket(session.epoch, b"", 1)
+        assert node.callers[1:] == [(two / "internal.pem").read_text()]
+        assert await shown(address) == (two / "internal.pem").read_text()
+        await client.release(session.epoch, [ticket.ticket_id, other.ticket_id])
+        assert not node.held
+        await session.aclose()
+        await client.aclose()
+
+
+async def test_strangers_do_not_reach_a_part(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
+    one, _ = sets
+    async with serving_node(FakeNode()) as address:
+        trusted = (one / "internal-ca.pem").read_bytes()
+        named = [("grpc.ssl_target_name_override", tls.INTERNAL_NAME)]
+        # No certificate, and one that the edge's authority has signed.
+        edge_own = ((one / "client.key").read_bytes(), (one / "client.pem").read_bytes())
+        strangers = [
+            grpc.aio.insecure_channel(address),
+            grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), named),
+            grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted, *edge_own), named),
+        ]
+        for channel in strangers:
+            async with channel:
+                method = channel.unary_unary("/grpc.health.v1.Health/Check")
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await method(b"", timeout=10)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await is_serving(address)
+
+
+async def test_a_part_is_not_taken_for_an_impostor(
+    sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path
+) -> None:
+    """A server of the edge's authority, and one that is signed by ours but has no part's name."""
+    one, _ = sets
+    wrong = tls.server_credentials(Identity(files_in(one, "server")))
+    server = await rpc.start_server("127.0.0.1:0", [], credentials=wrong)
+    try:
+        assert not await is_serving(server.address)
+    finally:
+        await server.stop(0)
+
+
+async def test_unix_sockets_stay_plain(identity: pathlib.Path) -> None:
+    async with serving_node(FakeNode(), f"unix:{identity}/n.sock") as address:
+        assert rpc.internal_credentials(address) is None
+        assert await is_serving(address)
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "complaint"),
+    [
+        ("server", "", "", "both"),
+        ("server", "client", "", "key values mismatch"),
+        ("none", "server", "", "No such file"),
+        ("server", "server", "none", "No such file"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    sets: tuple[pathlib.Path, pathlib.Path], cert: str, key: str, ca: str, complaint: str
+) -> None:
+    folder = sets[0]
+    paths = [
+        str(folder / f"{name}.{kind}") if name else "" for name, kind in ((cert, "pem"), (key, "key"), (ca, "pem"))
+    ]
+    with pytest.raises(ConfigError) as caught:
+        tls.identity_of(*paths)
+    assert complaint.lower() in caught.value.message.lower()
+    assert "\n" not in caught.value.message
+    assert tls.identity_of("", "", "") is None

@@ -1,0 +1,121 @@
+"""Messages that nobody should send: random bytes, good messages with broken bytes or with strange fields."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor
+
+from pillion.v1 import common_pb2, gateway_pb2
+
+METHODS = {
+    "Generate": gateway_pb2.GenerateRequest,
+    "ListModels": gateway_pb2.ListModelsRequest,
+    "GetStatus": gateway_pb2.GetStatusRequest,
+}
+TEXTS = ("", "x", "\x00", "ä" * 3000, "toy", "tenant:4:acme:", "😀" * 50, " " * 5000)
+FLOATS = (0.0, -1.0, 1e30, -1e30, float("nan"), float("inf"), 1e-300, 0.5)
+MAX_MUTATIONS = 4
+
+
+def a_request(draw: random.Random, model: str = "") -> gateway_pb2.GenerateRequest:
+    """A good one."""
+    sampling = common_pb2.SamplingParams(
+        max_tokens=draw.randint(1, 8), temperature=draw.random(), seed=draw.getrandbits(40)
+    )
+    message = gateway_pb2.GenerateRequest(model=model, sampling=sampling, request_id=f"fuzz-{draw.getrandbits(32)}")
+    match draw.randrange(3):
+        case 0:
+            message.text = "hello there"
+        case 1:
+            message.token_ids.extend(draw.randint(3, 60) for _ in range(draw.randint(1, 40)))
+        case _:
+            message.messages.add(role="user", content="hello")
+    return message
+
+
+def mutated(draw: random.Random, message: Any) -> Any:
+    """Some of its fields, at any depth, say what nobody expects."""
+    for _ in range(draw.randint(1, MAX_MUTATIONS)):
+        _strange_field(draw, message)
+    return message
+
+
+def broken(draw: random.Random, raw: bytes) -> bytes:
+    """Some bytes are others, gone, or there twice."""
+    said = bytearray(raw)
+    for _ in range(draw.randint(1, MAX_MUTATIONS)):
+        if not said:
+            return draw.randbytes(3)
+        at = draw.randrange(len(said))
+        match draw.randrange(4):
+            case 0:
+                said[at] = draw.randrange(256)
+            case 1:
+                del said[at : at + draw.randint(1, 8)]
+            case 2:
+                said[at:at] = draw.randbytes(draw.randint(1, 6))
+            case _:
+                said[at:at] = said[at : at + 20]
+    return bytes(said)
+
+
+def malformed(draw: random.Random, model: str = "") -> tuple[str, bytes]:
+    """A method's name and the bytes to send it."""
+    name = draw.choice(("Generate", "Generate", "Generate", "Generate", "ListModels", "GetStatus"))
+    good = a_request(draw, model) if name == "Generate" else METHODS[name]()
+    match draw.randrange(4):
+        case 0:
+            return name, draw.randbytes(draw.randrange(300))
+        case 1:
+            return name, broken(draw, good.SerializeToString())
+        case _:
+            return name, (mutated(draw, good) if name == "Generate" else good).SerializeToString()
+
+
+async def send(channel: grpc.aio.Channel, name: str, raw: bytes, timeout_s: float) -> grpc.StatusCode:
+    """Sends bytes as they are, reads all that comes, tells how it ended."""
+    path = f"/pillion.v1.Gateway/{name}"
+    try:
+        if name == "Generate":
+            async for _ in channel.unary_stream(path)(raw, timeout=timeout_s):
+                pass
+        else:
+            await channel.unary_unary(path)(raw, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def _strange_field(draw: random.Random, message: Any) -> None:
+    field = draw.choice(message.DESCRIPTOR.fields)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        for _ in range(draw.choice((1, 3, 5000))):
+            getattr(message, field.name)[draw.randint(0, 2**31 - 1)] = draw.choice(FLOATS)
+    elif field.message_type is not None:
+        inner = getattr(message, field.name)
+        _strange_field(draw, inner.add() if field.is_repeated else inner)
+    elif field.is_repeated:
+        count = draw.choice((1, 20, 5000))
+        getattr(message, field.name).extend(_strange(draw, field) for _ in range(count))
+    else:
+        setattr(message, field.name, _strange(draw, field))
+
+
+def _strange(draw: random.Random, field: FieldDescriptor) -> Any:
+    kind = FieldDescriptor
+    if field.cpp_type == kind.CPPTYPE_STRING:
+        return draw.randbytes(9) if field.type == kind.TYPE_BYTES else draw.choice(TEXTS)
+    if field.cpp_type in (kind.CPPTYPE_FLOAT, kind.CPPTYPE_DOUBLE):
+        return draw.choice(FLOATS)
+    if field.cpp_type == kind.CPPTYPE_BOOL:
+        return draw.random() < 0.5
+    if field.cpp_type == kind.CPPTYPE_ENUM:
+        return draw.choice((0, 1, 77))
+    bits = 64 if field.cpp_type in (kind.CPPTYPE_INT64, kind.CPPTYPE_UINT64) else 32
+    unsigned = field.cpp_type in (kind.CPPTYPE_UINT32, kind.CPPTYPE_UINT64)
+    values = (0, 1, 5, 129, 2 ** (bits - 1) - 1)
+    return draw.choice((*values, 2**bits - 1) if unsigned else (*values, -1, -(2 ** (bits - 1))))
