@@ -73,6 +73,14 @@ def test_who_has_no_key_is_nobody(header: str) -> None:
     assert len(caught.value.message) < 200
 
 
+def test_a_key_with_more_behind_it_is_another_key() -> None:
+    longest = "k" * keys.MAX_KEY_CHARS
+    ring = parse_keys(tomllib.loads("[tenant.acme]\n" + ENTRY.replace(HASH, hash_of(longest))))
+    assert ring.tenant_of(f"Bearer {longest}").name == "acme"
+    with pytest.raises(Unauthenticated):
+        ring.tenant_of(f"Bearer {longest}k")
+
+
 def test_every_entry_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared, real = [], hmac.compare_digest
 
@@ -185,3 +193,5 @@ def test_a_client_cannot_write_itself_into_another_tenant() -> None:
         for other in (OPEN, Tenant(name="a"), Tenant(name="b", cache_group="g"), Tenant(name="tenant")):
             assert cache_salt(other, given_salt) not in (cache_salt(acme, ""), cache_salt(acme, "x"))
     assert cache_salt(OPEN, "") == ""
+    assert cache_salt(Tenant(name="a"), "b:c") != cache_salt(Tenant(name="a:b"), "c")
+    assert cache_salt(Tenant(name="x", cache_group="a"), "b:c") != cache_salt(Tenant(name="x", cache_group="a:b"), "c")
