@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
 from gateway.admission import Admission, Visit
+from gateway.cluster import Cluster
 from gateway.tenants import OPEN, Tenant
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from pillion.wire.registry import PartRecord
 
 A, B = Tenant(name="a"), Tenant(name="b")
 
@@ -200,3 +203,20 @@ async def test_a_deadline_that_passes_in_the_line() -> None:
     with pytest.raises(DeadlineExceeded):
         await turn(admission, waits, timeout_s=0.01)
     assert admission.waiting == 0
+
+
+async def test_workers_are_given_their_seats_and_some_more() -> None:
+    cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
+    assert cluster.places() == 0
+    worker = PartRecord(
+        part_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
+    )
+    cluster.view.update([worker], 0.0)
+    assert cluster.places() == 100
+    small = replace(worker, part_id="d1", running_requests=0, free_seqs=4)
+    cluster.view.update([small, *(PartRecord(part_id=f"g{n}", role="gateway", address="x") for n in range(2))], 100.0)
+    # Two gateways share the seats of one worker, and what is more.
+    assert cluster.places() == (4 + 16) // 2
+    # One that does not say how many it has might have many.
+    cluster.view.update([small, replace(worker, max_step_tokens=0)], 200.0)
+    assert cluster.places() == 0
