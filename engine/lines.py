@@ -19,7 +19,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
+from engine.plan import Load
 from engine.sequence import Sequence, State
+from engine.step_cost import Budget
 from pillion.priority import PRIORITY_AGING_S
 
 _CLASS = {State.RUNNING: 0, State.SWAPPED: 1, State.WAITING: 2}
@@ -79,6 +81,22 @@ class Lines:
 
         found.sort(key=order)
         return found
+
+    def load(self, budget: Budget) -> Load:
+        """What stands in the lines, and what the ``budget`` has learnt of steps."""
+        line = (*self.swapped, *self.waiting)
+        waiting_tokens = sum(s.left_to_compute for s in line)
+        contexts = [s.num_computed for s in self.running if s.decoding]
+        return Load(
+            running=len(self.running),
+            waiting=len(line),
+            waiting_tokens=waiting_tokens,
+            queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
+            decoding=len(contexts),
+            context_tokens=sum(contexts),
+            cost_s=budget.known.weights_s(),
+            largest_step_tokens=budget.largest_step_tokens,
+        )
 
     def victim(self) -> Sequence:
         """Who gives up its memory. Raises ValueError when nobody is here."""

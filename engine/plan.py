@@ -106,11 +106,20 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """For the registry, and so for the planner."""
+    """For the registry, and so for the planner; the fields as in PartRecord.
+
+    ``waiting``: without a seat. ``queued_tokens``: of prompts, begun or not, that are yet to be computed.
+    ``context_tokens``: KV tokens that the ``decoding`` streams read in a step. ``cost_s``: see StepCost.weights_s.
+    """
 
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
+    queued_tokens: int = 0
+    decoding: int = 0
+    context_tokens: int = 0
+    cost_s: tuple[float, ...] = ()
+    largest_step_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from engine.books import Books
 from engine.drafts import Drafter, speculate
 from engine.forks import Forks
 from engine.lines import Lines
-from engine.plan import Load, Outcome, Piece, Sampled, StepPlan, Update
+from engine.plan import Outcome, Piece, Sampled, StepPlan, Update
 from engine.sequence import Ending, ForkSpec, Holding, Marks, Sequence, State
 from engine.step_cost import MIN_REMNANT_TOKENS, Budget
 from pillion.errors import ConfigError, NotFound, PillionError
@@ -204,8 +204,7 @@ class Scheduler:
         out = self._books.close((s for s in lines.running if s.decoding), now, urgent=self._starved)
         if not out.empty:
             # Nobody reads the load of an empty one, and there is one before most steps.
-            line = (*lines.swapped, *lines.waiting)
-            out.load = Load(len(lines.running), len(line), sum(s.left_to_compute for s in line))
+            out.load = lines.load(self.budget)
         return out
 
     @property

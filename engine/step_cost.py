@@ -22,6 +22,8 @@ Float64 = npt.NDArray[np.float64]
 
 # Weight of a step in the fit when the next one is taken in.
 FADING = 0.95
+# The same for what others are told: who plans ahead must not forget what a chunk costs while only decodes run.
+SLOW_FADING = 0.998
 # Steps whose median is the factor.
 RECENT_STEPS = 5
 # Features are divided by these, so that weights are of one size: 1, tokens, sequences, KV tokens read, query-key pairs.
@@ -44,9 +46,10 @@ def features(pieces: Seq[Piece]) -> Float64:
 
 
 class StepCost:
-    """Predicts seconds."""
+    """Predicts seconds. ``fading`` is the weight of a step when the next one is taken in."""
 
-    def __init__(self) -> None:
+    def __init__(self, fading: float = FADING) -> None:
+        self._fading = fading
         self._weights: Float64 = np.zeros(len(SCALES))
         self._squares: Float64 = np.zeros((len(SCALES), len(SCALES)))
         self._products: Float64 = np.zeros(len(SCALES))
@@ -58,6 +61,11 @@ class StepCost:
         """Seconds of a step with these features; 0.0 before any was seen."""
         return self._factor * float(self._weights @ found)
 
+    def weights_s(self) -> tuple[float, ...]:
+        """Seconds of a step, and of each token, sequence, KV token read and query-key pair in it; empty before any step
+        was seen."""
+        return tuple((self._factor * self._weights / SCALES).tolist()) if self.steps else ()
+
     def observe(self, found: Float64, seconds: float) -> None:
         """A step with these features took so long."""
         if seconds <= 0:
@@ -68,8 +76,8 @@ class StepCost:
             learnt = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         # Divided by the time it took, so that short steps count as much as long ones.
         row = found / learnt
-        self._squares = self._squares * FADING + np.outer(row, row)
-        self._products = self._products * FADING + row
+        self._squares = self._squares * self._fading + np.outer(row, row)
+        self._products = self._products * self._fading + row
         ridge = np.eye(len(SCALES)) * (RIDGE * self._squares.trace())
         self._weights = _not_negative(self._squares + ridge, self._products)
         self.steps += 1
@@ -111,13 +119,16 @@ def _not_negative(squares: Float64, products: Float64) -> Float64:
 class Budget:
     """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
 
-    A decode is never held back, and a remnant gets MIN_REMNANT_TOKENS of each step at least.
+    A decode is never held back, and a remnant gets MIN_REMNANT_TOKENS of each step at least. ``known`` is what the
+    planner is told, with or without a target: a fit with a longer memory, and the largest step that it has seen.
     """
 
     def __init__(self, max_tokens: int, target_s: float = 0.0) -> None:
         self.max_tokens = max_tokens
         self.target_s = target_s
         self.cost = StepCost()
+        self.known = StepCost(SLOW_FADING)
+        self.largest_step_tokens = 0
         self._running: tuple[Float64, float] | None = None
 
     def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
@@ -127,17 +138,21 @@ class Budget:
         most = self.max_tokens - used
         if not self.target_s or not self.cost.steps:
             return most
-        fitting = self.cost.tokens_within(self.target_s, decodes, start, most)
+        # Where remnants are rare, the quick fit has forgotten what their tokens cost, and would guess.
+        fitting = min(fit.tokens_within(self.target_s, decodes, start, most) for fit in (self.cost, self.known))
         return min(most, max(fitting, least_tokens))
 
     def begin(self, pieces: Seq[Piece], now: float) -> None:
         """A step of these pieces starts."""
-        if self.target_s and pieces:
+        if pieces:
             self._running = features(pieces), now
 
     def end(self, now: float) -> None:
         """It has ended well."""
         if self._running is not None:
             found, began = self._running
-            self.cost.observe(found, now - began)
+            if self.target_s:
+                self.cost.observe(found, now - began)
+            self.known.observe(found, now - began)
+            self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
             self._running = None

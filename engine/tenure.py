@@ -57,7 +57,8 @@ class Owner(Protocol):
 
 
 class Tenure:
-    """One epoch's work. Attributes are for reading: ``epoch``, ``owners``, ``load``, ``tickets``, ``heartbeat``.
+    """One epoch's work. Attributes are for reading: ``epoch``, ``owners``, ``load``, ``tickets``, ``heartbeat``, and
+    what a step may hold: ``seats`` sequences, ``max_step_tokens`` tokens, as many as fit into ``target_s`` (0: any).
 
     Args:
         scheduler: a fresh one.
@@ -81,6 +82,9 @@ class Tenure:
         self.epoch = epoch
         self.owners: dict[int, Owner] = {}
         self.load = Load()
+        self.seats = scheduler.lines.seats
+        self.max_step_tokens = scheduler.budget.max_tokens
+        self.target_s = scheduler.budget.target_s
         self.over = False
         self.deserted = asyncio.Event()
         self.deserted.set()

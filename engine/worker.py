@@ -142,7 +142,7 @@ class Worker:
         self.tenure.heartbeat.announce()
 
     def _describe(self) -> PartRecord:
-        prepared = self.model.prepared
+        prepared, tenure, load = self.model.prepared, self.tenure, self.load
         return PartRecord(
             part_id=self.part_id,
             role=self.role,
@@ -155,9 +155,18 @@ class Worker:
             vocab_size=self.model.backend.vocab_size,
             node_id=self._attachment.node_id,
             kernels=self.model.operators,
-            running_requests=self.load.running,
-            waiting_requests=self.load.waiting,
-            waiting_tokens=self.load.waiting_tokens,
+            running_requests=load.running,
+            waiting_requests=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            queued_tokens=load.queued_tokens,
+            decoding_requests=load.decoding,
+            context_tokens=load.context_tokens,
+            free_seqs=max(0, tenure.seats - load.running - load.waiting),
+            max_step_tokens=tenure.max_step_tokens,
+            target_itl_ms=tenure.target_s * 1000,
+            step_cost_s=load.cost_s,
+            largest_step_tokens=load.largest_step_tokens,
+            block_bytes=self.model.backend.layout.block_bytes,
         )
 
     # What servicers call.

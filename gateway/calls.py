@@ -73,9 +73,11 @@ class Calls:
         self._broken = broken
         self._work: asyncio.Task[None] | None = None
         self._chain = Chain()
-        self._assigned: dict[str, int] = {}
+        # By part: streams or tokens, and prompt tokens that are yet to be computed there.
+        self._assigned: dict[str, tuple[int, int]] = {}
         self._stream: tuple[str, int] | None = None
         self._adopted = False
+        self._begun = False
 
     # ---- started by actions ---------------------------------------------------------------------------------------
 
@@ -120,8 +122,9 @@ class Calls:
         )
         streams = (self, *followers)
         for stream in streams:
-            stream.assign({worker: 1})
-            stream._adopted = False
+            stream.assign({worker: (1, 0)})
+            stream._adopted = stream._begun = False
+        self.assign({worker: (1, action.plan.prompt_tokens - action.plan.split_tokens)})
         try:
             keys = self._cluster.decode(worker).submit(submit, [partial(one._heard, attempt) for one in streams])
         except PillionError as error:
@@ -154,12 +157,12 @@ class Calls:
         except Unavailable:
             log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
-    def assign(self, amounts: dict[str, int]) -> None:
-        """What of the parts' load is this answer's from now on, for the planner's next decisions."""
-        for part_id, amount in self._assigned.items():
-            self._cluster.load.add(part_id, -amount)
-        for part_id, amount in amounts.items():
-            self._cluster.load.add(part_id, amount)
+    def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
+        """What of the parts' load is this answer's from now on, for the planner's next decisions (OwnLoad.add)."""
+        for part_id, (amount, tokens) in self._assigned.items():
+            self._cluster.load.add(part_id, -amount, -tokens)
+        for part_id, (amount, tokens) in amounts.items():
+            self._cluster.load.add(part_id, amount, tokens)
         self._assigned = amounts
 
     # ---- the work -------------------------------------------------------------------------------------------------
@@ -187,6 +190,7 @@ class Calls:
         # Under a salt of its own a request can only meet itself, in a later attempt.
         known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
         hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
+        unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         picture = Picture(
             model=job.model,
             prompt_tokens=len(action.token_ids),
@@ -196,10 +200,15 @@ class Calls:
             block_size=served.block_size,
             chunk_tokens=job.chunk_tokens,
             own_load=cluster.load.by_part,
+            own_tokens=cluster.load.tokens,
+            fetch_block_s=cluster.pace.block_s,
+            lean=cluster.leanings.of(job.model, unknown),
             avoid=action.avoid,
             spread=job.spread,
         )
         decided = plan(picture)
+        if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
+            cluster.leanings.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(
             {
                 "pillion.attempt": action.attempt,
@@ -253,6 +262,7 @@ class Calls:
         assert worker is not None
 
         def acked(ack: ChunkAck) -> None:
+            self._assign_plan(action.plan, ack.end_tokens)
             self._post(ev.ChunkAcked(action.attempt, ack))
 
         try:
@@ -284,6 +294,10 @@ class Calls:
             self._adopted = True
             self._post(ev.Adopted(attempt))
         if delta.token_ids:
+            if not self._begun and self._stream is not None:
+                # Its prompt is computed.
+                self._begun = True
+                self.assign(dict.fromkeys(self._assigned, (1, 0)))
             self._post(ev.Tokens(attempt, delta.token_ids, delta.timings, delta.logprobs))
         if delta.finish_reason is not None:
             self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
@@ -305,8 +319,10 @@ class Calls:
         if error is not None:
             self._broken(error)
 
-    def _assign_plan(self, plan: Plan) -> None:
-        amounts = {plan.decode.part_id: 1}
+    def _assign_plan(self, plan: Plan, done_tokens: int = 0) -> None:
+        """``done_tokens``: as far as the span has been acknowledged."""
+        amounts = {plan.decode.part_id: (1, plan.prompt_tokens - plan.split_tokens)}
         if plan.prefill is not None and plan.chunks:
-            amounts[plan.prefill.part_id] = sum(plan.chunks)
+            left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
+            amounts[plan.prefill.part_id] = left, left
         self.assign(amounts)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from gateway.decode_client import DecodeLink
 from gateway.fences import Fences
 from gateway.nodes import NodeLink
+from gateway.plan_auto import Leanings
+from gateway.plan_cost import FetchPace
 from gateway.prefill_client import PrefillLink
 from gateway.view import PartView
 from kvstore.index import PrefixHit
@@ -25,11 +27,11 @@ VIEW_POLL_S = 0.25
 FIRST_LOOK_S = 0.5
 # How long it waits for a part that was there a moment ago and does not answer.
 RETURN_WAIT_S = 15.0
-
-
 # Requests that workers are given beyond their seats, so that none stays empty: a share of them, and never fewer.
 SPARE_PLACES_SHARE = 0.25
 MIN_SPARE_PLACES = 16
+
+
 class Parts(Protocol):
     """Who lives: :class:`kvstore.index.Registry`, or the list of a process that holds all parts itself."""
 
@@ -76,16 +78,22 @@ class Served:
 
 
 class OwnLoad:
-    """What this gateway has given to each part and not got back: streams for decode, tokens for prefill workers."""
+    """What this gateway has given to each part and not got back.
+
+    ``by_part``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be computed,
+    for both.
+    """
 
     def __init__(self) -> None:
         self.by_part: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
 
-    def add(self, part_id: str, amount: int) -> None:
+    def add(self, part_id: str, amount: int, tokens: int = 0) -> None:
         """More, or less with a negative amount; nothing is kept for idle parts."""
-        self.by_part[part_id] += amount
-        if self.by_part[part_id] <= 0:
-            del self.by_part[part_id]
+        for counter, change in ((self.by_part, amount), (self.tokens, tokens)):
+            counter[part_id] += change
+            if counter[part_id] <= 0:
+                del counter[part_id]
 
 
 class Cluster:
@@ -94,6 +102,8 @@ class Cluster:
     def __init__(self, gateway_id: str, registry: Parts, index: Prefixes, grace_s: float) -> None:
         self.index = index
         self.load = OwnLoad()
+        self.pace = FetchPace()
+        self.leanings = Leanings()
         self.view = PartView(grace_s)
         self._gateway_id = gateway_id
         self._registry = registry
@@ -163,16 +173,6 @@ class Cluster:
             await self.refresh()
             await asyncio.sleep(FIRST_LOOK_S / 5)
 
-    def capacity_tokens(self, model: str) -> int | None:
-        """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
-        with workers of the model."""
-        found = self._pools_tokens(model)
-        return max(found) if found and all(found) else None
-
-    def common_tokens(self, model: str) -> int | None:
-        """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
-        return min(filter(None, self._pools_tokens(model)), default=None)
-
     def places(self) -> int:
         """Requests that the workers should be given at once: this gateway's share of the decode workers' seats, and
         some more. 0 as long as a worker does not say how many seats it has."""
@@ -183,6 +183,16 @@ class Cluster:
         seats = sum(worker.running_requests + worker.free_seqs for worker in workers)
         gateways = max(1, sum(record.role == "gateway" for record in records))
         return max(1, (seats + max(MIN_SPARE_PLACES, int(seats * SPARE_PLACES_SHARE))) // gateways)
+
+    def capacity_tokens(self, model: str) -> int | None:
+        """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
+        with workers of the model."""
+        found = self._pools_tokens(model)
+        return max(found) if found and all(found) else None
+
+    def common_tokens(self, model: str) -> int | None:
+        """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
+        return min(filter(None, self._pools_tokens(model)), default=None)
 
     def _pools_tokens(self, model: str) -> list[int]:
         """What the pool behind each of the model's decode workers holds; 0 where that is not known."""

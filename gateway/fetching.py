@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from gateway.cluster import Cluster
@@ -33,6 +34,7 @@ async def bring(
     wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
     with telemetry.tracer().start_as_current_span("kv.fetch") as span:
         span.set_attributes({"pillion.node": hold.node_id, "pillion.sources": tuple(sources)})
+        begun_s = time.monotonic()
         try:
             client = cluster.node(hold.node_id).client
             brought = await client.prefetch(hold.epoch, hold.ticket_id, hashes, sources, timeout_s=wait_s)
@@ -40,6 +42,7 @@ async def bring(
             log.debug("KV node %s fetched nothing: %s", hold.node_id, error.message)
             span.set_attribute("error.type", type(error).__name__)
             return here_blocks
+        cluster.pace.observe(brought.fetched_blocks + brought.restored_blocks, time.monotonic() - begun_s)
         span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
         span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
     return max(here_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))

@@ -7,7 +7,8 @@ What is cached may lie on other nodes, or on a disk: it is fetched before the sp
 prefill worker of another node is taken where the decode worker's node has none.
 
 ``split`` is the one dial: ``split = cached`` is co-located serving, the last whole block is full disaggregation.
-Always: cached <= split <= the last whole block that ends at or before N - 1.
+Always: cached <= split <= the last whole block that ends at or before N - 1. Where it falls is said by the policy, and
+with ``auto`` by predictions (:mod:`gateway.plan_auto`), which also choose the workers then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
+from gateway.plan_auto import AutoPolicy, Dial, choose
 from pillion.errors import ConfigError, Unavailable
 from pillion.wire.registry import PartRecord
 
@@ -50,7 +52,9 @@ class FractionPolicy:
 
 
 def parse_policy(text: str) -> SplitPolicy:
-    """Reads "disaggregated", "colocated" or "fraction:x" with x in [0, 1]. Raises ConfigError."""
+    """Reads "auto", "disaggregated", "colocated" or "fraction:x" with x in [0, 1]. Raises ConfigError."""
+    if text == "auto":
+        return AutoPolicy()
     if text == "disaggregated":
         return FractionPolicy(text, Fraction(1))
     if text == "colocated":
@@ -61,7 +65,7 @@ def parse_policy(text: str) -> SplitPolicy:
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     if not 0 <= share <= 1:
-        raise ConfigError(f"split policy {text!r}: write disaggregated, colocated or fraction:x with x from 0 to 1")
+        raise ConfigError(f"split policy {text!r}: write auto, disaggregated, colocated or fraction:x, x from 0 to 1")
     return FractionPolicy(text, share)
 
 
@@ -77,6 +81,9 @@ class Picture:
         chunk_tokens: most tokens of one chunk.
         own_load: tokens (prefill) and streams (decode) that this gateway has under way, by part id. Heartbeats are
             up to a second old; what we sent meanwhile is not.
+        own_tokens: prompt tokens that this gateway has sent to each part and that are not computed yet, by part id.
+        fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
+        lean: what the last request of this size did (:class:`gateway.plan_auto.Leanings`).
         avoid: parts that failed this request before; taken only where there is no other.
         spread: any number that differs from request to request; it settles ties.
     """
@@ -89,6 +96,9 @@ class Picture:
     block_size: int
     chunk_tokens: int
     own_load: Mapping[str, int] = field(default_factory=dict)
+    own_tokens: Mapping[str, int] = field(default_factory=dict)
+    fetch_block_s: float = 0.0
+    lean: str = ""
     avoid: frozenset[str] = frozenset()
     spread: int = 0
 
@@ -114,7 +124,7 @@ class Plan:
     """One attempt's way. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker.
 
     ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
-    have something of the prompt, the longest first.
+    have something of the prompt, the longest first. ``dial`` settles the split where the policy is ``auto``.
     """
 
     node_id: str
@@ -129,6 +139,7 @@ class Plan:
     chunks: tuple[int, ...]
     reason: str
     sources: tuple[Source, ...] = ()
+    dial: Dial | None = None
 
     @property
     def remote(self) -> bool:
@@ -158,9 +169,35 @@ class Plan:
 
 def plan(picture: Picture) -> Plan:
     """The way of one attempt. Raises Unavailable, naming what is missing."""
+    if isinstance(picture.policy, AutoPolicy):
+        return _plan_auto(picture)
     decode = _decode_worker(picture)
     prefill = _prefill_worker(picture, decode.node_id)
-    draft = Plan(
+    return replan(_draft(picture, decode, prefill), picture.hits.get(decode.node_id, 0))
+
+
+def _plan_auto(picture: Picture) -> Plan:
+    seated = _seated(picture)
+    least = min(_avoidance(picture, part) for part in seated)
+    nodes = frozenset(part.node_id for part in picture.parts if part.role == "kvnode") - picture.avoid
+    usable = [part for part in seated if _avoidance(picture, part) == least]
+    # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
+    reached = nodes | ({part.node_id for part in usable} if least[1] else frozenset())
+    prefills = [
+        part
+        for part in picture.parts
+        if part.role == "prefill" and part.node_id in reached and part.part_id not in picture.avoid
+    ]
+    choice = choose(picture, usable, prefills, nodes)
+    draft = replace(_draft(picture, choice.decode, choice.prefill), dial=choice.dial)
+    if not choice.fetched:
+        # What its own disk has comes up in any case.
+        draft = replace(draft, sources=tuple(s for s in draft.sources if s.node_id == draft.node_id))
+    return replan(draft, choice.cached_blocks)
+
+
+def _draft(picture: Picture, decode: PartRecord, prefill: PartRecord | None) -> Plan:
+    return Plan(
         node_id=decode.node_id,
         prefill=prefill,
         decode=decode,
@@ -174,13 +211,15 @@ def plan(picture: Picture) -> Plan:
         reason="",
         sources=_sources(picture, decode.node_id),
     )
-    return replan(draft, picture.hits.get(decode.node_id, 0))
 
 
 def replan(old: Plan, cached_blocks: int) -> Plan:
     """The same workers with another number of cached blocks: the ticket's truth instead of the index's hint (I3)."""
     cached = max(0, min(cached_blocks, old.limit_blocks))
-    if old.prefill is None:
+    if old.dial is not None:
+        wanted, said = old.dial.split(cached, old.limit_blocks)
+        split, reason = max(cached, min(wanted, old.limit_blocks)), f"{old.policy.name}: {said}"
+    elif old.prefill is None:
         split = cached
         reason = "co-located: no prefill worker"
     else:
@@ -227,8 +266,8 @@ def bringing(sources: Sequence[Source], node_id: str, here_blocks: int, limit_bl
     return Bringing(known, tuple(others[:MAX_FETCH_SOURCES]))
 
 
-def _decode_worker(picture: Picture) -> PartRecord:
-    """On the node with the longest hit; there, and among equals, the least loaded."""
+def _seated(picture: Picture) -> list[PartRecord]:
+    """Decode workers whose node lives. Raises Unavailable."""
     nodes = {part.node_id for part in picture.parts if part.role == "kvnode"}
     workers = [part for part in picture.parts if part.role == "decode"]
     if not workers:
@@ -237,10 +276,20 @@ def _decode_worker(picture: Picture) -> PartRecord:
     if not seated:
         missing = ", ".join(sorted({worker.node_id for worker in workers}))
         raise Unavailable(f"no KV node lives for the decode workers of model {picture.model!r}: {missing} is missing")
+    return seated
 
-    def rank(part: PartRecord) -> tuple[bool, bool, int, int]:
-        avoided = part.part_id in picture.avoid
-        return avoided, part.node_id in picture.avoid, -picture.hits.get(part.node_id, 0), _load(picture, part)
+
+def _avoidance(picture: Picture, part: PartRecord) -> tuple[bool, bool]:
+    """Smaller is better: whether the part, and whether its node, failed this request before."""
+    return part.part_id in picture.avoid, part.node_id in picture.avoid
+
+
+def _decode_worker(picture: Picture) -> PartRecord:
+    """On the node with the longest hit; there, and among equals, the least loaded."""
+    seated = _seated(picture)
+
+    def rank(part: PartRecord) -> tuple[tuple[bool, bool], int, int]:
+        return _avoidance(picture, part), -picture.hits.get(part.node_id, 0), _load(picture, part)
 
     best = min(rank(part) for part in seated)
     return _pick([part for part in seated if rank(part) == best], picture.spread)

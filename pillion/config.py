@@ -148,7 +148,7 @@ class GatewayFlags(CommonFlags, ModelFlags):
     host: str = flag("127.0.0.1", "Address of the public ports.")
     http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
     grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.")
-    split_policy: str = flag("disaggregated", "Where prefill ends: disaggregated, colocated or fraction:x.")
+    split_policy: str = flag("auto", "Where prefill ends: auto, disaggregated, colocated or fraction:x.")
     chunk_size: int = flag(512, "Tokens per prefill chunk; a multiple of the block size.", kind=parse_size)
     enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from pillion._version import PROTOCOL
 from pillion.types import PartStatus
+
+# Numbers of a step's cost.
+STEP_COSTS = 5
+
+
+def _cost(said: object) -> tuple[float, ...]:
+    """Nothing, unless it is all of them and none is absurd."""
+    if not isinstance(said, list) or len(said) != STEP_COSTS:
+        return ()
+    cost = tuple(float(weight) for weight in said)
+    return cost if all(math.isfinite(weight) and weight >= 0 for weight in cost) and any(cost) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +32,15 @@ class PartRecord:
             a request's root hash is made (I2).
         node_id: the KV node whose pool it maps (its own for a node).
         boot_epoch: a node's boot number; index entries of another boot are void.
-        running_requests, waiting_requests, waiting_tokens: load, for the planner.
+        running_requests, waiting_requests, waiting_tokens: load, for the planner. Only who has no seat yet waits.
+        queued_tokens: of a worker, all prompt tokens that it has yet to compute, those of begun prompts included.
+        decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
+        free_seqs: seats that are free.
+        max_step_tokens, target_itl_ms: a worker's token budget of a step, and the latency it aims at (0: none).
+        step_cost_s: what a step costs, fitted to real ones, in seconds: a step, and each token, sequence, KV token read
+            and query-key pair of it. Empty as long as nothing is known.
+        largest_step_tokens: tokens of the largest step that this was fitted to.
+        block_bytes: bytes of a worker's KV block.
         kernels: what a worker computes with.
         *_blocks: a node's slots by state.
         fenced_parts: workers that a node has fenced and that have not drained.
@@ -42,6 +62,15 @@ class PartRecord:
     running_requests: int = 0
     waiting_requests: int = 0
     waiting_tokens: int = 0
+    queued_tokens: int = 0
+    decoding_requests: int = 0
+    context_tokens: int = 0
+    free_seqs: int = 0
+    max_step_tokens: int = 0
+    target_itl_ms: float = 0.0
+    step_cost_s: tuple[float, ...] = ()
+    largest_step_tokens: int = 0
+    block_bytes: int = 0
     total_blocks: int = 0
     free_blocks: int = 0
     leased_blocks: int = 0
@@ -63,7 +92,8 @@ class PartRecord:
             raise ValueError("a part record is a JSON object")
         try:
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
-            return cls(**known | {"fenced_parts": tuple(map(str, said.get("fenced_parts", ())))})
+            fenced, cost = tuple(map(str, said.get("fenced_parts", ()))), _cost(said.get("step_cost_s", ()))
+            return cls(**known | {"fenced_parts": fenced, "step_cost_s": cost})
         except TypeError as error:
             raise ValueError(str(error)) from None
 

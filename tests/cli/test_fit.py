@@ -70,10 +70,10 @@ def test_the_defaults_are_good(cls: Any) -> None:
     [
         (ServeFlags(block_size=0), "--block-size 0 is less than 1"),
         (ServeFlags(chunk_size=100), "--chunk-size 100 is not a multiple of --block-size 16"),
-        (ServeFlags(split_policy="half"), "is not disaggregated, colocated or fraction:x"),
+        (ServeFlags(split_policy="half"), "is not auto, disaggregated, colocated or fraction:x"),
         (ServeFlags(split_policy="fraction:1.5"), "write fraction:x with x from 0 to 1"),
         (ServeFlags(split_policy="fraction:nan"), "write fraction:x"),
-        (ServeFlags(prefill_workers=0), "needs --split-policy colocated"),
+        (ServeFlags(prefill_workers=0, split_policy="disaggregated"), "needs --split-policy colocated or auto"),
         (ServeFlags(decode_workers=0), "--decode-workers 0 is less than 1"),
         (ServeFlags(http_port=70000), "--http-port 70000 is more than 65535"),
         (ServeFlags(max_num_seqs=512), "must hold one token for each"),
@@ -91,3 +91,4 @@ def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
 
 def test_colocated_needs_no_prefill_worker() -> None:
     check_flags(ServeFlags(prefill_workers=0, split_policy="colocated"))
+    check_flags(ServeFlags(prefill_workers=0))

@@ -112,11 +112,26 @@ def test_the_hard_limit_holds() -> None:
     assert Budget(64, 10.0).left(decodes(16, 500), 0) == 48
 
 
-def test_without_a_target_nothing_is_measured() -> None:
+def test_without_a_target_the_budget_follows_nothing() -> None:
     budget = Budget(64)
     run(budget, Machine(), decodes(16, 500), 0, 5)
     assert budget.cost.steps == 0
     assert budget.left(decodes(16, 500), 0) == 48
+
+
+def test_what_the_planner_is_told_remembers_chunks() -> None:
+    """With or without a target; long after the last chunk the price of a token is still known."""
+    budget, machine = Budget(256), Machine()
+    assert budget.known.weights_s() == ()
+    for start in range(0, 4000, 200):
+        run(budget, machine, decodes(4, 500), start, 1)
+    chunk_s = budget.known.predict(features([*decodes(4, 500), chunk(2000, 252)]))
+    for _ in range(300):
+        budget.begin(decodes(4, 500), 0.0)
+        budget.end(machine.seconds(decodes(4, 500)))
+    assert budget.known.predict(features([*decodes(4, 500), chunk(2000, 252)])) == pytest.approx(chunk_s, rel=0.1)
+    assert budget.largest_step_tokens == 256
+    assert len(budget.known.weights_s()) == 5
 
 
 def test_the_scheduler_keeps_to_it() -> None:

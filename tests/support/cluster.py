@@ -124,13 +124,17 @@ def alive(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def served(folder: pathlib.Path, model: str, *flags: str) -> Iterator[ServedCluster]:
-    """Start `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end."""
+    """Start `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
+
+    Unless the flags say otherwise every prompt goes the whole way, by a prefill worker.
+    """
     port = free_port()
     temporary = folder / "t"
     temporary.mkdir()
     log = folder / "serve.log"
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    environment = {"PILLION_SPLIT_POLICY": "disaggregated", **os.environ}
+    environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     cluster = ServedCluster(process, temporary, port, log)

@@ -363,7 +363,8 @@ async def running_line(
             stack.push_async_callback(servers[role].stop, 0)
             far = {"node_id": "kv-1"} if role.startswith("far-") else {}
             await registry.beat(record(part_id, role.removeprefix("far-"), address, **far))
-        said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
+        said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
+        said |= {"split_policy": "disaggregated"} | flags
         gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))

@@ -12,6 +12,9 @@ from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from tests.support.redis import running_redis
 
+# Unless a test says otherwise every prompt goes the whole way, by the prefill worker.
+DISAGGREGATED: dict[str, Any] = {"split_policy": "disaggregated"}
+
 
 @dataclass(slots=True)
 class Parts:
@@ -31,7 +34,8 @@ class Parts:
         """A second gateway before the same workers, with other flags."""
         from gateway.part import start_gateway
 
-        part = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **flags))
+        said = DISAGGREGATED | flags
+        part = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **said))
         try:
             async with AsyncClient(part.grpc_address) as client:
                 yield client
@@ -75,7 +79,8 @@ async def running_parts(
             DecodeFlags(**worker, part_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
         )
         stack.push_async_callback(second.stop)
-        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **(gateway or {})))
+        said = DISAGGREGATED | (gateway or {})
+        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **said))
         stack.push_async_callback(edge.stop)
         client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
         yield Parts(kvnode, first, second, edge, client, folder, common, model)

@@ -1,0 +1,74 @@
+"""What a step of the real model costs on one core, fitted to real steps: the numbers that the simulation computes with.
+
+Steps of many shapes are run in this process, each some times; the quickest counts, so that what else the machine does
+is left out. The fit is by least squares of relative errors with weights that are not negative, as a worker's own is
+(:mod:`engine.step_cost`), over shapes that tell all five apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.cpu_steps import Bench, kernels_bench
+from benchmarks.report import save
+from engine.prepare import prepare
+from engine.step_cost import SCALES, StepCost
+from pillion.config import ModelFlags
+
+# Streams and their context; tokens of a chunk and what stands before it.
+DECODES = ((1, 64), (1, 1024), (4, 256), (8, 1024), (16, 256), (16, 1024), (32, 512))
+CHUNKS = ((16, 0), (64, 0), (64, 1024), (256, 0), (256, 768), (256, 1536), (512, 0), (512, 1024))
+# With no more than this share of the steps forgotten by the end, all of them count.
+FADING = 0.9999
+
+
+def shapes() -> list[tuple[str, tuple[int, int], np.ndarray[Any, np.dtype[np.float64]]]]:
+    """Kind, numbers, and what the cost depends on, scaled."""
+    found = []
+    for batch, context in DECODES:
+        raw = [1.0, batch, batch, batch * context, batch * context]
+        found.append(("decode", (batch, context), np.array(raw) / SCALES))
+    for tokens, prefix in CHUNKS:
+        raw = [1.0, tokens, 1.0, tokens + prefix, tokens * (prefix + (tokens + 1) / 2)]
+        found.append(("chunk", (tokens, prefix), np.array(raw) / SCALES))
+    return found
+
+
+def fit(bench: Bench, repeats: int) -> tuple[StepCost, list[dict[str, Any]]]:
+    """The model, and a row for each shape."""
+    cost, rows = StepCost(FADING), []
+    measured = []
+    for kind, numbers, scaled in shapes():
+        batch = bench.decode(*numbers) if kind == "decode" else bench.chunk(*numbers)
+        seconds = min(bench.seconds(batch, repeats))
+        measured.append((kind, numbers, scaled, seconds))
+    for _ in range(20):
+        for _, _, scaled, seconds in measured:
+            cost.observe(scaled, seconds)
+    for kind, numbers, scaled, seconds in measured:
+        rows.append({"step": f"{kind} {numbers}", "ms": seconds * 1000, "fitted_ms": cost.predict(scaled) * 1000})
+    return cost, rows
+
+
+def main() -> None:
+    """Measure, print, write results/split_fit.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    bench = kernels_bench(prepare(ModelFlags(model=args.model)), args.threads)
+    cost, rows = fit(bench, args.repeats)
+    for row in rows:
+        Console().print(f"{row['step']}: {row['ms']:.1f} ms, fitted {row['fitted_ms']:.1f}")
+    said = cost.weights_s()
+    Console().print("seconds of a step, token, sequence, KV token read, pair:", " ".join(f"{w:.3g}" for w in said))
+    save("split_fit", {"model": args.model, "threads": args.threads, "rows": rows, "step_cost_s": said})
+
+
+if __name__ == "__main__":
+    main()

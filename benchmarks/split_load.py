@@ -1,0 +1,102 @@
+"""The mixed load of the split benchmarks, and what came of it: short chats and long prompts that arrive at random.
+
+Arrivals are a Poisson process; everything follows from the seed, so that each policy, and the simulation, meets the
+very same requests at the same times. A request is good if its first token came in time for its length and the 99th
+percentile of its own gaps between tokens kept to the target. Goodput is good requests per second of arrivals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.report import percentile
+
+# Ordinary vocabulary of the demo model; special tokens come first in it.
+TOKEN_RANGE = (1000, 40_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One arrival, ``at_s`` seconds after the begin, of ``rate`` a second."""
+
+    number: int
+    rate: float
+    at_s: float
+    prompt_tokens: int
+    answer_tokens: int
+
+    def prompt(self, seed: int) -> list[int]:
+        """Random token ids, no two prompts alike."""
+        draw = random.Random(f"{seed} {self.rate} {self.number}")
+        return [draw.randrange(*TOKEN_RANGE) for _ in range(self.prompt_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request as its client saw it: seconds from arrival to the first token, and between tokens."""
+
+    request: Request
+    ttft_s: float
+    gaps_s: tuple[float, ...]
+    reason: str = ""
+    prefilled_tokens: int = 0
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """The load and the targets; the same for measurement and simulation."""
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, for each rate")
+    parser.add_argument("--long-share", type=float, default=0.2, help="of the requests that have a long prompt")
+    parser.add_argument("--long-tokens", type=int, default=2000)
+    parser.add_argument("--short-tokens", type=int, nargs=2, default=[30, 200])
+    parser.add_argument("--answer-tokens", type=int, nargs=2, default=[32, 96])
+    parser.add_argument("--ttft-ms", type=float, default=1000.0, help="target, and for each prompt token:")
+    parser.add_argument("--ttft-token-ms", type=float, default=2.0)
+    parser.add_argument("--itl-ms", type=float, default=120.0, help="target of a request's own 99th percentile")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
+    """``rate`` requests a second, for ``args.seconds``."""
+    draw = random.Random(f"arrivals {rate} {seed}")
+    found: list[Request] = []
+    now = draw.expovariate(rate)
+    while now < args.seconds:
+        long = draw.random() < args.long_share
+        prompt = args.long_tokens if long else draw.randint(*args.short_tokens)
+        found.append(Request(len(found), rate, now, prompt, draw.randint(*args.answer_tokens)))
+        now += draw.expovariate(rate)
+    return found
+
+
+def good(args: argparse.Namespace, seen: Seen) -> bool:
+    """Whether it met both targets."""
+    ttft_ms = args.ttft_ms + args.ttft_token_ms * seen.request.prompt_tokens
+    gaps_ms = [gap * 1000 for gap in seen.gaps_s] or [0.0]
+    return bool(seen.ttft_s * 1000 <= ttft_ms and percentile(gaps_ms, 99) <= args.itl_ms)
+
+
+def figures(args: argparse.Namespace, answers: Sequence[Seen]) -> dict[str, Any]:
+    """What one run says. Latencies in milliseconds."""
+    gaps = [gap * 1000 for seen in answers for gap in seen.gaps_s] or [0.0]
+    long = [seen for seen in answers if seen.request.prompt_tokens == args.long_tokens]
+    short = [seen for seen in answers if seen.request.prompt_tokens != args.long_tokens]
+
+    def ttft(group: Sequence[Seen]) -> dict[str, float]:
+        times = [seen.ttft_s * 1000 for seen in group] or [0.0]
+        return {"p50": statistics.median(times), "p99": percentile(times, 99)}
+
+    return {
+        "requests": len(answers),
+        "goodput_per_s": sum(good(args, seen) for seen in answers) / args.seconds,
+        "good_share": sum(good(args, seen) for seen in answers) / max(1, len(answers)),
+        "ttft_short_ms": ttft(short),
+        "ttft_long_ms": ttft(long),
+        "itl_ms": {"p50": statistics.median(gaps), "p99": percentile(gaps, 99)},
+        "prefilled_share": sum(s.prefilled_tokens for s in answers)
+        / max(1, sum(s.request.prompt_tokens for s in answers)),
+    }

@@ -1,0 +1,308 @@
+"""A cluster in simulated time: the real planner and schedulers, over workers whose steps take what a model says.
+
+    arrival --plan() over last heartbeats--> [span on a prefill worker, chunk by chunk] --> decode worker --> tokens
+
+Prompts share no prefix, memory is never short, and a call between parts takes a constant.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from benchmarks.split_load import Request, Seen
+from engine.plan import ChunkDone, CommitOrder, Load, Outcome, Sampled, StepPlan, Update
+from engine.scheduler import Scheduler
+from engine.sequence import Holding, Sequence, SequenceSpec
+from engine.step_cost import SCALES, features
+from gateway.plan_auto import Leanings
+from gateway.planner import Picture, Plan, parse_policy, plan
+from pillion.types import SamplingParams
+from pillion.wire.registry import PartRecord
+
+BLOCK_SIZE = 16
+CHUNK_TOKENS = 512
+PREFILL_STEP_TOKENS = 512
+DECODE_STEP_TOKENS = 256
+MAX_NUM_SEQS = 64
+MAX_SPANS = 256
+MAX_MODEL_LEN = 8192
+HEARTBEAT_S = 1.0
+# A call between two parts, and the standard deviation of a step's time, relative to it.
+CALL_S = 0.002
+NOISE = 0.03
+# A request that has no first token this long after the last arrival never gets one.
+PATIENCE_S = 120.0
+ROOT = b"\7" * 32
+NODE = PartRecord(part_id="kv-0", role="kvnode", address="x", node_id="kv-0")
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+
+
+class Clock:
+    """Simulated seconds, and what happens when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """``event`` is called that much later; of events at one time the first asked for goes first."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+
+    def run(self, until_s: float) -> None:
+        """All events up to then."""
+        while self._events and self._events[0][0] <= until_s:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+
+@dataclass(slots=True)
+class Flow:
+    """A request under way, as the gateway and its client see it."""
+
+    request: Request
+    plan: Plan
+    first_s: float = 0.0
+    last_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class SimWorker:
+    """A worker around a real scheduler. ``on_chunk`` and ``on_update`` are the gateway's."""
+
+    def __init__(self, clock: Clock, record: PartRecord, cost_s: tuple[float, ...], seed: int) -> None:
+        self.record = record
+        self._clock = clock
+        self._weights = np.array(cost_s) * SCALES
+        self._noise = random.Random(seed)
+        prefill = record.role == "prefill"
+        self._seats = MAX_SPANS if prefill else MAX_NUM_SEQS
+        self._scheduler = Scheduler(
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=record.max_step_tokens,
+            max_num_seqs=self._seats,
+            target_itl_s=record.target_itl_ms / 1000,
+        )
+        self._slots = itertools.count()
+        self._ids = itertools.count(1)
+        self._flows: dict[int, Flow] = {}
+        self._busy = False
+        self._load = Load()
+        self.on_chunk: Callable[[Flow, ChunkDone], None] = lambda flow, chunk: None
+        self.on_update: Callable[[Flow, Update], None] = lambda flow, update: None
+
+    def beat(self) -> None:
+        """Tell the registry, and again a heartbeat later."""
+        load = self._load
+        self.record = replace(
+            self.record,
+            running_requests=load.running,
+            waiting_requests=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            queued_tokens=load.queued_tokens,
+            decoding_requests=load.decoding,
+            context_tokens=load.context_tokens,
+            free_seqs=max(0, self._seats - load.running - load.waiting),
+            step_cost_s=load.cost_s,
+            largest_step_tokens=load.largest_step_tokens,
+            # When, for now: whoever reads makes an age of it.
+            heartbeat_age_ms=int(self._clock.now * 1000),
+        )
+        self._clock.after(HEARTBEAT_S, self.beat)
+
+    def add(self, flow: Flow) -> None:
+        """A span on a prefill worker, a stream on a decode worker."""
+        plan, seq_id = flow.plan, next(self._ids)
+        span = self.record.role == "prefill"
+        count = plan.split_tokens if span else plan.prompt_tokens
+        chain = plan.cached_blocks if span else plan.split_blocks
+        leased = (plan.split_blocks if span else plan.total_blocks) - chain
+        spec = SequenceSpec(
+            seq_id=seq_id,
+            token_ids=np.full(count, flow.request.number + 2, dtype=np.int32),
+            parent_hash=ROOT,
+            prompt_tokens=count,
+            sampling=None if span else GREEDY,
+            max_tokens=0 if span else flow.request.answer_tokens,
+            max_model_len=0 if span else MAX_MODEL_LEN,
+            chunk_ends=tuple(itertools.accumulate(plan.chunks, initial=plan.cached_tokens))[1:] if span else (),
+        )
+        holding = Holding(seq_id, self._take(chain), self._take(leased))
+        self._flows[seq_id] = flow
+        self._scheduler.add(Sequence(spec, holding, BLOCK_SIZE, self._clock.now), self._clock.now)
+        self._step()
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(self._slots, count))
+
+    def _step(self) -> None:
+        if self._busy:
+            return
+        plan = self._scheduler.schedule(self._clock.now)
+        self._hear(self._scheduler.flush(self._clock.now))
+        if plan.pieces:
+            self._busy = True
+            seconds = float(self._weights @ features(plan.pieces)) * max(0.5, self._noise.gauss(1.0, NOISE))
+            self._clock.after(seconds, lambda: self._done(plan))
+
+    def _done(self, plan: StepPlan) -> None:
+        self._busy = False
+        sampled = Sampled((1,) * sum(piece.samples for piece in plan.pieces))
+        self._hear(self._scheduler.commit(plan, sampled, self._clock.now))
+        self._step()
+
+    def _hear(self, outcome: Outcome) -> None:
+        if outcome.empty:
+            return
+        self._load = outcome.load
+        for update in outcome.updates:
+            self.on_update(self._flows[update.seq_id], update)
+        for chunk in outcome.chunks:
+            self.on_chunk(self._flows[chunk.seq_id], chunk)
+        for order in outcome.commits:
+            self._clock.after(CALL_S, lambda order=order: self._committed(order))  # type: ignore[misc]
+        if outcome.lease_blocks:
+            slots = self._take(outcome.lease_blocks)
+            self._clock.after(CALL_S, lambda: self._granted(slots))
+
+    def _committed(self, order: CommitOrder) -> None:
+        self._scheduler.committed(order.seq_id, order.slots, "", self._clock.now)
+        for chunk in order.chunks:
+            self.on_chunk(self._flows[order.seq_id], chunk)
+        self._step()
+
+    def _granted(self, slots: tuple[int, ...]) -> None:
+        self._scheduler.granted(slots, self._clock.now)
+        self._step()
+
+
+class SimGateway:
+    """Plans and follows requests, and keeps the books of what it has sent, as gateway.calls does."""
+
+    def __init__(self, clock: Clock, policy: str, workers: list[SimWorker]) -> None:
+        self._clock = clock
+        self._policy = parse_policy(policy)
+        self._workers = {worker.record.part_id: worker for worker in workers}
+        self._streams: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._leanings = Leanings()
+        self.flows: list[Flow] = []
+        self.plan_s: list[float] = []
+        for worker in workers:
+            worker.on_chunk = self._acked
+            if worker.record.role == "decode":
+                worker.on_update = self._told
+
+    def arrive(self, request: Request) -> None:
+        """Plan it and send it on its way."""
+        picture = Picture(
+            model="m",
+            prompt_tokens=request.prompt_tokens,
+            hits={},
+            parts=(NODE, *(self._aged(worker.record) for worker in self._workers.values())),
+            policy=self._policy,
+            block_size=BLOCK_SIZE,
+            chunk_tokens=CHUNK_TOKENS,
+            own_load=self._streams | Counter({p: n for p, n in self._tokens.items() if p.startswith("prefill")}),
+            own_tokens=self._tokens,
+            lean=self._leanings.of("m", request.prompt_tokens),
+            spread=request.number,
+        )
+        begun = time.perf_counter()
+        decided = plan(picture)
+        self.plan_s.append(time.perf_counter() - begun)
+        self._leanings.note("m", request.prompt_tokens, bool(decided.chunks))
+        flow = Flow(request, decided)
+        self.flows.append(flow)
+        self._streams[decided.decode.part_id] += 1
+        self._tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
+        if decided.prefill is not None and decided.chunks:
+            self._tokens[decided.prefill.part_id] += sum(decided.chunks)
+            prefill = self._workers[decided.prefill.part_id]
+            self._clock.after(2 * CALL_S, lambda: prefill.add(flow))
+        else:
+            self._submit(flow)
+
+    def _aged(self, record: PartRecord) -> PartRecord:
+        return replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
+
+    def _submit(self, flow: Flow) -> None:
+        decode = self._workers[flow.plan.decode.part_id]
+        self._clock.after(2 * CALL_S, lambda: decode.add(flow))
+
+    def _acked(self, flow: Flow, chunk: ChunkDone) -> None:
+        assert flow.plan.prefill is not None
+        self._tokens[flow.plan.prefill.part_id] -= flow.plan.chunks[chunk.index]
+        if chunk.end_tokens == flow.plan.split_tokens:
+            self._submit(flow)
+
+    def _told(self, flow: Flow, update: Update) -> None:
+        decode = flow.plan.decode.part_id
+        now = self._clock.now
+        for _ in update.token_ids:
+            if flow.first_s:
+                flow.gaps_s.append(now - flow.last_s)
+            else:
+                flow.first_s = now
+                self._tokens[decode] -= flow.plan.prompt_tokens - flow.plan.split_tokens
+            flow.last_s = now
+        if update.ending is not None:
+            self._streams[decode] -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Step costs and number of each kind of worker."""
+
+    prefills: int
+    decodes: int
+    prefill_cost_s: tuple[float, ...]
+    decode_cost_s: tuple[float, ...]
+    target_itl_ms: float
+
+    def workers(self, clock: Clock) -> list[SimWorker]:
+        """Fresh ones, whose heartbeats are spread over the period."""
+        kinds = [("prefill", self.prefill_cost_s, PREFILL_STEP_TOKENS, 0.0)] * self.prefills
+        kinds += [("decode", self.decode_cost_s, DECODE_STEP_TOKENS, self.target_itl_ms)] * self.decodes
+        found = []
+        for number, (role, cost_s, tokens, target_ms) in enumerate(kinds):
+            record = PartRecord(
+                part_id=f"{role}-{number}",
+                role=role,
+                address="x",
+                node_id="kv-0",
+                max_step_tokens=tokens,
+                target_itl_ms=target_ms,
+            )
+            worker = SimWorker(clock, record, cost_s, number)
+            clock.after(HEARTBEAT_S * number / len(kinds), worker.beat)
+            found.append(worker)
+        return found
+
+
+def simulate(cluster: Cluster, policy: str, requests: list[Request]) -> tuple[list[Seen], list[float]]:
+    """What the clients saw, and how long each plan took, in real seconds."""
+    clock = Clock()
+    gateway = SimGateway(clock, policy, cluster.workers(clock))
+    for request in requests:
+        clock.after(request.at_s, lambda request=request: gateway.arrive(request))  # type: ignore[misc]
+    clock.run(requests[-1].at_s + PATIENCE_S if requests else 0.0)
+    seen = [
+        Seen(
+            flow.request,
+            flow.first_s - flow.request.at_s if flow.first_s else PATIENCE_S,
+            tuple(flow.gaps_s),
+            flow.plan.reason,
+            flow.plan.split_tokens - flow.plan.cached_tokens,
+        )
+        for flow in gateway.flows
+    ]
+    return seen, gateway.plan_s

@@ -1,0 +1,367 @@
+"""The auto policy as a pure function: where requests go, why, and what no load and no hit can talk it into."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Leanings
+from gateway.plan_cost import DEFAULT_MODEL, FetchPace, Models, StepModel
+from gateway.planner import Picture, Plan, parse_policy, plan, replan, shorten
+from pillion.wire.registry import PartRecord
+
+# Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.
+COST = (5e-3, 1e-3, 2e-4, 1e-7, 2e-7)
+BLOCK = 16
+
+
+def node(n: int) -> PartRecord:
+    return PartRecord(part_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
+
+
+def worker(role: str, n: int, at: int = 0, **fields: Any) -> PartRecord:
+    said = {
+        "step_cost_s": COST,
+        "largest_step_tokens": 512,
+        "max_step_tokens": 512 if role == "prefill" else 256,
+        "free_seqs": 64,
+        "block_bytes": 2**20,
+    } | fields
+    return PartRecord(part_id=f"{role}-{n}", role=role, address="x", node_id=f"kv-{at}", **said)
+
+
+def prefill(n: int = 0, at: int = 0, **fields: Any) -> PartRecord:
+    return worker("prefill", n, at, **fields)
+
+
+def decode(n: int = 0, at: int = 0, streams: int = 0, **fields: Any) -> PartRecord:
+    busy = {"running_requests": streams, "decoding_requests": streams, "context_tokens": 500 * streams}
+    return worker("decode", n, at, **(busy | {"target_itl_ms": 60.0} | fields))
+
+
+def picture(prompt: int = 2000, parts: tuple[PartRecord, ...] = (), **more: Any) -> Picture:
+    fields = {"hits": {}, "block_size": BLOCK, "chunk_tokens": 512, "model": "toy"} | more
+    return Picture(prompt_tokens=prompt, policy=parse_policy("auto"), parts=parts or line(), **fields)
+
+
+def line(**more: PartRecord) -> tuple[PartRecord, ...]:
+    return (node(0), more.get("prefill", prefill()), more.get("decode", decode()))
+
+
+def is_shared(decided: Plan) -> bool:
+    return bool(decided.chunks)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts", "expected"),
+    [
+        # Nobody is busy: a short prompt saves the call, a long one the small steps that the target leaves it.
+        (40, line(), False),
+        (2000, line(), True),
+        # Beside many streams a step leaves a remnant little.
+        (2000, line(decode=decode(streams=30)), True),
+        (300, line(decode=decode(streams=30)), True),
+        # Prefill workers are busy: what the decode worker has left is used first.
+        (300, line(prefill=prefill(queued_tokens=20_000)), False),
+        (2000, line(prefill=prefill(queued_tokens=200_000)), False),
+        # And the other way round.
+        (300, line(decode=decode(queued_tokens=20_000)), True),
+        # A target that cannot be met any more: nothing is added to the remnants there.
+        (2000, line(decode=decode(streams=60), prefill=prefill(queued_tokens=3000)), True),
+        # No target, and a step of the whole budget would hold up twenty streams.
+        (2000, line(decode=decode(streams=20, target_itl_ms=0.0)), True),
+        (2000, (node(0), decode()), False),
+    ],
+)
+def test_who_computes_the_prompt(prompt: int, parts: tuple[PartRecord, ...], expected: bool) -> None:
+    decided = plan(picture(prompt, parts))
+    assert is_shared(decided) == expected
+    assert decided.reason.startswith("auto: ")
+    assert decided.decode.part_id in decided.reason
+    if expected:
+        assert "prefill-0 computes" in decided.reason
+    else:
+        assert "co-located" in decided.reason
+
+
+def test_the_reason_says_what_was_compared() -> None:
+    decided = plan(picture(hits={"kv-0": 10}))
+    split = decided.split_tokens
+    assert decided.reason.startswith(f"auto: prefill-0 computes {split - 160}: ")
+    assert " s alone, " in decided.reason
+    assert decided.reason.endswith("with prefill-0; decode-0 is the only one; prefix of 160 tokens")
+    assert plan(picture(parts=(node(0), decode()))).reason == (
+        "auto: co-located, no prefill worker; decode-0 is the only one; no prefix"
+    )
+    assert plan(picture(15)).reason == "auto: nothing to share out; decode-0 is the only one; no prefix"
+    assert shorten(decided, split - 16).reason == decided.reason + ": the span ended 16 tokens early"
+
+
+def test_the_tickets_truth_turns_the_dial() -> None:
+    hinted = plan(picture(hits={"kv-0": 100}))
+    assert (hinted.cached_tokens, hinted.split_tokens >= 1600) == (1600, True)
+    less = replan(hinted, 10)
+    assert (less.cached_tokens, is_shared(less)) == (160, True)
+    assert less.reason.endswith("prefix of 160 tokens (1600 expected)")
+    whole = replan(hinted, 124)
+    assert (whole.cached_tokens, whole.split_tokens, whole.chunks) == (1984, 1984, ())
+
+
+def test_a_hit_is_worth_what_it_saves() -> None:
+    parts = (node(0), node(1), decode(0, 0), decode(1, 1))
+    hits = {"kv-0": 60}
+    assert plan(picture(1000, parts, hits=hits, fetch_block_s=1.0)).node_id == "kv-0"
+    # The hot node has so much to do that the other one is done sooner, though it computes everything again.
+    hot = (node(0), node(1), decode(0, 0, queued_tokens=5000), decode(1, 1))
+    decided = plan(picture(1000, hot, hits=hits, fetch_block_s=1.0))
+    assert (decided.node_id, decided.cached_tokens, decided.sources) == ("kv-1", 0, ())
+    assert "decode-1 is soonest of 2, decode-0 has more of the prefix and is busier" in decided.reason
+    assert "blocks of kv-0 cost more to fetch" in decided.reason
+    # Where blocks come fast, they are fetched.
+    fetched = plan(picture(1000, hot, hits=hits, fetch_block_s=1e-4))
+    assert (fetched.node_id, fetched.cached_tokens) == ("kv-1", 960)
+    assert [source.node_id for source in fetched.sources] == ["kv-0"]
+    assert "with blocks of kv-0" in fetched.reason
+
+
+def test_a_node_of_one_popular_prompt_does_not_melt() -> None:
+    """Everybody has the same long prefix, which lies on one node: the requests still use all four."""
+    parts = tuple(part for n in range(4) for part in (node(n), decode(n, n)))
+    streams: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for number in range(80):
+        decided = plan(picture(600, parts, hits={"kv-0": 36}, own_load=streams, own_tokens=tokens, spread=number))
+        streams[decided.decode.part_id] += 1
+        tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
+    assert len(streams) == 4
+    assert max(streams.values()) < 3 * min(streams.values())
+
+
+def test_equal_workers_share() -> None:
+    parts = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
+    for prompt in (40, 2000):
+        plans = [plan(picture(prompt, parts, spread=n)) for n in range(30)]
+        assert set(Counter(decided.decode.part_id for decided in plans).values()) == {10}
+        assert set(Counter(d.prefill and d.prefill.part_id for d in plans).values()) == {10}
+
+
+def test_a_prefill_worker_elsewhere_costs_its_transfers() -> None:
+    parts = (node(0), node(1), decode(0, 0, streams=30), prefill(0, 0), prefill(1, 1))
+    near = plan(picture(parts=parts))
+    assert near.prefill is not None
+    assert near.prefill.part_id == "prefill-0"
+    busy = tuple(replace(p, queued_tokens=9000) if p.part_id == "prefill-0" else p for p in parts)
+    far = plan(picture(parts=busy, fetch_block_s=1e-4))
+    assert far.prefill is not None
+    assert (far.prefill.part_id, far.remote) == ("prefill-1", True)
+    slow = plan(picture(parts=busy, fetch_block_s=1.0))
+    assert slow.prefill is not None
+    assert slow.prefill.part_id == "prefill-0"
+
+
+def test_parts_that_failed_are_avoided() -> None:
+    parts = (node(0), node(1), decode(0, 0), decode(1, 1, streams=60), prefill(0, 0), prefill(1, 1))
+    assert plan(picture(parts=parts, avoid=frozenset({"decode-0"}))).decode.part_id == "decode-1"
+    assert plan(picture(parts=parts, avoid=frozenset({"kv-0"}), hits={"kv-0": 90})).node_id == "kv-1"
+    lost = plan(picture(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
+    assert (lost.decode.part_id, lost.prefill) == ("decode-0", None)
+
+
+def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
+    assert is_shared(plan(picture()))
+    assert not is_shared(plan(picture(own_tokens={"prefill-0": 50_000})))
+    assert not is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000)))))
+    # 20,000 tokens take some 24 s, and they were said 30 s ago.
+    assert is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000)))))
+
+
+def test_who_has_not_measured_anything_is_judged_like_others() -> None:
+    fresh = {"step_cost_s": (), "largest_step_tokens": 0}
+    models = Models([decode(0, **fresh)], [prefill(0)])
+    assert models.of(decode(0, **fresh)) == StepModel._make(COST)
+    assert Models([decode(0, **fresh)], []).of(decode(0, **fresh)) == DEFAULT_MODEL
+    # A decode worker that has run no chunk knows less of tokens than a prefill worker.
+    cheap = decode(0, step_cost_s=(2e-3, 1e-5, 1e-5, 1e-7, 1e-9), largest_step_tokens=30)
+    assert Models([cheap], [prefill(0)]).of(cheap) == (2e-3, COST[1], 1e-5, 1e-7, COST[4])
+    assert Models([cheap], [prefill(0)]).of(replace(cheap, largest_step_tokens=200)).token_s == 1e-5
+
+
+def test_chunks_read_again_what_stands_before_them() -> None:
+    model = StepModel(0.0, 0.0, 0.0, 1.0, 0.0)
+    assert model.span_s(0, 1024, 1024) == pytest.approx(1024)
+    assert model.span_s(0, 1024, 256) == pytest.approx(256 + 512 + 768 + 1024)
+    assert model.span_s(100, 1124, 512) == pytest.approx(612 + 1124)
+    pairs = StepModel(0.0, 0.0, 0.0, 0.0, 1.0)
+    assert pairs.span_s(0, 3, 1) == pairs.span_s(0, 3, 3) == 1 + 2 + 3
+
+
+def test_the_pace_of_fetches() -> None:
+    pace = FetchPace()
+    assert pace.block_s == 0.0
+    pace.observe(0, 5.0)
+    pace.observe(10, 0.1)
+    assert pace.block_s == pytest.approx(0.01)
+    for _ in range(60):
+        pace.observe(10, 1.0)
+    assert pace.block_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_small_changes_do_not_flap() -> None:
+    """Both ways are about equal, and the loads that are heard of waver: after the first choice nothing changes."""
+    dial = plan(picture(1000, line(decode=decode(streams=4)))).dial
+    assert dial is not None
+    # As much prefill queue as makes both ways equal.
+    queue = next(
+        tokens
+        for tokens in range(0, 50_000, 20)
+        if not is_shared(plan(picture(1000, line(decode=decode(streams=4), prefill=prefill(queued_tokens=tokens)))))
+    )
+    # In tokens of that queue: less than the margin.
+    waver = int(HYSTERESIS * 1000 * 0.4)
+    draw, flips = random.Random(1), Counter[str]()
+    for hysteresis in (False, True):
+        leanings, last = Leanings(), None
+        for _ in range(100):
+            said = prefill(queued_tokens=queue + draw.randint(-waver, waver))
+            lean = leanings.of("toy", 1000) if hysteresis else ""
+            shared = is_shared(plan(picture(1000, line(decode=decode(streams=4), prefill=said), lean=lean)))
+            leanings.note("toy", 1000, shared)
+            flips[f"with {hysteresis}"] += last is not None and shared != last
+            last = shared
+    assert flips["with False"] > 10
+    assert flips["with True"] == 0
+
+
+def test_what_was_done_last_is_kept_by_size() -> None:
+    leanings = Leanings()
+    leanings.note("m", 2000, shared=True)
+    leanings.note("m", 100, shared=False)
+    assert (leanings.of("m", 1500), leanings.of("m", 70), leanings.of("m", 5000)) == (ON_PREFILL, ON_DECODE, "")
+    assert leanings.of("other", 2000) == ""
+
+
+def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
+    said = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
+    assert PartRecord.from_json(said.to_json()) == said
+    for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
+        text = said.to_json().replace("[0.005,0.001,0.0002,1e-07,2e-07]", broken)
+        assert text != said.to_json()
+        assert PartRecord.from_json(text) == replace(said, step_cost_s=())
+    with pytest.raises(ValueError, match="could not convert"):
+        PartRecord.from_json(said.to_json().replace("[0.005,", '["x",'))
+
+
+LOADS = st.integers(0, 40_000)
+COSTS = st.one_of(
+    st.just(()),
+    st.tuples(*(st.floats(low, high) for low, high in ((1e-4, 1e-1), (1e-6, 1e-2), (0, 1e-2), (0, 1e-5), (0, 1e-5)))),
+)
+parts_strategy = st.lists(
+    st.one_of(
+        st.integers(0, 2).map(node),
+        st.builds(prefill, st.integers(0, 3), st.integers(0, 2), queued_tokens=LOADS, step_cost_s=COSTS),
+        st.builds(
+            decode,
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.integers(0, 64),
+            queued_tokens=LOADS,
+            step_cost_s=COSTS,
+            largest_step_tokens=st.sampled_from([0, 30, 256]),
+            target_itl_ms=st.sampled_from([0.0, 20.0, 200.0]),
+            free_seqs=st.integers(0, 64),
+        ),
+    ),
+    max_size=9,
+    unique_by=lambda part: part.part_id,
+)
+
+
+@given(
+    prompt=st.integers(1, 5000),
+    block_size=st.sampled_from([1, 16, 64]),
+    chunk=st.integers(1, 700),
+    hits=st.dictionaries(st.sampled_from(["kv-0", "kv-1", "kv-2", "kv-9"]), st.integers(0, 400)),
+    pinned=st.integers(0, 400),
+    parts=parts_strategy,
+    avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
+    lean=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
+    fetch_block_s=st.sampled_from([0.0, 1e-4, 1.0]),
+    spread=st.integers(0, 99),
+)
+@settings(max_examples=300, deadline=None)
+def test_properties(prompt, block_size, chunk, hits, pinned, parts, avoid, lean, fetch_block_s, spread) -> None:
+    nodes = {part.node_id for part in parts if part.role == "kvnode"}
+    seated = [part for part in parts if part.role == "decode" and part.node_id in nodes]
+    if not seated:
+        return
+    decided = plan(
+        picture(
+            prompt,
+            (*parts,),
+            block_size=block_size,
+            chunk_tokens=chunk,
+            hits=hits,
+            avoid=frozenset(avoid),
+            lean=lean,
+            fetch_block_s=fetch_block_s,
+            spread=spread,
+        )
+    )
+    # Never a dead part, and never one that failed while another one lives.
+    assert decided.decode in seated
+    if any(part.part_id not in avoid and part.node_id not in avoid for part in seated):
+        assert decided.decode.part_id not in avoid
+        assert decided.node_id not in avoid
+    if decided.prefill is not None:
+        assert decided.prefill in parts
+        assert decided.prefill.part_id not in avoid
+        assert decided.prefill.node_id in nodes
+    assert {source.node_id for source in decided.sources} <= nodes
+    limit = (prompt - 1) // block_size * block_size
+    for one in (decided, replan(decided, pinned)):
+        assert 0 <= one.cached_tokens <= one.split_tokens <= limit < prompt
+        assert one.split_tokens % block_size == one.cached_tokens % block_size == 0
+        assert sum(one.chunks) == one.split_tokens - one.cached_tokens
+        assert all(0 < size <= max(chunk, block_size) and size % block_size == 0 for size in one.chunks)
+        assert (one.prefill is not None) >= bool(one.chunks)
+        assert one.reason.startswith("auto: ")
+    assert replan(decided, pinned).cached_tokens == min(pinned * block_size, limit)
+    known = max((blocks for name, blocks in hits.items() if name in nodes), default=0)
+    assert decided.cached_tokens <= known * block_size
+
+
+@given(
+    prompt=st.integers(17, 5000),
+    cost=COSTS.filter(bool),
+    queue=LOADS,
+    more=st.integers(0, 40_000),
+    streams=st.integers(0, 40),
+    further=st.integers(0, 20),
+    waiting=st.integers(0, 20_000),
+    target=st.sampled_from([0.0, 30.0, 200.0]),
+    lean=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
+    hit=st.integers(0, 100),
+)
+@settings(max_examples=300, deadline=None)
+def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, lean, hit) -> None:
+    """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
+
+    def split(prefill_tokens: int, decode_streams: int, decode_tokens: int) -> int:
+        parts = (
+            node(0),
+            *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
+            decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, target_itl_ms=target),
+        )
+        return plan(picture(prompt, parts, lean=lean, hits={"kv-0": hit})).split_tokens
+
+    before = split(queue, streams, waiting)
+    assert split(queue + more, streams, waiting) <= before
+    assert split(queue, streams, waiting + more) >= before
+    assert split(queue, streams + further, waiting) >= before
