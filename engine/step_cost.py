@@ -24,6 +24,9 @@ Float64 = npt.NDArray[np.float64]
 FADING = 0.95
 # The same for what others are told: who plans ahead must not forget what a chunk costs while only decodes run.
 SLOW_FADING = 0.998
+# Of steps without a chunk that fit takes in only every so many: in a crowd of them the few with one would count for
+# nothing beside the damping.
+PLAIN_STEPS = 4
 # Steps whose median is the factor.
 RECENT_STEPS = 5
 # Features are divided by these, so that weights are of one size: 1, tokens, sequences, KV tokens read, query-key pairs.
@@ -129,6 +132,7 @@ class Budget:
         self.cost = StepCost()
         self.known = StepCost(SLOW_FADING)
         self.largest_step_tokens = 0
+        self._plain_steps = 0
         self._running: tuple[Float64, float] | None = None
 
     def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
@@ -153,6 +157,9 @@ class Budget:
             found, began = self._running
             if self.target_s:
                 self.cost.observe(found, now - began)
-            self.known.observe(found, now - began)
+            # More tokens than sequences: a chunk, or guesses.
+            self._plain_steps = 0 if found[1] > found[2] else self._plain_steps + 1
+            if self._plain_steps % PLAIN_STEPS == 0 or not self.known.steps:
+                self.known.observe(found, now - began)
             self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
             self._running = None

@@ -129,7 +129,7 @@ def test_what_the_planner_is_told_remembers_chunks() -> None:
     for _ in range(300):
         budget.begin(decodes(4, 500), 0.0)
         budget.end(machine.seconds(decodes(4, 500)))
-    assert budget.known.predict(features([*decodes(4, 500), chunk(2000, 252)])) == pytest.approx(chunk_s, rel=0.1)
+    assert budget.known.predict(features([*decodes(4, 500), chunk(2000, 252)])) == pytest.approx(chunk_s, rel=0.25)
     assert budget.largest_step_tokens == 256
     assert len(budget.known.weights_s()) == 5
 
