@@ -139,7 +139,7 @@ async def test_new_certificates_without_a_restart(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, two = sets
-    monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
+    at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key")
     async with running_line("abc") as line, edge(line, **edge_flags(tmp_path)) as part:
         for address in (part.grpc_address, part.http_address):
@@ -151,10 +151,10 @@ async def test_new_certificates_without_a_restart(
             await until(lambda: line.decode.submits)
             # Half of a pair is no pair.
             put(two, tmp_path, "server.pem")
-            with caplog.at_level(logging.WARNING, "pillion.tls"):
+            with caplog.at_level(logging.WARNING, "pillion.watched"):
                 for address in (part.grpc_address, part.http_address):
                     assert await shown(address) == (one / "server.pem").read_text()
-            assert "the certificate read before stays in use" in caplog.text
+            assert "what was read before stays in use" in caplog.text
             put(two, tmp_path, "server.key")
             for address in (part.grpc_address, part.http_address):
                 assert await shown(address) == (two / "server.pem").read_text()
@@ -165,14 +165,23 @@ async def test_new_certificates_without_a_restart(
         assert b" 200 " in await get(part.http_address, two / "ca.pem")
 
 
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are seen by the next handshake."""
+    monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr("pillion.watched.AT_REST_S", -1.0)
+
+
 @pytest.fixture
-def identity(sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+def identity(
+    sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pathlib.Path]:
     """The parts of this process have the first set's certificate, and know both authorities."""
     one, two = sets
+    at_once(monkeypatch)
     put(one, tmp_path, "internal.pem", "internal.key")
     both = (one / "internal-ca.pem").read_text() + (two / "internal-ca.pem").read_text()
     (tmp_path / "internal-ca.pem").write_text(both)
-    rpc.use_identity(Identity(files_in(tmp_path, "internal", "internal-ca"), interval_s=0.0))
+    rpc.use_identity(Identity(files_in(tmp_path, "internal", "internal-ca")))
     yield tmp_path
     rpc.use_identity(None)
 
