@@ -227,7 +227,8 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
             raise ConfigError(f"TLS: {files.ca}: {_said(error)}") from None
         context.verify_mode = ssl.CERT_REQUIRED
         # A client that resumes a session shows no certificate again, even if its authority is not accepted any more.
-        context.options |= ssl.OP_NO_TICKET
+        # Without tickets there is nothing to resume; before TLS 1.3 a server remembers sessions by itself.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
     return context
 
