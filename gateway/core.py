@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Admission, Visit, check_pool
+from gateway.admission import Admission, Shares, Visit, check_pool
 from gateway.answer import Answer
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
@@ -20,7 +20,7 @@ from gateway.planner import SplitPolicy
 from gateway.quotas import Quotas
 from gateway.runner import Generation
 from gateway.tenants import OPEN, Tenant, cache_salt
-from gateway.tokenizer import ModelTokenizer, TokenizerPool
+from gateway.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from gateway.validation import (
     ModelLimits,
     check_length,
@@ -37,6 +37,8 @@ from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingPar
 STOPPING = "this gateway is stopping"
 # A client that reaches another gateway, or the next one behind this port, may come at once.
 DRAIN_RETRY_MS = 100
+# A tenant's prompts that wait for a tokenizer: its next one has to be there when a thread is free.
+TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class Gateway:
         self._quotas = Quotas()
         self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._places)
         self._pool = TokenizerPool()
+        self._texts = Shares(TENANT_TEXTS_AT_ONCE)
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
@@ -89,6 +92,7 @@ class Gateway:
         self._ring = ring
         self._quotas.keep(ring.tenants)
         self._admission.keep(ring.tenants)
+        self._texts.keep(ring.tenants)
 
     async def generate(
         self,
@@ -122,14 +126,15 @@ class Gateway:
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
-            self._quotas.take_request(tenant, arrived)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             visit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
             _end_badly(span, error)
             raise
         try:
-            prompt = await self._tokenize(request, model)
+            # Behind the bounds: whom the gateway itself refuses has used up nothing.
+            self._quotas.take_request(tenant, arrived)
+            prompt = await self._tokenize(request, model, tenant)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
@@ -148,14 +153,29 @@ class Gateway:
 
     async def tokenize(self, request: GenerateRequest, tenant: Tenant | None = None) -> tuple[int, ...]:
         """The prompt as it would be computed, as ids; counts as a request. Raises InvalidRequest and Overloaded."""
-        model = self.entry(request.model)
+        model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
-        self._quotas.take_request(self._known(tenant), time.monotonic())
-        return await self._tokenize(request, model)
+        visit = self._admission.enter(tenant)
+        try:
+            self._quotas.take_request(tenant, time.monotonic())
+            return await self._tokenize(request, model, tenant)
+        finally:
+            self._admission.leave(visit)
 
-    async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:
-        """The text of ids that the model knows, special tokens skipped. Raises Overloaded."""
-        return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
+    async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
+        """The text of ids that the model knows, special tokens skipped; counts as a request. Raises Overloaded."""
+        tenant = self._known(tenant)
+        visit = self._admission.enter(tenant)
+        try:
+            self._quotas.take_request(tenant, time.monotonic())
+            return await self.text_of(name, token_ids, tenant)
+        finally:
+            self._admission.leave(visit)
+
+    async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
+        """The same for a request that is counted elsewhere."""
+        async with self._texts.of(tenant):
+            return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Those that live workers serve now."""
@@ -231,14 +251,15 @@ class Gateway:
         """Answers that the workers are given at once; 0: no bound is known."""
         return self._options.max_running_requests or self._cluster.places()
 
-    async def _tokenize(self, request: GenerateRequest, model: ModelEntry) -> tuple[int, ...]:
-        if request.token_ids:
-            prompt = request.token_ids
-        elif request.messages:
-            rendered = await model.template.render(request.messages)
-            prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
-        else:
-            prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
+    async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
+        prompt = request.token_ids
+        if not prompt:
+            async with self._texts.of(tenant):
+                if request.messages:
+                    rendered = await model.template.render(request.messages)
+                    prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
+                else:
+                    prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
@@ -307,7 +328,10 @@ class Gateway:
         ]
 
         def ended(usage: Usage) -> None:
-            self._quotas.spend(visit.tenant, usage.completion_tokens, time.monotonic())
+            # A prompt that nobody could serve costs its tenant nothing.
+            lost = generation.failed_unserved and not usage.completion_tokens
+            spent = -visit.tokens if lost else usage.completion_tokens
+            self._quotas.spend(visit.tenant, spent, time.monotonic())
             self._admission.leave(visit, usage.completion_tokens)
             self._prompt_tokens += usage.prompt_tokens
             self._cached_tokens += usage.cached_tokens

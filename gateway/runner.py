@@ -25,7 +25,7 @@ from gateway.job import Job
 from gateway.outbox import Outbox
 from gateway.request import RequestMachine, State
 from gateway.validation import answer_seed
-from pillion.errors import Internal, PillionError
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
 from pillion.types import Delta, FinishReason, Usage
 
 log = logging.getLogger("pillion.gateway")
@@ -73,6 +73,8 @@ class Generation:
         self._emitted = False
         self._reasons = [""] * len(indexes)
         self.ended = False
+        # Neither the client nor its deadline ended it: it could not be served.
+        self.failed_unserved = False
 
     def start(self) -> None:
         """Begins. Call once."""
@@ -196,6 +198,7 @@ class Generation:
     def _fail(self, error: PillionError) -> None:
         if self.ended:
             return
+        self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
         self._outbox.fail(error)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)
