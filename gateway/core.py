@@ -17,8 +17,8 @@ from gateway.cluster import Cluster
 from gateway.job import Job
 from gateway.keys import Keyring
 from gateway.planner import SplitPolicy
-from gateway.quotas import Quotas
 from gateway.runner import Generation
+from gateway.shared_quotas import SharedQuotas
 from gateway.tenants import OPEN, Tenant, cache_salt
 from gateway.tokenizer import ModelTokenizer, TokenizerPool
 from gateway.validation import (
@@ -64,16 +64,22 @@ class EdgeOptions:
 
 
 class Gateway:
-    """Takes requests. ``models`` by served name; ``ring``: None takes everybody."""
+    """Takes requests. ``models`` by served name; ``ring``: None takes everybody; ``quotas``: by default counted here
+    alone."""
 
     def __init__(
-        self, models: Mapping[str, ModelEntry], cluster: Cluster, options: EdgeOptions, ring: Keyring | None = None
+        self,
+        models: Mapping[str, ModelEntry],
+        cluster: Cluster,
+        options: EdgeOptions,
+        ring: Keyring | None = None,
+        quotas: SharedQuotas | None = None,
     ) -> None:
         self._models = models
         self._cluster = cluster
         self._options = options
         self._ring = ring
-        self._quotas = Quotas()
+        self._quotas = quotas or SharedQuotas()
         self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._places)
         self._pool = TokenizerPool()
         self._draining = False
@@ -107,8 +113,9 @@ class Gateway:
             parent: the client's trace context.
 
         Raises:
-            InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or the wait would be longer
-                than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated: ``tenant`` is None.
+            NotFound: no such model. InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or
+                the wait would be longer than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated:
+                ``tenant`` is None.
             Unavailable: it is stopping; another gateway may take the request at once.
         """
         if self._draining:
@@ -143,14 +150,16 @@ class Gateway:
             raise
 
     def entry(self, name: str) -> ModelEntry:
-        """The model that ``name`` means; "" means the only one. Raises InvalidRequest."""
+        """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
         return self._models[check_model(name, self._models)]
 
     async def tokenize(self, request: GenerateRequest, tenant: Tenant | None = None) -> tuple[int, ...]:
         """The prompt as it would be computed, as ids; counts as a request. Raises InvalidRequest and Overloaded."""
         model = self.entry(request.model)
         check_request(request, model.limits)
-        self._quotas.take_request(self._known(tenant), time.monotonic())
+        tenant, now = self._known(tenant), time.monotonic()
+        self._quotas.take_request(tenant, now)
+        await self._quotas.confirm(tenant, now)
         return await self._tokenize(request, model)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:
@@ -184,18 +193,24 @@ class Gateway:
         return "" if "" in missing else "; ".join(missing)
 
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
-        """For ``pillion status``. Raises PermissionDenied for a tenant that is no operator."""
+        """For ``pillion status``, of all gateways. Raises PermissionDenied for a tenant that is no operator."""
         if not self._known(tenant).operator:
             raise PermissionDenied("only a tenant with operator = true may see the cluster")
+        others = self._cluster.other_gateways()
+        prompts, cached, completions = self.totals()
         return ClusterStatus(
             version=VERSION,
             parts=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
-            active_requests=self._admission.requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
+            active_requests=self._admission.requests + sum(one.running_requests for one in others),
+            prompt_tokens=prompts + sum(one.prompt_tokens for one in others),
+            cached_tokens=cached + sum(one.cached_tokens for one in others),
+            completion_tokens=completions + sum(one.completion_tokens for one in others),
             index_available=self._cluster.index.available,
         )
+
+    def totals(self) -> tuple[int, int, int]:
+        """Tokens of what has ended here: of prompts, of them cached, and of answers."""
+        return self._prompt_tokens, self._cached_tokens, self._completion_tokens
 
     @property
     def active_requests(self) -> int:
@@ -219,6 +234,7 @@ class Gateway:
     async def aclose(self) -> None:
         """Ends tokenizing. Generations are their readers' to cancel."""
         self._pool.close()
+        await self._quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
 
@@ -245,7 +261,7 @@ class Gateway:
     async def _turn(self, visit: Visit, priority: int, arrived: float, deadline: float | None) -> None:
         """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
         tenant = visit.tenant
-        self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
+        await self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
         try:
             await self._admission.turn(visit, tenant.capped(priority), arrived, deadline)
         except BaseException:

@@ -32,7 +32,7 @@ from gateway.openai_reader import Batch, Reader
 from gateway.openai_requests import COMPLETION_NAMES, Asked, chat_request, completion_request, read_messages
 from gateway.runner import Generation
 from gateway.validation import MAX_PROMPT_IDS
-from pillion.errors import InvalidRequest, PillionError
+from pillion.errors import NotFound, PillionError
 from pillion.types import GenerateRequest
 
 
@@ -145,7 +145,7 @@ class OpenAIApi:
     def _entry(self, name: str) -> ModelEntry:
         try:
             return self._gateway.entry(name)
-        except InvalidRequest as error:
+        except NotFound as error:
             raise unknown_model(error.message) from None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pillion.errors import FieldViolation, InvalidRequest
+from pillion.errors import FieldViolation, InvalidRequest, NotFound
 from pillion.priority import MAX_PRIORITY
 from pillion.ranges import range_violations
 from pillion.types import GenerateRequest, SamplingParams
@@ -58,7 +58,8 @@ class Resolved:
 
 
 def check_model(name: str, known: Collection[str]) -> str:
-    """The served model that ``name`` means; "" means the only one. Raises InvalidRequest, listing the known ones."""
+    """The served model that ``name`` means; "" means the only one. Raises NotFound, and InvalidRequest where a name is
+    needed, both listing the known ones."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -66,7 +67,7 @@ def check_model(name: str, known: Collection[str]) -> str:
     listed = ", ".join(sorted(known))
     if not name:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
-    raise InvalidRequest.of(FieldViolation("model", f"{name[:100]!r} is not served here; known: {listed}"))
+    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed}")
 
 
 def check_size(size_bytes: int) -> None:

@@ -55,13 +55,13 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
     """Of every server."""
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-        # Two servers on one port would share its connections at random; a taken port is an error at start.
-        ("grpc.so_reuseport", 0),
+        # Two servers on one port share its connections at random. Where that is not meant, a taken port is an error.
+        ("grpc.so_reuseport", int(share_port)),
     ]
 
 
@@ -197,6 +197,14 @@ class RunningServer:
     health: Any
     services: tuple[str, ...]
 
+    async def tell(self, serving: bool) -> None:
+        """What health says from now on, of every service."""
+        from grpc_health.v1 import health_pb2
+
+        said = health_pb2.HealthCheckResponse
+        for name in ("", *self.services):
+            await self.health.set(name, said.SERVING if serving else said.NOT_SERVING)
+
     async def not_serving(self) -> None:
         """Health says NOT_SERVING from now on, of every service; calls are still taken."""
         await self.health.enter_graceful_shutdown()
@@ -215,6 +223,8 @@ async def start_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    share_port: bool = False,
+    serving: bool = True,
 ) -> RunningServer:
     """Start a server with health, of each service and of all ("") together, and reflection.
 
@@ -224,15 +234,18 @@ async def start_server(
         credentials: TLS; None for plain text.
         interceptors: run inside the one that maps errors: what they raise becomes a status as well.
         max_message_bytes: largest message that is taken or sent.
+        share_port: other servers of this user may listen on the same port; the system spreads connections over them.
+        serving: what health says at first.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_health.v1 import health, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *interceptors], options=server_options(max_message_bytes)
+        interceptors=[ErrorInterceptor(), *interceptors],
+        options=server_options(max_message_bytes, share_port=share_port),
     )
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -245,7 +258,7 @@ async def start_server(
     except RuntimeError as error:
         raise OSError(f"cannot listen on {listen}: {error}") from None
     await server.start()
-    for name in ("", *names):
-        await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
-    return RunningServer(server, address, checker, names)
+    running = RunningServer(server, address, checker, names)
+    await running.tell(serving)
+    return running
