@@ -70,6 +70,11 @@ def check_model(name: str, known: Collection[str]) -> str:
     raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed}")
 
 
+def is_request_id(text: str) -> bool:
+    """Whether it may be a request's label, and be said in headers, trailers and logs."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
+
+
 def check_size(size_bytes: int) -> None:
     """Raises InvalidRequest for a message that no prompt needs."""
     if size_bytes > MAX_REQUEST_BYTES:
@@ -165,9 +170,11 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
         yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
     if not _is_text(request.cache_salt):
         yield FieldViolation("cache_salt", "not valid Unicode")
+    if not request.request_id or is_request_id(request.request_id):
+        return
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         yield FieldViolation("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters")
-    elif request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+    else:
         yield FieldViolation("request_id", "only letters, digits and . _ : / + = - are allowed")
 
 

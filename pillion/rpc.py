@@ -185,7 +185,10 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
     if not isinstance(error, PillionError):
         log.exception("%s failed", method, exc_info=error)
         error = Internal("internal error; the server's log says more")
-    await context.abort_with_status(to_status(error))
+    status = to_status(error)
+    # Trailers that the handler has set stay, beside the error's own.
+    trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+    await context.abort(status.code, status.details, trailers)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Two models in one cluster of real processes: routed by name, listed, refused and missed as they should be, kept apart."""
+"""Two models in one cluster of real processes: routed by name, listed, refused and missed as they should be."""
 
 from __future__ import annotations
 
