@@ -153,13 +153,18 @@ class Gateway:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
         return self._models[check_model(name, self._models)]
 
-    async def tokenize(self, request: GenerateRequest, tenant: Tenant | None = None) -> tuple[int, ...]:
-        """The prompt as it would be computed, as ids; counts as a request. Raises InvalidRequest and Overloaded."""
+    async def tokenize(
+        self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
+    ) -> tuple[int, ...]:
+        """The prompt as it would be computed, as ids; ``bare``: a text without the special tokens that are added to it.
+        Counts as a request. Raises InvalidRequest and Overloaded."""
         model = self.entry(request.model)
         check_request(request, model.limits)
         tenant, now = self._known(tenant), time.monotonic()
         self._quotas.take_request(tenant, now)
         await self._quotas.confirm(tenant, now)
+        if bare and request.text:
+            return await self._pool.run(model.tokenizer.encode_bare, request.text)
         return await self._tokenize(request, model)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:

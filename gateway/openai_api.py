@@ -65,7 +65,8 @@ class OpenAIApi:
         messages = read_messages(said.messages) if given(said.messages) else ()
         request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
         try:
-            tokens = await self._gateway.tokenize(request, call.tenant)
+            bare = said.add_special_tokens is False
+            tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._texts_of(entry)
