@@ -173,13 +173,13 @@ class Cluster:
             await self.refresh()
             await asyncio.sleep(FIRST_LOOK_S / 5)
 
-    def places(self) -> int:
-        """Requests that the workers should be given at once: this gateway's share of the decode workers' seats, and
-        some more. 0 as long as a worker does not say how many seats it has.
+    def places(self, model: str) -> int:
+        """Requests that the model's workers should be given at once: this gateway's share of the decode workers' seats,
+        and some more. 0 as long as a worker does not say how many seats it has.
 
         An even share, and what the others do not use of theirs, as of their last heartbeat: connections are not spread
         evenly, and a client may have only one."""
-        workers = [record for record in self.view.records() if record.role == "decode"]
+        workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
         seats = sum(worker.running_requests + worker.free_seqs for worker in workers)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Admission, Visit, check_pool
+from gateway.admission import Visit, check_pool
 from gateway.answer import Answer
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.job import Job
 from gateway.keys import Keyring
+from gateway.model_lines import ModelLines
 from gateway.planner import SplitPolicy
 from gateway.runner import Generation
 from gateway.shared_quotas import SharedQuotas
@@ -80,7 +81,7 @@ class Gateway:
         self._options = options
         self._ring = ring
         self._quotas = quotas or SharedQuotas()
-        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._places)
+        self._admission = ModelLines(options.max_inflight_requests, options.max_inflight_tokens, self._places, models)
         self._pool = TokenizerPool()
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
@@ -141,7 +142,7 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
             self._admission.weigh(visit, len(prompt))
-            await self._turn(visit, request.priority, arrived, deadline)
+            await self._turn(visit, model.limits.name, request.priority, arrived, deadline)
             return self._begin(request, model, prompt, visit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
@@ -248,9 +249,9 @@ class Gateway:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN
 
-    def _places(self) -> int:
-        """Answers that the workers are given at once; 0: no bound is known."""
-        return self._options.max_running_requests or self._cluster.places()
+    def _places(self, model: str) -> int:
+        """Answers that the model's workers are given at once; 0: no bound is known."""
+        return self._options.max_running_requests or self._cluster.places(model)
 
     async def _tokenize(self, request: GenerateRequest, model: ModelEntry) -> tuple[int, ...]:
         if request.token_ids:
@@ -263,12 +264,12 @@ class Gateway:
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
-    async def _turn(self, visit: Visit, priority: int, arrived: float, deadline: float | None) -> None:
+    async def _turn(self, visit: Visit, model: str, priority: int, arrived: float, deadline: float | None) -> None:
         """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
         tenant = visit.tenant
         await self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
         try:
-            await self._admission.turn(visit, tenant.capped(priority), arrived, deadline)
+            await self._admission.turn(visit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:
             self._quotas.spend(tenant, -visit.tokens, time.monotonic())
             raise

@@ -158,7 +158,7 @@ class EdgeFlags(CommonFlags, ModelFlags):
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
-    max_running_requests: int = flag(0, "Most requests that workers are given at once; 0: by their number of seats.")
+    max_running_requests: int = flag(0, "Most requests that a model's workers are given at once; 0: by their seats.")
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of its private key.")
