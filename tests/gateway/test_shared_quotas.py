@@ -125,8 +125,11 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
             await two.take_prompt(tenant, 1, now())
         assert [quota.subject for quota in caught.value.quotas] == ["acme/requests_per_minute"]
         # What was refused was not taken, here neither.
-        free = Tenant(name="acme", tokens_per_minute=100)
-        await two.take_prompt(free, 20, now())
+        two.take_request(tenant, now())
+        two.take_request(tenant, now())
+        with pytest.raises(Overloaded):
+            two.take_request(tenant, now())
+        await one.take_prompt(Tenant(name="acme", tokens_per_minute=100), 20, now())
     finally:
         await one.aclose()
         await two.aclose()
