@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Admission, Shares, Visit, check_pool
+from gateway import request_span
+from gateway.admission import Shares, Visit, check_pool
 from gateway.answer import Answer
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.job import Job
 from gateway.keys import Keyring
+from gateway.model_lines import ModelLines
 from gateway.planner import SplitPolicy
-from gateway.quotas import Quotas
 from gateway.runner import Generation
+from gateway.shared_quotas import SharedQuotas
 from gateway.tenants import OPEN, Tenant, cache_salt
 from gateway.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from gateway.validation import (
@@ -29,7 +31,6 @@ from gateway.validation import (
     prompt_field,
     resolve,
 )
-from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -66,17 +67,23 @@ class EdgeOptions:
 
 
 class Gateway:
-    """Takes requests. ``models`` by served name; ``ring``: None takes everybody."""
+    """Takes requests. ``models`` by served name; ``ring``: None takes everybody; ``quotas``: by default counted here
+    alone."""
 
     def __init__(
-        self, models: Mapping[str, ModelEntry], cluster: Cluster, options: EdgeOptions, ring: Keyring | None = None
+        self,
+        models: Mapping[str, ModelEntry],
+        cluster: Cluster,
+        options: EdgeOptions,
+        ring: Keyring | None = None,
+        quotas: SharedQuotas | None = None,
     ) -> None:
         self._models = models
         self._cluster = cluster
         self._options = options
         self._ring = ring
-        self._quotas = Quotas()
-        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._places)
+        self._quotas = quotas or SharedQuotas()
+        self._admission = ModelLines(options.max_inflight_requests, options.max_inflight_tokens, self._places, models)
         self._pool = TokenizerPool()
         self._texts = Shares(TENANT_TEXTS_AT_ONCE)
         self._draining = False
@@ -111,8 +118,9 @@ class Gateway:
             parent: the client's trace context.
 
         Raises:
-            InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or the wait would be longer
-                than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated: ``tenant`` is None.
+            NotFound: no such model. InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or
+                the wait would be longer than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated:
+                ``tenant`` is None.
             Unavailable: it is stopping; another gateway may take the request at once.
         """
         if self._draining:
@@ -120,16 +128,14 @@ class Gateway:
         tenant = self._known(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
-        span = telemetry.tracer().start_span(
-            f"generate {request.model[:100]}".rstrip(), context=parent, kind=trace.SpanKind.SERVER
-        )
+        span = request_span.begin(request, parent)
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             visit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
-            _end_badly(span, error)
+            request_span.end_badly(span, error)
             raise
         try:
             # Behind the bounds: whom the gateway itself refuses has used up nothing.
@@ -139,25 +145,31 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
             self._admission.weigh(visit, len(prompt))
-            await self._turn(visit, request.priority, arrived, deadline)
+            await self._turn(visit, model.limits.name, request.priority, arrived, deadline)
             return self._begin(request, model, prompt, visit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
             self._admission.leave(visit)
-            _end_badly(span, error)
+            request_span.end_badly(span, error)
             raise
 
     def entry(self, name: str) -> ModelEntry:
-        """The model that ``name`` means; "" means the only one. Raises InvalidRequest."""
+        """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
         return self._models[check_model(name, self._models)]
 
-    async def tokenize(self, request: GenerateRequest, tenant: Tenant | None = None) -> tuple[int, ...]:
-        """The prompt as it would be computed, as ids; counts as a request. Raises InvalidRequest and Overloaded."""
+    async def tokenize(
+        self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
+    ) -> tuple[int, ...]:
+        """The prompt as it would be computed, as ids; ``bare``: a text without the special tokens that are added to it.
+        Counts as a request. Raises InvalidRequest and Overloaded."""
         model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
         visit = self._admission.enter(tenant)
         try:
-            self._quotas.take_request(tenant, time.monotonic())
+            await self._count(tenant)
+            if bare and request.text:
+                async with self._texts.of(tenant):
+                    return await self._pool.run(model.tokenizer.encode_bare, request.text)
             return await self._tokenize(request, model, tenant)
         finally:
             self._admission.leave(visit)
@@ -167,10 +179,16 @@ class Gateway:
         tenant = self._known(tenant)
         visit = self._admission.enter(tenant)
         try:
-            self._quotas.take_request(tenant, time.monotonic())
+            await self._count(tenant)
             return await self.text_of(name, token_ids, tenant)
         finally:
             self._admission.leave(visit)
+
+    async def _count(self, tenant: Tenant) -> None:
+        """A request without a prompt to be computed. Raises Overloaded."""
+        now = time.monotonic()
+        self._quotas.take_request(tenant, now)
+        await self._quotas.confirm(tenant, now)
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """The same for a request that is counted elsewhere."""
@@ -204,18 +222,24 @@ class Gateway:
         return "" if "" in missing else "; ".join(missing)
 
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
-        """For ``pillion status``. Raises PermissionDenied for a tenant that is no operator."""
+        """For ``pillion status``, of all gateways. Raises PermissionDenied for a tenant that is no operator."""
         if not self._known(tenant).operator:
             raise PermissionDenied("only a tenant with operator = true may see the cluster")
+        others = self._cluster.other_gateways()
+        prompts, cached, completions = self.totals()
         return ClusterStatus(
             version=VERSION,
             parts=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
-            active_requests=self._admission.requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
+            active_requests=self._admission.requests + sum(one.running_requests for one in others),
+            prompt_tokens=prompts + sum(one.prompt_tokens for one in others),
+            cached_tokens=cached + sum(one.cached_tokens for one in others),
+            completion_tokens=completions + sum(one.completion_tokens for one in others),
             index_available=self._cluster.index.available,
         )
+
+    def totals(self) -> tuple[int, int, int]:
+        """Tokens of what has ended here: of prompts, of them cached, and of answers."""
+        return self._prompt_tokens, self._cached_tokens, self._completion_tokens
 
     @property
     def active_requests(self) -> int:
@@ -239,6 +263,7 @@ class Gateway:
     async def aclose(self) -> None:
         """Ends tokenizing. Generations are their readers' to cancel."""
         self._pool.close()
+        await self._quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
 
@@ -247,9 +272,9 @@ class Gateway:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN
 
-    def _places(self) -> int:
-        """Answers that the workers are given at once; 0: no bound is known."""
-        return self._options.max_running_requests or self._cluster.places()
+    def _places(self, model: str) -> int:
+        """Answers that the model's workers are given at once; 0: no bound is known."""
+        return self._options.max_running_requests or self._cluster.places(model)
 
     async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
         prompt = request.token_ids
@@ -263,12 +288,12 @@ class Gateway:
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
-    async def _turn(self, visit: Visit, priority: int, arrived: float, deadline: float | None) -> None:
+    async def _turn(self, visit: Visit, model: str, priority: int, arrived: float, deadline: float | None) -> None:
         """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
         tenant = visit.tenant
-        self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
+        await self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
         try:
-            await self._admission.turn(visit, tenant.capped(priority), arrived, deadline)
+            await self._admission.turn(visit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:
             self._quotas.spend(tenant, -visit.tokens, time.monotonic())
             raise
@@ -320,7 +345,7 @@ class Gateway:
             show_logprobs=asked.logprobs is not None,
             prefix_caching=options.prefix_caching,
         )
-        _describe(span, job, is_chat=bool(request.messages))
+        request_span.describe(span, job, is_chat=bool(request.messages))
         stop_ids = frozenset(resolved.stop_token_ids)
         answers = [
             Answer(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
@@ -345,32 +370,3 @@ class Gateway:
 def _generated(sampling: SamplingParams) -> int:
     """Answers that are generated, of which the best ``n`` are given."""
     return sampling.best_of or sampling.n or 1
-
-
-def _describe(span: trace.Span, job: Job, is_chat: bool) -> None:
-    if not span.is_recording():
-        return
-    sampling = job.resolved.sampling
-    span.update_name(f"generate {job.model}")
-    said = {
-        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
-        "gen_ai.provider.name": "pillion",
-        "gen_ai.request.model": job.model,
-        "gen_ai.response.model": job.model,
-        "gen_ai.response.id": job.request_id,
-        "gen_ai.request.max_tokens": job.resolved.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stream": True,
-        # By its convention only where it is not 1.
-        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
-    }
-    span.set_attributes({key: value for key, value in said.items() if value is not None})
-
-
-def _end_badly(span: trace.Span, error: BaseException) -> None:
-    span.set_attribute("error.type", type(error).__name__)
-    span.set_status(trace.StatusCode.ERROR, str(error))
-    span.end()

@@ -21,6 +21,7 @@ from gateway.http_errors import ApiError
 from gateway.openai_api import OpenAIApi, unknown_model
 from pillion import tls
 from pillion._version import VERSION
+from pillion.errors import PillionError, Unavailable
 from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
@@ -60,7 +61,11 @@ class _Pages:
             if info.name == name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
-        raise unknown_model(f"the model {name[:100]!r} is not served here")
+        try:
+            self._gateway.entry(name)
+        except PillionError:
+            raise unknown_model(f"the model {name[:100]!r} is not served here") from None
+        raise Unavailable(self._gateway.missing(name))
 
     async def nothing(self, call: Call) -> None:
         """Every other path."""

@@ -33,7 +33,7 @@ from gateway.openai_requests import COMPLETION_NAMES, Asked, chat_request, compl
 from gateway.runner import Generation
 from gateway.tenants import Tenant
 from gateway.validation import MAX_PROMPT_IDS
-from pillion.errors import InvalidRequest, PillionError
+from pillion.errors import NotFound, PillionError
 from pillion.types import GenerateRequest
 
 
@@ -66,7 +66,8 @@ class OpenAIApi:
         messages = read_messages(said.messages) if given(said.messages) else ()
         request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
         try:
-            tokens = await self._gateway.tokenize(request, call.tenant)
+            bare = said.add_special_tokens is False
+            tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._texts_of(entry)
@@ -146,7 +147,7 @@ class OpenAIApi:
     def _entry(self, name: str) -> ModelEntry:
         try:
             return self._gateway.entry(name)
-        except InvalidRequest as error:
+        except NotFound as error:
             raise unknown_model(error.message) from None
 
 

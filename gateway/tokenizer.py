@@ -74,6 +74,10 @@ class ModelTokenizer:
         ids = self._encode(text, specials=True)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
 
+    def encode_bare(self, text: str) -> tuple[int, ...]:
+        """Ids of a piece of text: no special token but what stands in it."""
+        return tuple(self._encode(text, specials=False))
+
     def encode_chat(self, rendered: str) -> tuple[int, ...]:
         """Ids of a rendered conversation: the template wrote the special tokens, all but perhaps the BOS."""
         return self._one_bos(self._encode(rendered, specials=False))

@@ -25,6 +25,7 @@ QUANTIZATION = "int8 keeps the weights of linear layers in 8 bits, with a scale 
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
 INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
+ALSO_MODEL = "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Again for more."
 SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -42,7 +43,8 @@ def parse_size(text: str) -> int:
 
 
 def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
-    """A dataclass field that is a flag. ``kind`` parses its text; default: the type of ``default``."""
+    """A dataclass field that is a flag. ``kind`` parses its text; default: the type of ``default``. One whose default
+    is a tuple may be said several times."""
     return field(default=default, metadata={"help": help, "kind": kind or type(default), "choices": choices})
 
 
@@ -142,8 +144,10 @@ class DecodeFlags(WorkerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(CommonFlags, ModelFlags):
-    """``pillion gateway``: the public edge."""
+class EdgeFlags(CommonFlags, ModelFlags):
+    """What ``pillion gateway`` and ``pillion serve`` say about the public edge."""
+
+    also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
 
     host: str = flag("127.0.0.1", "Address of the public ports.")
     http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
@@ -154,7 +158,7 @@ class GatewayFlags(CommonFlags, ModelFlags):
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
-    max_running_requests: int = flag(0, "Most requests that workers are given at once; 0: by their number of seats.")
+    max_running_requests: int = flag(0, "Most requests that a model's workers are given at once; 0: by their seats.")
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of its private key.")
@@ -164,10 +168,20 @@ class GatewayFlags(CommonFlags, ModelFlags):
     max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
     max_message_bytes: int = flag(16 * 2**20, "Largest gRPC message that is taken or sent.", kind=parse_size)
     drain_timeout_s: float = flag(30.0, "Time that streams have to finish when the gateway is told to stop.")
+    gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFlags(GatewayFlags, ComputeFlags):
+class GatewayFlags(EdgeFlags):
+    """``pillion gateway``: the public edge."""
+
+    part_id: str = flag("", "Name of this gateway, unique in the cluster. Default: role, process id and a random part.")
+    probe_listen: str = flag("", "Another address (host:port or unix:path) whose gRPC health says whether it is ready.")
+    share_ports: bool = flag(False, "Let other processes of this user listen on the same public ports.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(EdgeFlags, ComputeFlags):
     """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
 
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)

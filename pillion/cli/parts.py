@@ -82,7 +82,7 @@ def use_internal_tls(flags: Any) -> None:
 def name_of(role: str, flags: Any) -> str:
     """What the part is called in traces and logs."""
     said = getattr(flags, "part_id", "") or getattr(flags, "node_id", "")
-    return said if isinstance(said, str) and said and role != "gateway" else f"{role}-{os.getpid()}"
+    return said if isinstance(said, str) and said else f"{role}-{os.getpid()}"
 
 
 def run_part(role: str, flags: Any) -> int:
@@ -96,7 +96,8 @@ def run_part(role: str, flags: Any) -> int:
     set_up_logging(flags.log_level)
     use_internal_tls(flags)
     name = name_of(role, flags)
-    if getattr(flags, "part_id", name) != name:
+    # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
+    if role != "gateway" and getattr(flags, "part_id", name) != name:
         flags = replace(flags, part_id=name)
     telemetry.setup(name, role)
     module, function = ROLES[role]

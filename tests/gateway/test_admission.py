@@ -256,16 +256,18 @@ async def test_a_shared_line_gives_each_tenant_its_places() -> None:
 
 async def test_workers_are_given_their_seats_and_some_more() -> None:
     cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
-    assert cluster.places() == 0
+    assert cluster.places("") == 0
     worker = PartRecord(
         part_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
     )
     cluster.view.update([worker], 0.0)
-    assert cluster.places() == 100
+    assert cluster.places("") == 100
     small = replace(worker, part_id="d1", running_requests=0, free_seqs=4)
-    cluster.view.update([small, *(PartRecord(part_id=f"g{n}", role="gateway", address="x") for n in range(2))], 100.0)
-    # Two gateways share the seats of one worker, and what is more.
-    assert cluster.places() == (4 + 16) // 2
+    # Two gateways share the seats of one worker, and what is more: evenly, but for what the other one does not use.
+    me, other = (PartRecord(part_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h"))
+    for running, places in ((50, 10), (10, 10), (3, 17), (0, 20)):
+        cluster.view.update([small, me, replace(other, running_requests=running)], 100.0)
+        assert cluster.places("") == places
     # One that does not say how many it has might have many.
     cluster.view.update([small, replace(worker, max_step_tokens=0)], 200.0)
-    assert cluster.places() == 0
+    assert cluster.places("") == 0
