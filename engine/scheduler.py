@@ -164,15 +164,17 @@ class Scheduler:
         pieces = self._decodes(now)
         begun, copies = self._forks.seat(now, self._sequences)
         pieces += begun
+        most = self.budget.max_tokens
         remnants = self.lines.remnants(now)
         if self._drafter is not None:
             spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(remnants)
             pieces = speculate(self._drafter, pieces, spare)
         if remnants:
             left = self.budget.left(pieces, remnants[0].num_computed)
+            most = sum(piece.count for piece in pieces) + left
             pieces += self._remnant_pieces(remnants, left, now)
         self.budget.begin(pieces, now)
-        return StepPlan(tuple(pieces), tuple(copies))
+        return StepPlan(tuple(pieces), tuple(copies), most)
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Take the results of a step."""
@@ -248,6 +250,7 @@ class Scheduler:
                 return False
             victim = self.lines.victim()
             victim.marks.preemptions += 1
+            self._books.out.preemptions += 1
             self._close(victim, now, commit_rest=True, resume=True)
             if victim is sequence:
                 return False
@@ -308,6 +311,7 @@ class Scheduler:
         sequence.num_computed -= piece.samples - taken
         if guesses:
             sequence.right_guesses = taken - 1
+            self._books.out.right_guesses += taken - 1
         sequence.extend_hashes(sequence.num_computed)
         self._tell_tokens(sequence, chosen[:taken], reason, now)
         if reason is not None:

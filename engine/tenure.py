@@ -30,6 +30,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Ending, Sequence
 from engine.spans import record
 from engine.step_loop import StepLoop
+from engine.step_meter import StepMeter
 from engine.tickets import Tickets
 from kvstore.client import NodeClient
 from pillion.config import WorkerFlags
@@ -65,6 +66,7 @@ class Tenure:
         describe: what the registry is told.
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
+        meter: counts the steps.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Tenure:
         describe: Callable[[], PartRecord],
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
+        meter: StepMeter,
     ) -> None:
         self.epoch = epoch
         self.owners: dict[int, Owner] = {}
@@ -92,10 +95,16 @@ class Tenure:
         self._model = model
         self._on_lost = on_lost
         self._on_fail = on_fail
+        self._meter = meter
         self._tasks: set[asyncio.Task[None]] = set()
         lease = Lease(flags.heartbeat_timeout_ms / 1000)
         self._steps = StepLoop(
-            scheduler, self._run, on_outcome=self._on_outcome, on_death=on_fail, may_publish=lease.held
+            scheduler,
+            self._run,
+            on_outcome=self._on_outcome,
+            on_death=on_fail,
+            on_step=meter.ran,
+            may_publish=lease.held,
         )
         self.tickets = Tickets(node, epoch, tell=self._steps.tell, lost=self._judge)
         self.heartbeat = Heartbeat(
@@ -228,6 +237,7 @@ class Tenure:
         if self.over:
             return
         self.load = outcome.load
+        self._meter.heard(outcome)
         # First of all, so that no slot depends on what an owner does.
         self._line.put(outcome)
         for chunk in outcome.chunks:

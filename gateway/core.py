@@ -18,6 +18,7 @@ from gateway.job import Job
 from gateway.keys import Keyring
 from gateway.planner import SplitPolicy
 from gateway.quotas import Quotas
+from gateway.request_meter import GatewayMeter, readings
 from gateway.runner import Generation
 from gateway.tenants import OPEN, Tenant, cache_salt
 from gateway.tokenizer import ModelTokenizer, TokenizerPool
@@ -32,6 +33,7 @@ from gateway.validation import (
 from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.metrics import Meters
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 STOPPING = "this gateway is stopping"
@@ -78,6 +80,9 @@ class Gateway:
         self._pool = TokenizerPool()
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
+        self.meters = Meters()
+        self._meter = GatewayMeter(self.meters)
+        self.meters.watch(lambda: readings(self.active_requests, self.waiting_requests, cluster.index.available))
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     def tenant_of(self, authorization: str) -> Tenant:

@@ -61,6 +61,7 @@ class GatewayPart:
         self.address = self.grpc_address = server.address
         self.http_address = http.address
         self.gateway = gateway
+        self.meters = gateway.meters
         self._record = record
         self._cluster = cluster
         self._registry = registry

@@ -18,10 +18,14 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pillion.cli import lifeline
 from pillion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pillion.metrics import Meters
+    from pillion.metrics_export import Exports
 
 log = logging.getLogger("pillion.part")
 
@@ -102,18 +106,19 @@ def run_part(role: str, flags: Any) -> int:
     module, function = ROLES[role]
     start = getattr(importlib.import_module(module), function)
     try:
-        return asyncio.run(_run(name, start, flags, getattr(flags, "drain_timeout_s", STOP_GRACE_S)))
+        return asyncio.run(_run(name, role, start, flags))
     finally:
         telemetry.shutdown()
 
 
-async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
+async def _run(name: str, role: str, start: Any, flags: Any) -> int:
     stop = asyncio.Event()
     stop_on_signals(stop)
     watcher = asyncio.create_task(_watch_supervisor(stop))
     starting: asyncio.Future[Any] = asyncio.ensure_future(start(flags))
     stopped = asyncio.create_task(stop.wait())
     failed: asyncio.Task[str] | None = None
+    exports: Exports | None = None
     try:
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -121,6 +126,7 @@ async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
             await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
             return 0
         part = starting.result()
+        exports = _export(part.meters, name, role, flags)
         log.info("%s ready at %s", name, part.address)
         failed = asyncio.create_task(part.wait_failed())
         await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -128,12 +134,21 @@ async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
         if reason:
             log.error("%s stops: %s", name, reason)
         # What failed has nobody left to wait for.
-        await _stop_within(name, part, 0.0 if reason else grace_s)
+        await _stop_within(name, part, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
         return 1 if reason else 0
     finally:
         for task in (watcher, stopped, failed):
             if task is not None:
                 task.cancel()
+        if exports is not None:
+            await asyncio.to_thread(exports.close)
+
+
+def _export(meters: Meters, name: str, role: str, flags: Any) -> Exports:
+    from pillion.metrics_export import Exports
+
+    page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
+    return Exports(meters, name, role, **page)
 
 
 async def _stop_within(name: str, part: Any, grace_s: float) -> None:
