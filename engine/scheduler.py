@@ -249,7 +249,7 @@ class Scheduler:
             if any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values()):
                 return False
             victim = self.lines.victim()
-            victim.marks.preemptions += 1
+            victim.marks.preempted_s.append(now)
             self._books.out.preemptions += 1
             self._close(victim, now, commit_rest=True, resume=True)
             if victim is sequence:
@@ -300,7 +300,7 @@ class Scheduler:
         guesses = sequence.tokens(sequence.num_tokens, sequence.num_tokens + sequence.num_drafts).tolist()
         sequence.num_drafts = 0
         sequence.decoding = True
-        sequence.marks.first_token_s = sequence.marks.first_token_s or now
+        sequence.marks.tokens_came(now)
         taken, reason = 0, None
         for token, _ in chosen:
             reason = sequence.append(token)

@@ -189,7 +189,8 @@ class Calls:
         self._chain = Chain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
         known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
-        hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
+        with telemetry.tracer().start_as_current_span("lookup"):
+            hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         picture = Picture(
             model=job.model,

@@ -134,12 +134,15 @@ class Gateway:
             _end_badly(span, error)
             raise
         try:
-            prompt = await self._tokenize(request, model)
+            with telemetry.child("tokenize", span) as tokenizing:
+                prompt = await self._tokenize(request, model)
+                tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
             self._admission.weigh(visit, len(prompt))
-            await self._turn(visit, request.priority, arrived, deadline)
+            with telemetry.child("admission", span):
+                await self._turn(visit, request.priority, arrived, deadline)
             return self._begin(request, model, prompt, visit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.

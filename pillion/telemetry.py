@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from opentelemetry import context as otel_context
@@ -75,6 +76,16 @@ def shutdown() -> None:
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
         stop()
+
+
+def recording() -> bool:
+    """Whether spans go anywhere in this process."""
+    return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+
+
+def child(name: str, parent: trace.Span) -> AbstractContextManager[trace.Span]:
+    """A span under ``parent``, ended with the block and current within it."""
+    return tracer().start_as_current_span(name, context=trace.set_span_in_context(parent))
 
 
 def inject(context: otel_context.Context | None = None) -> list[tuple[str, str]]:
