@@ -19,6 +19,7 @@ from gateway.job import Job
 from gateway.keys import Keyring
 from gateway.model_lines import ModelLines
 from gateway.planner import SplitPolicy
+from gateway.request_meter import CHAT, TEXT, GatewayMeter, readings
 from gateway.runner import Generation
 from gateway.shared_quotas import SharedQuotas
 from gateway.tenants import OPEN, Tenant, cache_salt
@@ -31,8 +32,10 @@ from gateway.validation import (
     prompt_field,
     resolve,
 )
+from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.metrics import Family, Meters
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 STOPPING = "this gateway is stopping"
@@ -88,11 +91,18 @@ class Gateway:
         self._texts = Shares(TENANT_TEXTS_AT_ONCE)
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
+        self.meters = Meters()
+        self._meter = GatewayMeter(self.meters)
+        self.meters.watch(lambda: readings(self.active_requests, self.waiting_requests, cluster.index.available))
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     def tenant_of(self, authorization: str) -> Tenant:
         """Who is behind a call, by the value of its Authorization header. Raises Unauthenticated."""
-        return OPEN if self._ring is None else self._ring.tenant_of(authorization)
+        try:
+            return OPEN if self._ring is None else self._ring.tenant_of(authorization)
+        except Unauthenticated as error:
+            self._meter.refused(error)
+            raise
 
     def take_keys(self, ring: Keyring) -> None:
         """From now on these. What runs goes on; what a tenant has spent stays spent."""
@@ -135,21 +145,27 @@ class Gateway:
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             visit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
+            self._meter.refused(error)
             request_span.end_badly(span, error)
             raise
         try:
             # Behind the bounds: whom the gateway itself refuses has used up nothing.
             self._quotas.take_request(tenant, arrived)
-            prompt = await self._tokenize(request, model, tenant)
+            with telemetry.child("tokenize", span) as tokenizing:
+                prompt = await self._tokenize(request, model, tenant)
+                tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
             self._admission.weigh(visit, len(prompt))
-            await self._turn(visit, model.limits.name, request.priority, arrived, deadline)
+            with telemetry.child("admission", span):
+                await self._turn(visit, model.limits.name, request.priority, arrived, deadline)
             return self._begin(request, model, prompt, visit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
             self._admission.leave(visit)
+            if isinstance(error, PillionError):
+                self._meter.refused(error)
             request_span.end_badly(span, error)
             raise
 
@@ -221,10 +237,14 @@ class Gateway:
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
+    def metrics(self, tenant: Tenant | None = None) -> list[Family]:
+        """What this gateway counted. Raises PermissionDenied for a tenant that is no operator."""
+        self._operators_only(tenant)
+        return self.meters.collect()
+
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
         """For ``pillion status``, of all gateways. Raises PermissionDenied for a tenant that is no operator."""
-        if not self._known(tenant).operator:
-            raise PermissionDenied("only a tenant with operator = true may see the cluster")
+        self._operators_only(tenant)
         others = self._cluster.other_gateways()
         prompts, cached, completions = self.totals()
         return ClusterStatus(
@@ -271,6 +291,10 @@ class Gateway:
         if tenant is None and self._ring is not None:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN
+
+    def _operators_only(self, tenant: Tenant | None) -> None:
+        if not self._known(tenant).operator:
+            raise PermissionDenied("only a tenant with operator = true may see the cluster")
 
     def _places(self, model: str) -> int:
         """Answers that the model's workers are given at once; 0: no bound is known."""
@@ -346,6 +370,8 @@ class Gateway:
             prefix_caching=options.prefix_caching,
         )
         request_span.describe(span, job, is_chat=bool(request.messages))
+        operation = CHAT if request.messages else TEXT
+        meter = self._meter.request(limits.name, operation, arrived, _generated(asked))
         stop_ids = frozenset(resolved.stop_token_ids)
         answers = [
             Answer(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
@@ -362,7 +388,7 @@ class Gateway:
             self._cached_tokens += usage.cached_tokens
             self._completion_tokens += usage.completion_tokens
 
-        generation = Generation(job, cluster, answers, span, ended)
+        generation = Generation(job, cluster, answers, span, meter, ended)
         generation.start()
         return generation
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route, Router
 
 from gateway.core import Gateway
@@ -22,6 +23,7 @@ from gateway.openai_api import OpenAIApi, unknown_model
 from pillion import tls
 from pillion._version import VERSION
 from pillion.errors import PillionError, Unavailable
+from pillion.metrics_export import Page
 from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
@@ -33,8 +35,9 @@ KEEP_ALIVE_S = 75
 class _Pages:
     """What needs no body."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, vllm_names: bool) -> None:
         self._gateway = gateway
+        self._vllm_names = vllm_names
         self._started = int(time.time())
 
     async def health(self, call: Call) -> None:
@@ -48,6 +51,11 @@ class _Pages:
     async def version(self, call: Call) -> None:
         """This gateway's."""
         await call.answer(200, msgspec.json.encode({"version": VERSION}))
+
+    async def metrics(self, call: Call) -> None:
+        """For Prometheus; of this process, where several share the port."""
+        page = Page(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
+        await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def models(self, call: Call) -> None:
         """OpenAI's list of what live workers serve."""
@@ -83,15 +91,16 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway) -> Router:
+def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
     """The application; every page of the port is in this one table. What a key opens is marked by ``whose``.
 
     A bare router: the usual application wraps every write of a stream twice, for errors that are answered here.
     """
-    pages, api, whose = _Pages(gateway), OpenAIApi(gateway), gateway.tenant_of
+    pages, api, whose = _Pages(gateway, vllm_names), OpenAIApi(gateway), gateway.tenant_of
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
+        Route("/metrics", Endpoint("GET", pages.metrics, whose)),
         Route("/v1/models", Endpoint("GET", pages.models, whose)),
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, whose)),
         Route("/v1/completions", Endpoint("POST", api.completions, whose)),
@@ -126,18 +135,24 @@ class HttpServer:
 
 
 async def start_http(
-    gateway: Gateway, host: str, port: int, *, share_port: bool = False, identity: tls.Identity | None = None
+    gateway: Gateway,
+    host: str,
+    port: int,
+    *,
+    share_port: bool = False,
+    identity: tls.Identity | None = None,
+    vllm_names: bool = False,
 ) -> HttpServer:
     """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
 
     ``share_port``: other processes may listen on the same port; the system spreads connections over them.
-    ``identity``: for TLS; None is plain text.
+    ``identity``: for TLS; None is plain text. ``vllm_names``: whether /metrics shows vLLM's names too.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway),
+        make_app(gateway, vllm_names=vllm_names),
         # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -129,10 +129,12 @@ class Call:
         finally:
             watcher.cancel()
 
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
-        """A whole JSON answer."""
+    async def answer(
+        self, status: int, body: bytes, headers: Headers | None = None, *, content_type: bytes = JSON_TYPE
+    ) -> None:
+        """A whole answer."""
         length = (b"content-length", b"%d" % len(body))
-        await self._start(status, [(b"content-type", JSON_TYPE), length, *(headers or [])])
+        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:

@@ -76,6 +76,7 @@ class GatewayPart:
         self.address = self.grpc_address = ports.grpc.address
         self.http_address = ports.http.address
         self.gateway = gateway
+        self.meters = gateway.meters
         self._record = record
         self._cluster = cluster
         self._registry = registry
@@ -204,7 +205,12 @@ async def _listen(
     started: HttpServer | None = None
     try:
         started = await start_http(
-            gateway, flags.host, flags.http_port, share_port=flags.share_ports, identity=identity
+            gateway,
+            flags.host,
+            flags.http_port,
+            share_port=flags.share_ports,
+            identity=identity,
+            vllm_names=flags.vllm_metric_names,
         )
         if not flags.probe_listen:
             return Ports(server, started)

@@ -56,8 +56,12 @@ class CommonFlags:
         "", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://."
     )
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "Log lines for people, or JSON objects.", choices=("text", "json"))
     heartbeat_ms: int = flag(1000, "Time between two heartbeats of a part.")
     heartbeat_timeout_ms: int = flag(5000, "Silence after which a part counts as lost.")
+    metrics_port: int = flag(0, "Port of this part's metrics page. 0: none.")
+    metrics_host: str = flag("127.0.0.1", "Address of that page. It has no keys: keep clients away from it.")
+    vllm_metric_names: bool = flag(True, "Show metrics under vLLM's names as well.")
     internal_tls_cert: str = flag(
         "", "PEM of this part's certificate towards other parts. Empty: no TLS between parts."
     )

@@ -7,6 +7,7 @@ and back in the opposite order, from wherever a start failed
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -113,7 +114,10 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
         # Redis greets with warnings about persistence, which it does not have here.
         probed = _spec("redis", 0, command, environ, lambda: redis.answers(path))
         specs.append(replace(probed, quiet=flags.log_level != "debug"))
-    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/{NODE_SOCKET}", attach_socket=attach)
+    # Pages of metrics: the gateways' first, then one port after the other.
+    pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
+    here = {"attach_socket": attach}
+    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/{NODE_SOCKET}", metrics_port=next(pages), **here)
     specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
@@ -121,7 +125,8 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
             part_id = f"{role}-{number}"
             listen = f"unix:{folder}/{part_id}.sock"
             mine = {"cpu_threads": threads, "cpu_affinity": next(bound)}
-            worker = subset(cls, flags, part_id=part_id, listen=listen, attach_socket=attach, **mine)
+            mine |= {"part_id": part_id, "listen": listen, "metrics_port": next(pages)}
+            worker = subset(cls, flags, **here, **mine)
             # A worker without a node ends at once; the gateway waits for both by itself.
             specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
     return specs + gateway_specs(flags, folder, environ, level=3)

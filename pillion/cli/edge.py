@@ -81,7 +81,9 @@ def gateway_specs(
     for number in range(flags.gateway_workers):
         name, address = f"{prefix}-{number}", f"unix:{folder}/gateway-{number}.sock"
         shared = flags.gateway_workers > 1
-        own = subset(GatewayFlags, flags, part_id=name, probe_listen=address, share_ports=shared, gateway_workers=1)
+        page = flags.metrics_port and flags.metrics_port + number
+        mine = {"part_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
+        own = subset(GatewayFlags, flags, gateway_workers=1, **mine)
         spec = PartSpec(
             part_id=name,
             level=level,
@@ -108,7 +110,8 @@ def run_gateways(flags: GatewayFlags) -> int:
     """`pillion gateway --gateway-workers N`: blocks until a signal (exit status 0) or until they cannot be kept alive
     (1). Raises PillionError."""
     from pillion.cli.checks import check_flags
-    from pillion.cli.parts import find_server_code, set_up_logging
+    from pillion.cli.log_format import set_up_logging
+    from pillion.cli.parts import find_server_code
 
     check_flags(flags)
     find_server_code()
