@@ -31,8 +31,8 @@ async def test_completion_events() -> None:
         assert (first["object"], first["model"]) == ("text_completion", "toy")
         assert first["id"] == f"cmpl-{reply.headers['x-request-id']}"
         assert all(set(e["choices"][0]) == {"index", "text", "logprobs", "finish_reason"} for e in events)
-        # One event for each delta: nothing was merged at a thousand tokens a second.
-        assert len(events) == len(line.decode.script)
+        # Deltas that wait are merged, and how many do depends on how busy this machine is.
+        assert 1 < len(events) <= len(line.decode.script)
         await line.settled()
 
 

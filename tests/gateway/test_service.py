@@ -317,7 +317,9 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
         await line.settled()
         spans = {span.name: span for span in exporter.get_finished_spans()}
         root = spans["generate toy"]
-        assert root.parent.span_id == client_span.get_span_context().span_id
+        asked = spans["text_completion"]
+        assert asked.parent.span_id == client_span.get_span_context().span_id
+        assert root.parent.span_id == asked.context.span_id
         for name in ("plan", "kv.pin"):
             assert spans[name].parent.span_id == root.context.span_id
         said = root.attributes
