@@ -238,6 +238,7 @@ class Calls:
                     resume=resume,
                     timeout_s=wait_s,
                     priority=self._job.priority,
+                    expected_blocks=action.plan.hinted_blocks(node_id),
                 )
                 span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
         except DeadlineExceeded:

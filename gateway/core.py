@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Visit, check_pool
+from gateway import request_span
+from gateway.admission import Shares, Visit, check_pool
 from gateway.answer import Answer
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
@@ -21,7 +22,7 @@ from gateway.planner import SplitPolicy
 from gateway.runner import Generation
 from gateway.shared_quotas import SharedQuotas
 from gateway.tenants import OPEN, Tenant, cache_salt
-from gateway.tokenizer import ModelTokenizer, TokenizerPool
+from gateway.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from gateway.validation import (
     ModelLimits,
     check_length,
@@ -30,7 +31,6 @@ from gateway.validation import (
     prompt_field,
     resolve,
 )
-from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -38,6 +38,8 @@ from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingPar
 STOPPING = "this gateway is stopping"
 # A client that reaches another gateway, or the next one behind this port, may come at once.
 DRAIN_RETRY_MS = 100
+# A tenant's prompts that wait for a tokenizer: its next one has to be there when a thread is free.
+TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ class Gateway:
         self._quotas = quotas or SharedQuotas()
         self._admission = ModelLines(options.max_inflight_requests, options.max_inflight_tokens, self._places, models)
         self._pool = TokenizerPool()
+        self._texts = Shares(TENANT_TEXTS_AT_ONCE)
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
@@ -96,6 +99,7 @@ class Gateway:
         self._ring = ring
         self._quotas.keep(ring.tenants)
         self._admission.keep(ring.tenants)
+        self._texts.keep(ring.tenants)
 
     async def generate(
         self,
@@ -124,20 +128,19 @@ class Gateway:
         tenant = self._known(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
-        span = telemetry.tracer().start_span(
-            f"generate {request.model[:100]}".rstrip(), context=parent, kind=trace.SpanKind.SERVER
-        )
+        span = request_span.begin(request, parent)
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
-            self._quotas.take_request(tenant, arrived)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             visit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
-            _end_badly(span, error)
+            request_span.end_badly(span, error)
             raise
         try:
-            prompt = await self._tokenize(request, model)
+            # Behind the bounds: whom the gateway itself refuses has used up nothing.
+            self._quotas.take_request(tenant, arrived)
+            prompt = await self._tokenize(request, model, tenant)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
@@ -147,7 +150,7 @@ class Gateway:
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
             self._admission.leave(visit)
-            _end_badly(span, error)
+            request_span.end_badly(span, error)
             raise
 
     def entry(self, name: str) -> ModelEntry:
@@ -159,18 +162,38 @@ class Gateway:
     ) -> tuple[int, ...]:
         """The prompt as it would be computed, as ids; ``bare``: a text without the special tokens that are added to it.
         Counts as a request. Raises InvalidRequest and Overloaded."""
-        model = self.entry(request.model)
+        model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
-        tenant, now = self._known(tenant), time.monotonic()
+        visit = self._admission.enter(tenant)
+        try:
+            await self._count(tenant)
+            if bare and request.text:
+                async with self._texts.of(tenant):
+                    return await self._pool.run(model.tokenizer.encode_bare, request.text)
+            return await self._tokenize(request, model, tenant)
+        finally:
+            self._admission.leave(visit)
+
+    async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
+        """The text of ids that the model knows, special tokens skipped; counts as a request. Raises Overloaded."""
+        tenant = self._known(tenant)
+        visit = self._admission.enter(tenant)
+        try:
+            await self._count(tenant)
+            return await self.text_of(name, token_ids, tenant)
+        finally:
+            self._admission.leave(visit)
+
+    async def _count(self, tenant: Tenant) -> None:
+        """A request without a prompt to be computed. Raises Overloaded."""
+        now = time.monotonic()
         self._quotas.take_request(tenant, now)
         await self._quotas.confirm(tenant, now)
-        if bare and request.text:
-            return await self._pool.run(model.tokenizer.encode_bare, request.text)
-        return await self._tokenize(request, model)
 
-    async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:
-        """The text of ids that the model knows, special tokens skipped. Raises Overloaded."""
-        return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
+    async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
+        """The same for a request that is counted elsewhere."""
+        async with self._texts.of(tenant):
+            return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Those that live workers serve now."""
@@ -253,14 +276,15 @@ class Gateway:
         """Answers that the model's workers are given at once; 0: no bound is known."""
         return self._options.max_running_requests or self._cluster.places(model)
 
-    async def _tokenize(self, request: GenerateRequest, model: ModelEntry) -> tuple[int, ...]:
-        if request.token_ids:
-            prompt = request.token_ids
-        elif request.messages:
-            rendered = await model.template.render(request.messages)
-            prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
-        else:
-            prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
+    async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
+        prompt = request.token_ids
+        if not prompt:
+            async with self._texts.of(tenant):
+                if request.messages:
+                    rendered = await model.template.render(request.messages)
+                    prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
+                else:
+                    prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
@@ -321,7 +345,7 @@ class Gateway:
             show_logprobs=asked.logprobs is not None,
             prefix_caching=options.prefix_caching,
         )
-        _describe(span, job, is_chat=bool(request.messages))
+        request_span.describe(span, job, is_chat=bool(request.messages))
         stop_ids = frozenset(resolved.stop_token_ids)
         answers = [
             Answer(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
@@ -329,7 +353,10 @@ class Gateway:
         ]
 
         def ended(usage: Usage) -> None:
-            self._quotas.spend(visit.tenant, usage.completion_tokens, time.monotonic())
+            # A prompt that nobody could serve costs its tenant nothing.
+            lost = generation.failed_unserved and not usage.completion_tokens
+            spent = -visit.tokens if lost else usage.completion_tokens
+            self._quotas.spend(visit.tenant, spent, time.monotonic())
             self._admission.leave(visit, usage.completion_tokens)
             self._prompt_tokens += usage.prompt_tokens
             self._cached_tokens += usage.cached_tokens
@@ -343,32 +370,3 @@ class Gateway:
 def _generated(sampling: SamplingParams) -> int:
     """Answers that are generated, of which the best ``n`` are given."""
     return sampling.best_of or sampling.n or 1
-
-
-def _describe(span: trace.Span, job: Job, is_chat: bool) -> None:
-    if not span.is_recording():
-        return
-    sampling = job.resolved.sampling
-    span.update_name(f"generate {job.model}")
-    said = {
-        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
-        "gen_ai.provider.name": "pillion",
-        "gen_ai.request.model": job.model,
-        "gen_ai.response.model": job.model,
-        "gen_ai.response.id": job.request_id,
-        "gen_ai.request.max_tokens": job.resolved.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stream": True,
-        # By its convention only where it is not 1.
-        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
-    }
-    span.set_attributes({key: value for key, value in said.items() if value is not None})
-
-
-def _end_badly(span: trace.Span, error: BaseException) -> None:
-    span.set_attribute("error.type", type(error).__name__)
-    span.set_status(trace.StatusCode.ERROR, str(error))
-    span.end()

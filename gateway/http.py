@@ -16,6 +16,7 @@ from starlette.routing import Route, Router
 
 from gateway.core import Gateway
 from gateway.http_call import MAX_HEADER_BYTES, Call, Endpoint
+from gateway.http_connection import HttpConnection
 from gateway.http_errors import ApiError
 from gateway.openai_api import OpenAIApi, unknown_model
 from pillion import tls
@@ -25,7 +26,7 @@ from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
-# How long a connection may stay without a request.
+# How long a connection may stay without a further request.
 KEEP_ALIVE_S = 75
 
 
@@ -137,8 +138,8 @@ async def start_http(
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         make_app(gateway),
-        # The one that takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
-        http="h11",
+        # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
+        http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="off",
         log_config=None,

@@ -20,6 +20,7 @@ from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.core import EdgeOptions, Gateway, ModelEntry
 from gateway.http import HttpServer, start_http
+from gateway.key_check import KeyCheck
 from gateway.keys import KeyFile
 from gateway.planner import parse_policy
 from gateway.servicer import GatewayServicer
@@ -40,6 +41,8 @@ from pillion.wire.registry import PartRecord
 log = logging.getLogger("pillion.gateway")
 
 SERVICE = "pillion.v1.Gateway"
+# Open calls of the public gRPC service, those that watch the health included.
+MAX_GRPC_CALLS = 8192
 DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
 # For the last messages of streams that have ended; calls that watch the health are cut then.
@@ -193,6 +196,8 @@ async def _listen(
         f"{host}:{flags.grpc_port}",
         [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
         credentials=None if identity is None else tls.server_credentials(identity),
+        interceptors=[KeyCheck(gateway.tenant_of)],
+        max_calls=MAX_GRPC_CALLS,
         max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,
     )
@@ -222,8 +227,12 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
     """Takes new keys soon after their file changed."""
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
-        if await asyncio.to_thread(keys.refresh):
-            gateway.take_keys(keys.ring)
+        try:
+            if await asyncio.to_thread(keys.refresh):
+                gateway.take_keys(keys.ring)
+        except Exception:
+            # A defect must not be the end of all changes: a key that was taken away would stay good.
+            log.exception("the keys could not be read again")
 
 
 def _warn(flags: GatewayFlags) -> None:

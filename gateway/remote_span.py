@@ -108,6 +108,7 @@ class RemoteSpan:
                     resume=self._action.attempt > 1,
                     timeout_s=wait_s,
                     priority=job.priority,
+                    expected_blocks=min(split, self._action.plan.hinted_blocks(link.node_id)),
                 )
             except (Overloaded, DeadlineExceeded):
                 return None

@@ -25,7 +25,7 @@ from gateway.job import Job
 from gateway.outbox import Outbox
 from gateway.request import RequestMachine, State
 from gateway.validation import answer_seed
-from pillion.errors import Internal, PillionError
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
 from pillion.types import Delta, FinishReason, Usage
 
 log = logging.getLogger("pillion.gateway")
@@ -69,10 +69,13 @@ class Generation:
         self._deadline: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._heard_at = [time.monotonic()] * len(indexes)
-        self._wake = asyncio.Event()
+        # The reader's, while it waits.
+        self._waiter: asyncio.Future[None] | None = None
         self._emitted = False
         self._reasons = [""] * len(indexes)
         self.ended = False
+        # Neither the client nor its deadline ended it: it could not be served.
+        self.failed_unserved = False
 
     def start(self) -> None:
         """Begins. Call once."""
@@ -102,9 +105,14 @@ class Generation:
         if self._outbox.over:
             raise StopAsyncIteration
         while not self._outbox.pending:
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return self._outbox.take()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # ---- events in, actions out ---------------------------------------------------------------------------------
 
@@ -145,6 +153,9 @@ class Generation:
     def _perform(self, index: int, action: Action) -> None:
         calls = self._calls[index]
         match action:
+            case ev.Emit():
+                # Nearly all actions are these.
+                self._emit(index, action)
             case ev.LookUp():
                 calls.look_up(action)
             case ev.OpenTicket():
@@ -161,20 +172,19 @@ class Generation:
                 calls.cancel_decode()
             case ev.ReleaseTicket():
                 calls.release(action.hold)
-            case ev.Emit():
-                self._emit(index, action)
             case ev.Finish():
                 self._finish(index, action.reason)
             case ev.Fail():
                 self._fail(self._defect or action.error)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
+        """Every token of the request passes here, once, with those that came with it, over all answers and attempts."""
         if not self._emitted:
             self._emitted = True
             self._span.add_event("first token")
         answer = self._answers[index]
         self._outbox.add(index, answer.push(action.token_ids, action.logprobs))
-        self._wake.set()
+        self._wake()
         if answer.stopped:
             self._post(index, ev.StopHit(answer.completion_tokens))
 
@@ -187,7 +197,7 @@ class Generation:
         self._calls[index].assign({})
         self._reasons[index] = reason.value
         self._outbox.finish(index, text, reason)
-        self._wake.set()
+        self._wake()
         if all(self._reasons) and not self.ended:
             self._outbox.end(self._choices.usage(), self._choices.timings(time.monotonic()))
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
@@ -196,6 +206,7 @@ class Generation:
     def _fail(self, error: PillionError) -> None:
         if self.ended:
             return
+        self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
         self._outbox.fail(error)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)
@@ -215,7 +226,7 @@ class Generation:
         span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._choices.machines))
         span.end()
         self._on_end(usage)
-        self._wake.set()
+        self._wake()
 
     def _watch_silence(self) -> None:
         """Per answer: one that hangs is not excused by the others' tokens."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.core import Gateway
+from gateway.key_check import authorization
 from gateway.validation import check_counts, check_size, is_request_id
 from pillion import telemetry
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
@@ -29,8 +30,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """The stream; the call's end, however it comes, cancels what is left of the request."""
-        # Before anything is made of the message.
-        tenant = self._gateway.tenant_of(_authorization(context))
+        tenant = self._gateway.tenant_of(authorization(context.invocation_metadata()))
         sampling = request.sampling
         check_size(request.ByteSize())
         check_counts(
@@ -66,23 +66,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
         """Models that live workers serve."""
-        self._gateway.tenant_of(_authorization(context))
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models()])
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
         """Parts and totals."""
-        return status_to_pb(self._gateway.status(self._gateway.tenant_of(_authorization(context))))
+        tenant = self._gateway.tenant_of(authorization(context.invocation_metadata()))
+        return status_to_pb(self._gateway.status(tenant))
 
 
 def _timeout_s(context: Any) -> float | None:
     left = context.time_remaining()
     return None if left is None or left > MAX_DEADLINE_S else float(left)
-
-
-def _authorization(context: Any) -> str:
-    return _header(context, "authorization")
 
 
 def _header(context: Any, wanted: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvstore.admission import Grant, Waiter, WaitingLine
 from kvstore.eviction import EvictionPolicy
 from kvstore.fetch import Fetcher
-from kvstore.hashing import split_hashes
+from kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from kvstore.ledger import Ledger
 from kvstore.records import FETCH, SESSION, IndexEvent
 from kvstore.tree import Block
@@ -178,9 +178,20 @@ class Pool:
     # -- tickets
 
     async def open_ticket(
-        self, epoch: int, nonce: int, block_hashes: bytes, total_blocks: int, *, resume: bool, priority: int = 0
+        self,
+        epoch: int,
+        nonce: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool,
+        priority: int = 0,
+        expected_blocks: int = 0,
     ) -> Ticket:
-        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left."""
+        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left.
+
+        Where fewer than ``expected_blocks`` are here, the index hears that the others are not.
+        """
         now = time.monotonic()
         self.ledger.seen(epoch, now)
         hashes = tuple(split_hashes(block_hashes))
@@ -197,6 +208,8 @@ class Pool:
         grant = self.line.ask(waiter)
         if grant is None:
             grant = await self._wait(waiter)
+        if grant.pinned_blocks < expected_blocks:
+            self._announce(self._missing(hashes[:expected_blocks], grant.pinned_blocks))
         return Ticket(grant.ticket_id, grant.pinned_blocks)
 
     async def prefetch(
@@ -323,6 +336,15 @@ class Pool:
             if self._waiting.get(waiter.key) is future:
                 del self._waiting[waiter.key]
             self.changed()
+
+    def _missing(self, hashes: Sequence[bytes], held: int) -> list[IndexEvent]:
+        """What the index believed in for nothing. The node says so itself, and not the gateway that was misled: so it
+        keeps its place among the node's other news, and a commit in the same moment is not taken back."""
+        return [
+            IndexEvent(hashes[at], here=False, segment=hashes[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
+            for at in range(held, len(hashes))
+            if hashes[at] not in self.ledger.tree.by_hash
+        ]
 
     def _worker(self, epoch: int) -> None:
         """A sign of life from one who mapped the pool. Raises InvalidRequest for a session: hashes are no secret, and

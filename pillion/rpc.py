@@ -27,6 +27,12 @@ KEEPALIVE_TIME_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 # Servers answer faster pings with GOAWAY too_many_pings; ours allow what our clients send.
 MIN_PING_INTERVAL_MS = 10_000
+# Of one server. A connection has to say what it is within the time, TLS included.
+MAX_CONNECTIONS = 4096
+HANDSHAKE_TIMEOUT_MS = 20_000
+# Bit 0: messages as they are. gRPC decompresses a message before it looks at its size, and half a megabyte of gzip may
+# be half a gigabyte.
+UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
 
@@ -60,6 +66,9 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bo
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # Two servers on one port share its connections at random. Where that is not meant, a taken port is an error.
         ("grpc.so_reuseport", int(share_port)),
     ]
@@ -102,7 +111,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             handler = await continuation(details)
         except PillionError as error:
-            return grpc.unary_unary_rpc_method_handler(_refusal(error, method))
+            # As a stream of requests: of one that is refused by its headers no message is read.
+            return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
         if handler.response_streaming:
@@ -171,7 +181,7 @@ def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., Async
 
 
 def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def call(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await _abort(context, error, method)
 
     return call
@@ -226,6 +236,7 @@ async def start_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_calls: int | None = None,
     share_port: bool = False,
     serving: bool = True,
 ) -> RunningServer:
@@ -237,6 +248,7 @@ async def start_server(
         credentials: TLS; None for plain text.
         interceptors: run inside the one that maps errors: what they raise becomes a status as well.
         max_message_bytes: largest message that is taken or sent.
+        max_calls: at once; more are refused. A quarter of them may come over one connection. None: as many as come.
         share_port: other servers of this user may listen on the same port; the system spreads connections over them.
         serving: what health says at first.
 
@@ -246,9 +258,11 @@ async def start_server(
     from grpc_health.v1 import health, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 
+    options = server_options(max_message_bytes, share_port=share_port)
+    if max_calls is not None:
+        options.append(("grpc.max_concurrent_streams", max_calls // 4))
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *interceptors],
-        options=server_options(max_message_bytes, share_port=share_port),
+        interceptors=[ErrorInterceptor(), *interceptors], options=options, maximum_concurrent_rpcs=max_calls
     )
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
