@@ -74,12 +74,13 @@ def bind_port(host: str, name: str, port: int) -> socket.socket:
 
 
 def gateway_specs(
-    flags: EdgeFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "gateway"
+    flags: EdgeFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
 ) -> list[PartSpec]:
-    """The gateways, named ``prefix``-0 and so on; each has a socket of its own for probes under ``folder``."""
+    """The gateways, named gateway-0 and so on behind ``prefix``; each has a socket of its own for probes under
+    ``folder``. ``alone``: ready when it listens, as workers come and go elsewhere; else when it would serve."""
     specs = []
     for number in range(flags.gateway_workers):
-        name, address = f"{prefix}-{number}", f"unix:{folder}/gateway-{number}.sock"
+        name, address = f"{prefix}gateway-{number}", f"unix:{folder}/gateway-{number}.sock"
         shared = flags.gateway_workers > 1
         page = flags.metrics_port and flags.metrics_port + number
         mine = {"part_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
@@ -89,7 +90,7 @@ def gateway_specs(
             level=level,
             argv=part_argv("gateway", own),
             environ=environ,
-            probe=partial(probes.is_serving, address),
+            probe=partial(probes.answers if alone else probes.is_serving, address),
             drain_s=flags.drain_timeout_s,
             alive=partial(probes.answers, address),
         )
@@ -133,9 +134,11 @@ async def _run(flags: GatewayFlags) -> int:
         flags = ports.take(flags)
         runtime = RuntimeDir.create()
         stack.callback(runtime.remove)
-        prefix = flags.part_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+        # Their names are told apart from those of other machines'.
+        prefix = f"{flags.part_id or secrets.token_hex(3)}-"
         environ = child_environ(os.environ, flags.redis_url)
-        supervisor = Supervisor(gateway_specs(flags, runtime.path, environ, level=0, prefix=prefix), notices)
+        specs = gateway_specs(flags, runtime.path, environ, level=0, prefix=prefix, alone=True)
+        supervisor = Supervisor(specs, notices)
         try:
             return await _keep(supervisor, notices, stop)
         finally:
@@ -152,7 +155,7 @@ async def _keep(supervisor: Supervisor, notices: Any, stop: asyncio.Event) -> in
         if stopped.done():
             return 0
         starting.result()
-        notices.say("all gateways are ready", "bold green")
+        notices.say("all gateways listen", "bold green")
         await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not failed.done():
             return 0

@@ -37,6 +37,7 @@ FUZZ_TIMEOUT_S = 5.0
 HARMLESS = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }

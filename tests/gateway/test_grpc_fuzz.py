@@ -19,7 +19,8 @@ AT_ONCE = 8
 TIMEOUT_S = 20.0
 # Longer than any answer may be: the fake worker says no more than its script, even if it is told to ignore its end.
 SCRIPT = "abc" * 100
-BLAMED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+# A model's name that was tampered with is one that nobody serves.
+BLAMED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 
 async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gateway import events as ev
 from gateway.job import Chain, Job
+from gateway.plan_cost import FetchPace
 from gateway.planner import Picture, Plan, parse_policy, plan, replan
 from gateway.remote_span import RemoteSpan
 from gateway.validation import Resolved
@@ -36,6 +37,7 @@ class World:
     released: list[tuple[str, int]] = field(default_factory=list)
     fetching: set[str] = field(default_factory=set)
     numbers: Any = field(default_factory=lambda: itertools.count(10))
+    pace: FetchPace = field(default_factory=FetchPace)
 
     def node(self, node_id: str) -> Node:
         if self.said(st.integers(0, 20)) == 0:
