@@ -84,8 +84,7 @@ async def let_in(address: str, certs: pathlib.Path, name: str) -> bool:
     async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted, *own), options) as channel:
         try:
             await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10.0)
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
+        except grpc.aio.AioRpcError:
             return False
         return True
 
