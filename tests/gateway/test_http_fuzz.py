@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.fake_parts import running_line
-from tests.support.http import call
+from tests.support.fake_parts import running_line, until
+from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))
 AT_ONCE = 8
@@ -146,4 +147,62 @@ async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
         assert statuses[400] > COUNT // 2
         assert (await call(address, "/health")).status == 200
         assert (await call(address, "/v1/completions", {"prompt": "x"})).json["choices"][0]["text"] == "abc"
+        await line.settled()
+
+
+HEADS = (
+    b"Content-Length: -1",
+    b"Content-Length: 5\r\nContent-Length: 6",
+    b"Content-Length: 99999999999999999999",
+    b"Transfer-Encoding: chunked",
+    b"Transfer-Encoding: gzip, chunked",
+    b"Content-Encoding: gzip",
+    b"Content-Type: text/plain",
+    b"Expect: 100-continue",
+    b"Upgrade: h2c\r\nConnection: Upgrade",
+    b"X-Request-Id: \xff\x00",
+    b"traceparent: 00-zz",
+    b"Authorization: " + b"x" * 40_000,
+    b"Host: \r\n folded",
+    b": nameless",
+)
+
+
+def a_broken_request(draw: random.Random) -> bytes:
+    """Strange headers, a strange first line, broken bytes, two requests in one, or no HTTP at all."""
+    path = draw.choice(PATHS)
+    raw = bytearray(request_bytes("POST", path, BODIES[path]))
+    if draw.random() < 0.6:
+        at = raw.index(b"\r\n") + 2
+        raw[at:at] = draw.choice(HEADS) + b"\r\n"
+    for _ in range(draw.randint(0, 3)):
+        at = draw.randrange(min(len(raw), 120))
+        raw[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(4))
+    if draw.random() < 0.1:
+        return draw.choice((draw.randbytes(500), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00" * 9))
+    return bytes(raw * draw.choice((1, 1, 1, 3)))
+
+
+async def test_what_is_hardly_http_does_no_harm() -> None:
+    """A connection may end without an answer; nothing is left of it, and no defect is logged."""
+    draw = random.Random(6)
+    async with running_line("abc", max_inflight_requests=1024) as line:
+        answered = 0
+
+        async def several(count: int) -> None:
+            nonlocal answered
+            for _ in range(count):
+                async with connected(line.gateway.http_address) as (reader, writer):
+                    with contextlib.suppress(ConnectionError):
+                        writer.write(a_broken_request(draw))
+                        writer.write_eof()
+                        said = await asyncio.wait_for(reader.read(), 30)
+                        assert not said or said.startswith(b"HTTP/1.1 "), said
+                        assert b" 500 " not in said[:20], said
+                        answered += bool(said)
+
+        await asyncio.gather(*(several(COUNT // AT_ONCE) for _ in range(AT_ONCE)))
+        assert answered > COUNT // 2
+        await until(lambda: not line.gateway._http._server.server_state.connections)
+        assert (await call(line.gateway.http_address, "/v1/completions", {"prompt": "x"})).status == 200
         await line.settled()
