@@ -12,7 +12,7 @@ from gateway.key_check import authorization
 from gateway.validation import check_counts, check_size, is_request_id
 from pillion import telemetry
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import delta_to_pb, model_to_pb, request_from_pb, status_to_pb
+from pillion.wire.public import DeltaWriter, model_to_pb, request_from_pb, status_to_pb
 
 # gRPC says "no deadline" by one that is centuries away.
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
@@ -55,9 +55,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
         self.streams += 1
         context.add_done_callback(lambda _: generation.cancel())
+        writer = DeltaWriter(generation.job.request_id)
         try:
             async for delta in generation:
-                yield delta_to_pb(delta)
+                yield writer.to_pb(delta)
         finally:
             self.streams -= 1
             generation.cancel()

@@ -46,7 +46,7 @@ from pillion.wire.decode import (
     submit_to_pb,
 )
 from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, ack_to_pb, span_from_pb, span_to_pb
-from pillion.wire.public import delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
+from pillion.wire.public import DeltaWriter, delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
 from pillion.wire.registry import STEP_COSTS, PartRecord
 
 U32 = st.integers(0, 2**32 - 1)
@@ -133,6 +133,13 @@ def test_requests(request: GenerateRequest) -> None:
 @given(DELTAS)
 def test_deltas(delta: Delta) -> None:
     assert delta_from_pb(delta_to_pb(delta)) == delta
+
+
+@given(st.lists(DELTAS, max_size=4))
+def test_deltas_of_one_stream(deltas: list[Delta]) -> None:
+    writer, told = DeltaWriter("r"), [dataclasses.replace(delta, request_id="r") for delta in deltas]
+    sent = [gateway_pb2.GenerateResponse.FromString(writer.to_pb(delta).SerializeToString()) for delta in told]
+    assert [delta_from_pb(message) for message in sent] == told
 
 
 @given(SUBMITS)

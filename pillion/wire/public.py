@@ -125,6 +125,29 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
     return message
 
 
+class DeltaWriter:
+    """The messages of one stream, most of which bring text and tokens and no more.
+
+    Those are one message that is filled again and again, so the caller must have serialized it before the next
+    :meth:`to_pb`; gRPC does in the moment in which it takes it.
+    """
+
+    __slots__ = ("_plain",)
+
+    def __init__(self, request_id: str) -> None:
+        self._plain = gateway_pb2.GenerateResponse(request_id=request_id)
+
+    def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
+        """The same as :func:`delta_to_pb`."""
+        if delta.finish_reason is not None or delta.usage is not None or delta.logprobs:
+            return delta_to_pb(delta)
+        plain = self._plain
+        plain.text = delta.text
+        plain.token_ids[:] = delta.token_ids
+        plain.index = delta.index
+        return plain
+
+
 def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
     """Usage and timings are None until the last message."""
     usage, timings = None, None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, Spellings
 from tests.support.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 
 BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()
@@ -36,6 +36,21 @@ def full(codec, ids) -> str:
 @settings(max_examples=500)
 def test_random_ids_equal_the_full_decode(ids: list[int]) -> None:
     assert "".join(stream(BYTES, ids)) == full(BYTES, ids)
+
+
+@given(st.lists(st.lists(st.integers(0, 270), max_size=12), min_size=2, max_size=4))
+@settings(max_examples=300)
+def test_answers_that_share_what_is_remembered_know_nothing_of_each_other(answers: list[list[int]]) -> None:
+    for codec in (BYTES, FALLBACK):
+        shared = Spellings(codec)
+        decoders, texts = [Detokenizer(shared) for _ in answers], [""] * len(answers)
+        for place in range(max(len(ids) for ids in answers)):
+            for number, ids in enumerate(answers):
+                if place < len(ids):
+                    texts[number] += decoders[number].push(ids[place])
+        said = [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)]
+        assert said == ["".join(stream(codec, ids)) for ids in answers]
+        assert len(shared.whole) <= codec.get_vocab_size()
 
 
 @given(st.text(max_size=40))
