@@ -157,7 +157,10 @@ def test_acks(ack: ChunkAck) -> None:
     assert ack_from_pb(ack_to_pb(ack)) == ack
 
 
-@given(built(PartRecord))
+STEP_COSTS = st.lists(st.floats(1e-9, 1.0), min_size=5, max_size=5).map(tuple)
+
+
+@given(built(PartRecord, step_cost_s=st.one_of(st.just(()), STEP_COSTS)))
 def test_part_records(record: PartRecord) -> None:
     newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
     assert PartRecord.from_json(newer) == record
