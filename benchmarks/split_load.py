@@ -49,7 +49,7 @@ class Seen:
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """The load and the targets; the same for measurement and simulation."""
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, for each rate")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of arrivals, for each rate")
     parser.add_argument("--long-share", type=float, default=0.2, help="of the requests that have a long prompt")
     parser.add_argument("--long-tokens", type=int, default=2000)
     parser.add_argument("--short-tokens", type=int, nargs=2, default=[30, 200])

@@ -2,26 +2,32 @@
 
 Only time is invented (:mod:`benchmarks.split_world`): a step takes what :mod:`benchmarks.split_fit` found real steps to
 cost, with some noise. Schedulers fit their own models to these times, publish them by heartbeats and keep to their
-targets, as in a worker. Where :mod:`benchmarks.split` has left its runs they are simulated first, with the costs that
-their own workers had fitted, so that the error is known; then clusters of 2 to 16 workers with a core each.
+targets, as in a worker. Clusters have 2 to 16 workers with a core each; all policies meet the same arrivals, of several
+seeds. :mod:`benchmarks.split` simulates its own runs again by this, so that the error is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import RESULTS, percentile, save, show_table
+from benchmarks.report import RESULTS, percentile, save, show_table, spread
 from benchmarks.split_load import add_load_flags, arrivals, figures
 from benchmarks.split_world import Cluster, simulate
 
+POLICIES = ("auto", "colocated", "disaggregated")
+# DistServe's goodput: the highest rate of arrivals at which this share of the requests is good.
+SERVED_SHARE = 0.9
+
 
 def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of results/split.json again, with the step costs that their own workers had fitted."""
+    """The runs of benchmarks.split again, with the step costs that their own workers had fitted."""
     load = argparse.Namespace(**measured["load"])
     rows = []
     for row in measured["rows"]:
@@ -30,47 +36,68 @@ def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
         prefill = tuple(workers.get("prefill", {}).get("step_cost_s", ()))
         cluster = Cluster(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms)
         seen, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
-        found = figures(load, seen)
-        rows.append(
-            {
-                "policy": row["policy"],
-                "rate": row["rate"],
-                "measured_goodput_per_s": row["goodput_per_s"],
-                "simulated_goodput_per_s": found["goodput_per_s"],
-                "measured_ttft_long_p50_ms": row["ttft_long_ms"]["p50"],
-                "simulated_ttft_long_p50_ms": found["ttft_long_ms"]["p50"],
-                "measured_itl_p50_ms": row["itl_ms"]["p50"],
-                "simulated_itl_p50_ms": found["itl_ms"]["p50"],
-            }
-        )
+        rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, seen))
     return rows
 
 
 def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Each number of workers, policy and rate. Co-located, all workers decode; else a share of them prefills."""
+    """Each number of workers, rate, seed and policy; all policies of a seed meet the same arrivals. Co-located, all
+    workers decode; else a share of them prefills."""
     rows = []
     for workers in args.workers:
         prefills = max(1, round(workers * args.prefill_share))
         for rate in args.rates_per_worker:
-            for policy in ("auto", "colocated", "disaggregated"):
+            for seed, policy in itertools.product(range(args.seed, args.seed + args.seeds), POLICIES):
                 spans = 0 if policy == "colocated" else prefills
                 cluster = Cluster(spans, workers - spans, cost_s, cost_s, args.target_itl_ms)
-                seen, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, args.seed))
-                row = {"workers": workers, "rate": rate * workers, "policy": policy, **figures(args, seen)}
-                row["plan_us"] = {"p50": percentile(plan_s, 50) * 1e6, "p99": percentile(plan_s, 99) * 1e6}
-                rows.append(row)
+                seen, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
+                found = figures(args, seen)
+                rows.append(
+                    {"workers": workers, "rate": rate * workers, "seed": seed, "policy": policy}
+                    | {name: found[name] for name in ("requests", "goodput_per_s", "good_share")}
+                    | {"plan_us": percentile(plan_s, 50) * 1e6}
+                )
     return rows
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Goodput of auto over that of the better pure policy, for each number of workers and rate."""
-    found: dict[tuple[int, float], dict[str, float]] = {}
+    """For each number of workers and rate: the median share of good requests by policy, and over the seeds, paired,
+    what auto serves over the better pure policy, and what it could at most: all arrivals."""
+    found: dict[tuple[int, float], dict[int, dict[str, float]]] = {}
     for row in rows:
-        found.setdefault((row["workers"], row["rate"]), {})[row["policy"]] = row["goodput_per_s"]
-    return [
-        {"workers": workers, "rate": rate, **by, "ratio": by["auto"] / max(1e-9, by["colocated"], by["disaggregated"])}
-        for (workers, rate), by in found.items()
-    ]
+        found.setdefault((row["workers"], row["rate"]), {}).setdefault(row["seed"], {})[row["policy"]] = row[
+            "good_share"
+        ]
+    said = []
+    for (workers, rate), by_seed in found.items():
+        better = [max(by["colocated"], by["disaggregated"], 1e-9) for by in by_seed.values()]
+        ratio = spread([by["auto"] / best for by, best in zip(by_seed.values(), better, strict=True)])
+        said.append(
+            {"workers": workers, "rate": rate}
+            | {policy: statistics.median(by[policy] for by in by_seed.values()) for policy in POLICIES}
+            | {"ratio": ratio["median"], "ratio_min": ratio["min"], "ratio_max": ratio["max"]}
+            | {"ratio_bound": statistics.median(1 / best for best in better)}
+        )
+    return said
+
+
+def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each number of workers the highest rate at which SERVED_SHARE is good, by policy, between the rates tried
+    by straight lines; 0.0 below the lowest."""
+    said = []
+    for workers in sorted({row["workers"] for row in ratios}):
+        rows = [row for row in ratios if row["workers"] == workers]
+        found: dict[str, Any] = {"workers": workers}
+        for policy in POLICIES:
+            found[policy] = rows[0]["rate"] if rows[0][policy] >= SERVED_SHARE else 0.0
+            for low, high in itertools.pairwise(rows):
+                if low[policy] < SERVED_SHARE:
+                    break
+                fall = low[policy] - high[policy]
+                share = min(1.0, (low[policy] - SERVED_SHARE) / fall) if fall > 0 else 1.0
+                found[policy] = low["rate"] + share * (high["rate"] - low["rate"])
+        said.append(found)
+    return said
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -87,24 +114,22 @@ def main() -> None:
     """Simulate, print, write results/split_sim.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--rates-per-worker", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0, 1.25])
+    parser.add_argument("--rates-per-worker", type=float, nargs="+", default=[0.35, 0.5, 0.7, 0.9])
+    parser.add_argument("--seeds", type=int, default=5, help="as many, from --seed on")
     parser.add_argument("--prefill-share", type=float, default=0.5, help="of the workers, but when co-located")
     parser.add_argument("--target-itl-ms", type=float, default=100.0)
     add_load_flags(parser)
     args = parser.parse_args()
-    measured = RESULTS / "split.json"
-    checked = as_measured(json.loads(measured.read_text())) if measured.exists() else []
-    if checked:
-        show("as measured", checked)
     cost_s = tuple(json.loads((RESULTS / "split_fit.json").read_text())["step_cost_s"])
     rows = sweep(args, cost_s)
     ratios = compared(rows)
-    show("goodput/s, and auto over the better of both", ratios)
-    slowest = max(row["plan_us"]["p50"] for row in rows)
-    Console().print(f"a plan takes {slowest:.0f} us (p50) with {max(args.workers)} workers")
-    save(
-        "split_sim", {"load": vars(args), "step_cost_s": cost_s, "as_measured": checked, "rows": rows, "ratios": ratios}
-    )
+    show("share of good requests, and auto over the better of both", ratios)
+    served = served_rates(ratios)
+    show(f"highest rate at which {SERVED_SHARE:.0%} are good", served)
+    slowest = max(row.pop("plan_us") for row in rows if row["workers"] == max(args.workers))
+    Console().print(f"a plan takes up to {slowest:.0f} us (p50) with {max(args.workers)} workers")
+    said = {"load": vars(args), "step_cost_s": cost_s, "rows": rows, "ratios": ratios, "served_per_s": served}
+    save("split_sim", said)
 
 
 if __name__ == "__main__":

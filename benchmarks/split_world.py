@@ -23,6 +23,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Holding, Sequence, SequenceSpec
 from engine.step_cost import SCALES, features
 from gateway.plan_auto import Leanings
+from gateway.plan_cost import Demand
 from gateway.planner import Picture, Plan, parse_policy, plan
 from pillion.types import SamplingParams
 from pillion.wire.registry import PartRecord
@@ -38,6 +39,9 @@ HEARTBEAT_S = 1.0
 # A call between two parts, and the standard deviation of a step's time, relative to it.
 CALL_S = 0.002
 NOISE = 0.03
+# Before the load every worker gets these prompts, so that it knows what its steps cost, and all are answered.
+WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
+WARM_UP_S = 60.0
 # A request that has no first token this long after the last arrival never gets one.
 PATIENCE_S = 120.0
 ROOT = b"\7" * 32
@@ -70,6 +74,8 @@ class Flow:
 
     request: Request
     plan: Plan
+    arrived_s: float
+    gateway: SimGateway
     first_s: float = 0.0
     last_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
@@ -127,7 +133,7 @@ class SimWorker:
         leased = (plan.split_blocks if span else plan.total_blocks) - chain
         spec = SequenceSpec(
             seq_id=seq_id,
-            token_ids=np.full(count, flow.request.number + 2, dtype=np.int32),
+            token_ids=np.full(count, abs(flow.request.number), dtype=np.int32),
             parent_hash=ROOT,
             prompt_tokens=count,
             sampling=None if span else GREEDY,
@@ -187,22 +193,26 @@ class SimWorker:
 class SimGateway:
     """Plans and follows requests, and keeps the books of what it has sent, as gateway.calls does."""
 
-    def __init__(self, clock: Clock, policy: str, workers: list[SimWorker]) -> None:
+    def __init__(self, clock: Clock, policy: str, workers: list[SimWorker], number: int, gateways: int) -> None:
         self._clock = clock
         self._policy = parse_policy(policy)
         self._workers = {worker.record.part_id: worker for worker in workers}
         self._streams: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._leanings = Leanings()
+        self._demand = Demand()
+        self._gateways = gateways
+        self._first_spread = number
         self.flows: list[Flow] = []
         self.plan_s: list[float] = []
         for worker in workers:
-            worker.on_chunk = self._acked
+            worker.on_chunk = lambda flow, chunk: flow.gateway._acked(flow, chunk)
             if worker.record.role == "decode":
-                worker.on_update = self._told
+                worker.on_update = lambda flow, update: flow.gateway._told(flow, update)
 
     def arrive(self, request: Request) -> None:
         """Plan it and send it on its way."""
+        every, shared = self._demand.per_s(self._clock.now)
         picture = Picture(
             model="m",
             prompt_tokens=request.prompt_tokens,
@@ -214,13 +224,15 @@ class SimGateway:
             own_load=self._streams | Counter({p: n for p, n in self._tokens.items() if p.startswith("prefill")}),
             own_tokens=self._tokens,
             lean=self._leanings.of("m", request.prompt_tokens),
-            spread=request.number,
+            spread=self._first_spread + len(self.flows),
+            demand_per_s=(self._gateways * every, self._gateways * shared),
         )
         begun = time.perf_counter()
         decided = plan(picture)
         self.plan_s.append(time.perf_counter() - begun)
         self._leanings.note("m", request.prompt_tokens, bool(decided.chunks))
-        flow = Flow(request, decided)
+        self._demand.note(self._clock.now, bool(decided.chunks))
+        flow = Flow(request, decided, self._clock.now, self)
         self.flows.append(flow)
         self._streams[decided.decode.part_id] += 1
         self._tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
@@ -288,21 +300,35 @@ class Cluster:
         return found
 
 
-def simulate(cluster: Cluster, policy: str, requests: list[Request]) -> tuple[list[Seen], list[float]]:
-    """What the clients saw, and how long each plan took, in real seconds."""
+def simulate(
+    cluster: Cluster, policy: str, requests: list[Request], gateways: int = 1
+) -> tuple[list[Seen], list[float]]:
+    """What the clients saw, and how long each plan took, in real seconds. Gateways get requests in turn, and know of
+    each other's by heartbeats."""
     clock = Clock()
-    gateway = SimGateway(clock, policy, cluster.workers(clock))
-    for request in requests:
-        clock.after(request.at_s, lambda request=request: gateway.arrive(request))  # type: ignore[misc]
-    clock.run(requests[-1].at_s + PATIENCE_S if requests else 0.0)
+    workers = cluster.workers(clock)
+    edge = [SimGateway(clock, policy, workers, number, gateways) for number in range(gateways)]
+    for request in (*_warm_up(len(workers)), *requests):
+        arrive = edge[request.number % gateways].arrive
+        clock.after(WARM_UP_S + request.at_s, lambda arrive=arrive, request=request: arrive(request))  # type: ignore[misc]
+    clock.run(WARM_UP_S + (requests[-1].at_s if requests else 0.0) + PATIENCE_S)
     seen = [
         Seen(
             flow.request,
-            flow.first_s - flow.request.at_s if flow.first_s else PATIENCE_S,
+            flow.first_s - flow.arrived_s if flow.first_s else PATIENCE_S,
             tuple(flow.gaps_s),
             flow.plan.reason,
             flow.plan.split_tokens - flow.plan.cached_tokens,
         )
+        for gateway in edge
         for flow in gateway.flows
+        if flow.request.number >= 0
     ]
-    return seen, gateway.plan_s
+    return seen, [seconds for gateway in edge for seconds in gateway.plan_s]
+
+
+def _warm_up(workers: int) -> list[Request]:
+    """At times before 0, numbered below 0."""
+    prompts = WARM_UP_TOKENS * workers
+    gap_s = WARM_UP_S / 2 / len(prompts)
+    return [Request(-n - 1, 0.0, n * gap_s - WARM_UP_S, tokens, 16) for n, tokens in enumerate(prompts)]

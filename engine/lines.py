@@ -94,7 +94,7 @@ class Lines:
             queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
             decoding=len(contexts),
             context_tokens=sum(contexts),
-            cost_s=budget.known.weights_s(),
+            cost_s=budget.cost.weights_s(),
             largest_step_tokens=budget.largest_step_tokens,
         )
 

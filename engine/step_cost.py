@@ -2,10 +2,11 @@
 
 The model is linear in what a step does: a constant, tokens (products with the weights), sequences, KV read (each
 sequence's context once) and query-key pairs (a chunk's attention). Its weights, none of them negative, are fitted to
-relative errors by least squares over some twenty steps back, fading. What that is too slow for, a machine that somebody
-else computes on too, is a factor beside it: the median of the last few steps' measured over predicted time. So a change
-is followed within three steps, and a hiccup of one or two is not believed. Sarathi-Serve profiles this curve offline
-and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
+relative errors by least squares over some twenty steps with a chunk and some twenty without one; each kind fades by
+itself, so that the price of a chunk is not forgotten while only decodes run. What that is too slow for, a machine that
+somebody else computes on too, is a factor beside it: the median of the last few steps' measured over predicted time. So
+a change is followed within three steps, and a hiccup of one or two is not believed. Sarathi-Serve profiles this curve
+offline and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from engine.plan import Piece
 
 Float64 = npt.NDArray[np.float64]
 
-# Weight of a step in the fit when the next one is taken in.
+# Weight of a step in the fit when the next one of its kind is taken in.
 FADING = 0.95
-# The same for what others are told: who plans ahead must not forget what a chunk costs while only decodes run.
-SLOW_FADING = 0.998
-# Of steps without a chunk that fit takes in only every so many: in a crowd of them the few with one would count for
-# nothing beside the damping.
-PLAIN_STEPS = 4
 # Steps whose median is the factor.
 RECENT_STEPS = 5
 # Features are divided by these, so that weights are of one size: 1, tokens, sequences, KV tokens read, query-key pairs.
-# What the first steps leave open is shared out among features in proportion to their size.
 SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
-RIDGE = 1e-2
+# Pull towards the weights before, as a share of what the steps in the fit weigh. What these leave open stays as it was,
+# and is shared out among features by their size at the begin.
+INERTIA = 0.1
 # A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
 MAX_SURPRISE = 2.0
+# With a target, a step has at most so many times the tokens of the largest one measured, but these at the begin: what
+# nothing is known of yet is approached, not guessed.
+MAX_GROWTH = 2
+FIRST_STEP_TOKENS = 64
 # However late the decodes are, a remnant gets this much of each step, so that it is never starved.
 MIN_REMNANT_TOKENS = 16
 
@@ -49,13 +50,14 @@ def features(pieces: Seq[Piece]) -> Float64:
 
 
 class StepCost:
-    """Predicts seconds. ``fading`` is the weight of a step when the next one is taken in."""
+    """Predicts seconds. ``fading`` is the weight of a step when the next one of its kind is taken in."""
 
     def __init__(self, fading: float = FADING) -> None:
         self._fading = fading
         self._weights: Float64 = np.zeros(len(SCALES))
-        self._squares: Float64 = np.zeros((len(SCALES), len(SCALES)))
-        self._products: Float64 = np.zeros(len(SCALES))
+        # Of steps without a chunk, and of those with one.
+        self._squares: Float64 = np.zeros((2, len(SCALES), len(SCALES)))
+        self._products: Float64 = np.zeros((2, len(SCALES)))
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._factor = 1.0
         self.steps = 0
@@ -79,10 +81,13 @@ class StepCost:
             learnt = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         # Divided by the time it took, so that short steps count as much as long ones.
         row = found / learnt
-        self._squares = self._squares * self._fading + np.outer(row, row)
-        self._products = self._products * self._fading + row
-        ridge = np.eye(len(SCALES)) * (RIDGE * self._squares.trace())
-        self._weights = _not_negative(self._squares + ridge, self._products)
+        # More tokens than sequences: a chunk, or guesses.
+        kind = int(found[1] > found[2])
+        self._squares[kind] = self._squares[kind] * self._fading + np.outer(row, row)
+        self._products[kind] = self._products[kind] * self._fading + row
+        squares, products = self._squares.sum(0), self._products.sum(0)
+        pull = INERTIA * squares.trace()
+        self._weights = _not_negative(squares + pull * np.eye(len(SCALES)), products + pull * self._weights)
         self.steps += 1
         plain = float(self._weights @ found)
         if plain > 0:
@@ -122,17 +127,15 @@ def _not_negative(squares: Float64, products: Float64) -> Float64:
 class Budget:
     """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
 
-    A decode is never held back, and a remnant gets MIN_REMNANT_TOKENS of each step at least. ``known`` is what the
-    planner is told, with or without a target: a fit with a longer memory, and the largest step that it has seen.
+    A decode is never held back, and a remnant gets MIN_REMNANT_TOKENS of each step at least. ``cost`` learns with and
+    without a target, for the planner is told of it, and of the largest step that it has seen.
     """
 
     def __init__(self, max_tokens: int, target_s: float = 0.0) -> None:
         self.max_tokens = max_tokens
         self.target_s = target_s
         self.cost = StepCost()
-        self.known = StepCost(SLOW_FADING)
         self.largest_step_tokens = 0
-        self._plain_steps = 0
         self._running: tuple[Float64, float] | None = None
 
     def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
@@ -140,10 +143,11 @@ class Budget:
         are given however late the decodes are."""
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used
-        if not self.target_s or not self.cost.steps:
+        if not self.target_s:
             return most
-        # Where remnants are rare, the quick fit has forgotten what their tokens cost, and would guess.
-        fitting = min(fit.tokens_within(self.target_s, decodes, start, most) for fit in (self.cost, self.known))
+        fitting = max(FIRST_STEP_TOKENS, MAX_GROWTH * self.largest_step_tokens) - used
+        if self.cost.steps:
+            fitting = min(fitting, self.cost.tokens_within(self.target_s, decodes, start, most))
         return min(most, max(fitting, least_tokens))
 
     def begin(self, pieces: Seq[Piece], now: float) -> None:
@@ -155,11 +159,6 @@ class Budget:
         """It has ended well."""
         if self._running is not None:
             found, began = self._running
-            if self.target_s:
-                self.cost.observe(found, now - began)
-            # More tokens than sequences: a chunk, or guesses.
-            self._plain_steps = 0 if found[1] > found[2] else self._plain_steps + 1
-            if self._plain_steps % PLAIN_STEPS == 0 or not self.known.steps:
-                self.known.observe(found, now - began)
+            self.cost.observe(found, now - began)
             self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
             self._running = None

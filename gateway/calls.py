@@ -205,11 +205,15 @@ class Calls:
             own_load=cluster.load.by_part,
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.pace.block_s,
+            demand_per_s=cluster.demand_per_s(),
             lean=cluster.leanings.of(job.model, unknown),
+            index_available=cluster.index.available,
             avoid=action.avoid,
             spread=job.spread,
         )
         decided = plan(picture)
+        if action.attempt == 1:
+            cluster.note_plan(bool(decided.chunks))
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
             cluster.leanings.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(

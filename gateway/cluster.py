@@ -13,7 +13,7 @@ from gateway.decode_client import DecodeLink
 from gateway.fences import Fences
 from gateway.nodes import NodeLink
 from gateway.plan_auto import Leanings
-from gateway.plan_cost import FetchPace
+from gateway.plan_cost import Demand, FetchPace
 from gateway.prefill_client import PrefillLink
 from gateway.view import PartView
 from kvstore.index import PrefixHit
@@ -104,6 +104,7 @@ class Cluster:
         self.load = OwnLoad()
         self.pace = FetchPace()
         self.leanings = Leanings()
+        self._demand = Demand()
         self.view = PartView(grace_s)
         self._gateway_id = gateway_id
         self._registry = registry
@@ -191,6 +192,16 @@ class Cluster:
         """Those that live, besides this one."""
         records = self.view.records()
         return [record for record in records if record.role == "gateway" and record.part_id != self._gateway_id]
+
+    def note_plan(self, shared: bool) -> None:
+        """A new request was planned; whether by a prefill worker."""
+        self._demand.note(time.monotonic(), shared)
+
+    def demand_per_s(self) -> tuple[float, float]:
+        """Requests a second to all gateways, and those that use prefill workers: others are taken to get as many."""
+        gateways = max(1, sum(record.role == "gateway" for record in self.view.records()))
+        every, shared = self._demand.per_s(time.monotonic())
+        return gateways * every, gateways * shared
 
     def capacity_tokens(self, model: str) -> int | None:
         """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes

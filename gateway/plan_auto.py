@@ -2,6 +2,7 @@
 
     every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
       --> the least of predicted time to first token + time that running streams lose beyond their latency
+          + time that those wait longer who come behind
       --> its dial: the split, on a grid between cached and the last whole block; again when the ticket has said what
           is really pinned
 
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.plan_cost import (
     DEFAULT_BYTES_PER_S,
-    DEFAULT_MODEL,
     FETCH_CALL_S,
     DecodeSide,
     Models,
@@ -161,16 +161,19 @@ def choose(picture: Picture, decodes: list[PartRecord], prefills: list[PartRecor
         nodes: live ones that did not fail this request.
     """
     models, hits = Models(decodes, prefills), picture.hits
-    weighed = [part for _, part in _least(picture, decodes)[:MAX_WEIGHED]]
+    weighed = _least(picture, models, decodes)[:MAX_WEIGHED]
     best = _prefill_sides(picture, models, prefills, weighed)
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
     limit = (picture.prompt_tokens - 1) // picture.block_size
-    ways = [_way(picture, part, models.of(part), best, min(known, limit), limit) for part in weighed]
+    behind = picture.demand_per_s[0] / len(decodes)
+    ways = [_way(picture, part, models.of(part), best, min(known, limit), limit, behind) for part in weighed]
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
     words = _why(picture, chosen, decodes)
     if min(known, limit) > min(hits.get(chosen.decode.part.node_id, 0), limit):
         words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
+    if not picture.index_available:
+        words += ", the index is away"
     dial = Dial(
         chosen.prefill, chosen.decode, picture.block_size, picture.lean, chosen.fetch_s, chosen.cached_blocks, words
     )
@@ -189,7 +192,7 @@ def _why(picture: Picture, chosen: _Way, decodes: list[PartRecord]) -> str:
     return f"{part.part_id} is soonest of {len(decodes)}{passed}"
 
 
-def _least(picture: Picture, parts: list[PartRecord]) -> list[tuple[float, PartRecord]]:
+def _least(picture: Picture, models: Models, parts: list[PartRecord]) -> list[PartRecord]:
     """Those with the least to do before ours would be done, roughly, in seconds; equals in an order of the request's
     own, so that they take turns."""
     turn = picture.spread % len(parts) if parts else 0
@@ -200,8 +203,8 @@ def _least(picture: Picture, parts: list[PartRecord]) -> list[tuple[float, PartR
         tokens = (said if said > mine else mine) + picture.prompt_tokens - hits.get(part.node_id, 0) * size
         if part.role == "decode":
             tokens += STREAM_TOKENS * max(part.running_requests, streams.get(name, 0))
-        found.append((tokens * (part.step_cost_s[1] if part.step_cost_s else DEFAULT_MODEL.token_s), part))
-    return sorted(found, key=itemgetter(0))
+        found.append((tokens * models.rough_token_s(part), part))
+    return [part for _, part in sorted(found, key=itemgetter(0))]
 
 
 def _prefill_sides(
@@ -211,19 +214,21 @@ def _prefill_sides(
     sent, chunk, tokens = picture.own_tokens, picture.chunk_tokens, picture.prompt_tokens
     near = {part.node_id for part in decodes}
     best: dict[str, PartRecord] = {}
-    for _, part in _least(picture, prefills):
+    for part in _least(picture, models, prefills):
         best.setdefault(part.node_id if part.node_id in near else "", part)
-    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.part_id, 0)) for p in best.values()]
+    behind = picture.demand_per_s[1] / max(1, len(prefills))
+    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.part_id, 0), behind) for p in best.values()]
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
-def _way(picture: Picture, part: PartRecord, model: StepModel, best: list[PrefillSide], known: int, limit: int) -> _Way:
+def _way(
+    picture: Picture, part: PartRecord, model: StepModel, best: list[PrefillSide], known: int, limit: int, behind: float
+) -> _Way:
     """By this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, part_id = picture.block_size, part.node_id, part.part_id
     block_s = picture.fetch_block_s or part.block_bytes / DEFAULT_BYTES_PER_S
-    decode = DecodeSide.of(
-        part, model, picture.prompt_tokens, picture.own_load.get(part_id, 0), picture.own_tokens.get(part_id, 0)
-    )
+    streams, tokens = picture.own_load.get(part_id, 0), picture.own_tokens.get(part_id, 0)
+    decode = DecodeSide.of(part, model, picture.prompt_tokens, streams, tokens, behind)
     cached, fetch_s, fetched = min(picture.hits.get(node_id, 0), limit), 0.0, False
     if known > cached:
         taken_s = FETCH_CALL_S + (known - cached) * block_s

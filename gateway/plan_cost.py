@@ -9,7 +9,9 @@ a gateway weighs dozens of ways for each request. What it says grows with every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from pillion.wire.registry import PartRecord
@@ -26,6 +28,15 @@ MIN_REMNANT_TOKENS = 16
 MIN_CHUNK_SEEN_TOKENS = 64
 # Where a decode worker has no target, a step that takes longer than this harms its streams.
 UNSAID_TARGET_S = 0.1
+# What a heartbeat said fades with its age, as the worker computes; longer silence is no sign of work.
+MAX_NEWS_FADE_S = 2.0
+# A worker whose fit says so many times less, or more, than the middle one of its role is judged by that one: what is
+# absurd must not attract everything, nor drive it away.
+MAX_ODDS = 16.0
+# On a span of so many tokens they are compared.
+COMPARED_TOKENS = 512
+# Fits of which that is remembered: workers change theirs with every heartbeat, plans are made more often.
+MAX_COMPARED = 4096
 # Of a stream that has a seat which another one waits for.
 ASSUMED_ANSWER_TOKENS = 128
 # Where the tokens of somebody's queue stand in their prompts, and the context of a stream that nobody told us of.
@@ -63,7 +74,8 @@ class StepModel(NamedTuple):
 
 def _queue_wait_s(part: PartRecord, own_tokens: int, token_s: float) -> float:
     """Until a worker's queue is computed: what we sent, or what its heartbeat said, less the time since then."""
-    said_s = (part.queued_tokens or part.waiting_tokens) * token_s - part.heartbeat_age_ms / 1000
+    fade_s = min(part.heartbeat_age_ms / 1000, MAX_NEWS_FADE_S)
+    said_s = (part.queued_tokens or part.waiting_tokens) * token_s - fade_s
     own_s = own_tokens * token_s
     return said_s if said_s > own_s else own_s
 
@@ -73,28 +85,46 @@ DEFAULT_MODEL = StepModel(5e-3, 5e-4, 5e-5, 1e-7, 1e-7)
 
 
 class Models:
-    """The model of each worker: its own fit; of a worker that has none yet, the middle one of its role, or of any."""
+    """The model of each worker: its own fit; of a worker that has none yet, or an absurd one, the middle one of its
+    role, or of any."""
 
     def __init__(self, decodes: Sequence[PartRecord], prefills: Sequence[PartRecord]) -> None:
         prefill = _middle(prefills)
         self._known = prefill is not None
         self._decode = _middle(decodes) or prefill or DEFAULT_MODEL
         self._prefill = prefill or self._decode
+        self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
 
     def of(self, part: PartRecord) -> StepModel:
         """A decode worker that has run no chunk yet knows too little of tokens: prefill workers know them."""
-        said, prefill = part.step_cost_s, self._prefill
         if part.role == "prefill":
-            return StepModel._make(said) if said else prefill
-        own = StepModel._make(said) if said else self._decode
+            return self._own(part, self._prefill)
+        own, prefill = self._own(part, self._decode), self._prefill
         if part.largest_step_tokens >= MIN_CHUNK_SEEN_TOKENS or not self._known:
             return own
         return own._replace(token_s=max(own.token_s, prefill.token_s), pair_s=max(own.pair_s, prefill.pair_s))
 
+    def rough_token_s(self, part: PartRecord) -> float:
+        """Seconds of a token in a queue, to compare workers by."""
+        return _compared_s(self.of(part)) / COMPARED_TOKENS
+
+    def _own(self, part: PartRecord, middle: StepModel) -> StepModel:
+        if not part.step_cost_s:
+            return middle
+        own = StepModel._make(part.step_cost_s)
+        compared_s = self._compared_s[part.role]
+        return own if compared_s <= MAX_ODDS * _compared_s(own) <= MAX_ODDS**2 * compared_s else middle
+
+
+@lru_cache(maxsize=MAX_COMPARED)
+def _compared_s(model: StepModel) -> float:
+    return model.span_s(0, COMPARED_TOKENS, COMPARED_TOKENS)
+
 
 def _middle(workers: Sequence[PartRecord]) -> StepModel | None:
-    fits = [part.step_cost_s for part in workers if part.step_cost_s]
-    return StepModel._make(sorted(fits)[len(fits) // 2]) if fits else None
+    """The slower one of two: who is too good to be true is then the odd one."""
+    fits = [StepModel._make(part.step_cost_s) for part in workers if part.step_cost_s]
+    return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None
 
 
 class PrefillSide(NamedTuple):
@@ -105,6 +135,7 @@ class PrefillSide(NamedTuple):
         wait_s: until its queue is computed.
         token_s: of each token behind that, roughly.
         extra_s: what it costs that it is on another node.
+        followers_per_s: requests that come to it, and would wait behind ours.
     """
 
     part: PartRecord
@@ -113,14 +144,18 @@ class PrefillSide(NamedTuple):
     wait_s: float
     token_s: float
     extra_s: float = 0.0
+    followers_per_s: float = 0.0
 
     @classmethod
-    def of(cls, part: PartRecord, model: StepModel, chunk_tokens: int, own_tokens: int) -> PrefillSide:
+    def of(
+        cls, part: PartRecord, model: StepModel, chunk_tokens: int, own_tokens: int, followers_per_s: float = 0.0
+    ) -> PrefillSide:
         """``own_tokens``: what this gateway has sent and not got back."""
         most = part.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
         token_s = model.queued_token_s(step_tokens, model.step_s)
-        return cls(part, model, step_tokens, _queue_wait_s(part, own_tokens, token_s), token_s)
+        wait_s = _queue_wait_s(part, own_tokens, token_s)
+        return cls(part, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
 
     def span_s(self, start: int, end: int) -> float:
         """From the first chunk's begin to the last one's acknowledgement."""
@@ -140,6 +175,7 @@ class DecodeSide(NamedTuple):
         most: tokens that a step may take in all.
         wait_s: until the remnants before ours are computed, and a seat is free.
         limit_s: the inter-token latency that its streams should have.
+        followers_per_s: requests that come to it, and would wait behind ours.
     """
 
     part: PartRecord
@@ -151,9 +187,18 @@ class DecodeSide(NamedTuple):
     most: int
     wait_s: float
     limit_s: float
+    followers_per_s: float = 0.0
 
     @classmethod
-    def of(cls, part: PartRecord, model: StepModel, end: int, own_streams: int, own_tokens: int) -> DecodeSide:
+    def of(
+        cls,
+        part: PartRecord,
+        model: StepModel,
+        end: int,
+        own_streams: int,
+        own_tokens: int,
+        followers_per_s: float = 0.0,
+    ) -> DecodeSide:
         """``own_streams`` and ``own_tokens``: what this gateway has there, and prompt tokens of it to be computed."""
         step_s, token_s, sequence_s, read_s, pair_s = model
         streams, context = part.decoding_requests, part.context_tokens
@@ -175,7 +220,8 @@ class DecodeSide(NamedTuple):
         seats = part.running_requests + part.free_seqs or ASSUMED_SEATS
         if present >= seats:
             wait_s += (present + 1 - seats) * base_s * ASSUMED_ANSWER_TOKENS / seats
-        return cls(part, model, end, streams, base_s, room, most, wait_s, target_s or UNSAID_TARGET_S)
+        limit_s = target_s or UNSAID_TARGET_S
+        return cls(part, model, end, streams, base_s, room, most, wait_s, limit_s, followers_per_s)
 
     def remnant_s(self, start: int) -> tuple[float, float]:
         """Seconds from the first step with a token of start .. end to the first token, and the seconds that the streams
@@ -194,18 +240,53 @@ class DecodeSide(NamedTuple):
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
 
 
+def _followers_lose_s(per_s: float, wait_s: float, work_s: float) -> float:
+    """What those who come until a worker's line is done, ours included, wait longer for our work, all together."""
+    return per_s * work_s * (max(0.0, wait_s) + work_s / 2)
+
+
 def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
-    """What a way costs: the predicted time to the first token, and what running streams lose by it.
+    """What a way costs: the predicted time to the first token, what running streams lose by it, and what those lose who
+    come behind it.
 
     Args:
         prefill: computes cached .. split, in tokens; not needed where they are equal.
         fetch_s: blocks come for so long before anything is computed.
     """
-    begun_s = fetch_s
+    begun_s, others_s = fetch_s, 0.0
     if split > cached and prefill is not None:
-        begun_s = max(fetch_s, prefill.wait_s) + prefill.span_s(cached, split)
+        span_s = prefill.span_s(cached, split)
+        begun_s = max(fetch_s, prefill.wait_s) + span_s
+        others_s = _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
     seconds, lost_s = decode.remnant_s(split)
-    return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + lost_s
+    others_s += lost_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
+    return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + others_s
+
+
+class Demand:
+    """How many requests a second a gateway plans, and how many of them use prefill workers: means that fade."""
+
+    FADING_S = 20.0
+
+    def __init__(self) -> None:
+        self._seen_s = 0.0
+        self._all_per_s = 0.0
+        self._shared_per_s = 0.0
+
+    def note(self, now: float, shared: bool) -> None:
+        """One more."""
+        self._fade(now)
+        self._all_per_s += 1 / self.FADING_S
+        self._shared_per_s += shared / self.FADING_S
+
+    def per_s(self, now: float) -> tuple[float, float]:
+        """All, and those that use prefill workers."""
+        self._fade(now)
+        return self._all_per_s, self._shared_per_s
+
+    def _fade(self, now: float) -> None:
+        left = math.exp(min(0.0, self._seen_s - now) / self.FADING_S)
+        self._all_per_s, self._shared_per_s, self._seen_s = self._all_per_s * left, self._shared_per_s * left, now
 
 
 class FetchPace:

@@ -83,7 +83,10 @@ class Picture:
             up to a second old; what we sent meanwhile is not.
         own_tokens: prompt tokens that this gateway has sent to each part and that are not computed yet, by part id.
         fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
+        demand_per_s: requests a second to all gateways, and those of them that use prefill workers, about
+            (:class:`gateway.plan_cost.Demand`).
         lean: what the last request of this size did (:class:`gateway.plan_auto.Leanings`).
+        index_available: whether the index could be asked for ``hits``.
         avoid: parts that failed this request before; taken only where there is no other.
         spread: any number that differs from request to request; it settles ties.
     """
@@ -99,6 +102,8 @@ class Picture:
     own_tokens: Mapping[str, int] = field(default_factory=dict)
     fetch_block_s: float = 0.0
     lean: str = ""
+    demand_per_s: tuple[float, float] = (0.0, 0.0)
+    index_available: bool = True
     avoid: frozenset[str] = frozenset()
     spread: int = 0
 

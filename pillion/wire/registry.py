@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
 
 from pillion._version import PROTOCOL
 from pillion.types import PartStatus
 
+Number = TypeVar("Number", int, float)
+
 # Numbers of a step's cost.
 STEP_COSTS = 5
+
+
+# No part counts more of anything.
+MAX_COUNT = 2**64
 
 
 def _cost(said: object) -> tuple[float, ...]:
     """Nothing, unless it is all of them and none is absurd."""
     if not isinstance(said, list) or len(said) != STEP_COSTS:
         return ()
-    cost = tuple(float(weight) for weight in said)
-    return cost if all(math.isfinite(weight) and weight >= 0 for weight in cost) and any(cost) else ()
+    cost = tuple(_number(weight, -1.0) for weight in said)
+    return cost if min(cost) >= 0 and any(cost) else ()
+
+
+def _number(said: object, otherwise: Number) -> Number:
+    """Of the type of ``otherwise``, which stands for what is no number, negative, not finite or too large."""
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said <= MAX_COUNT:
+        return otherwise
+    return type(otherwise)(said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +103,17 @@ class PartRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PartRecord:
-        """Fields of a newer version are dropped. Raises ValueError on what is no record."""
+        """Fields of a newer version are dropped, and so are absurd numbers: what is left must not mislead a planner.
+        Raises ValueError on what is no record."""
         said = json.loads(text)
         if not isinstance(said, dict):
             raise ValueError("a part record is a JSON object")
         try:
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
             fenced, cost = tuple(map(str, said.get("fenced_parts", ()))), _cost(said.get("step_cost_s", ()))
+            for field in fields(cls):
+                if field.name in known and isinstance(field.default, int | float):
+                    known[field.name] = _number(known[field.name], field.default)
             return cls(**known | {"fenced_parts": fenced, "step_cost_s": cost})
         except TypeError as error:
             raise ValueError(str(error)) from None

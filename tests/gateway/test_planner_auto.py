@@ -5,57 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Leanings
-from gateway.plan_cost import DEFAULT_MODEL, FetchPace, Models, StepModel
-from gateway.planner import Picture, Plan, parse_policy, plan, replan, shorten
+from gateway.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel
+from gateway.planner import plan, replan, shorten
 from pillion.wire.registry import PartRecord
-
-# Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.
-COST = (5e-3, 1e-3, 2e-4, 1e-7, 2e-7)
-BLOCK = 16
-
-
-def node(n: int) -> PartRecord:
-    return PartRecord(part_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
-
-
-def worker(role: str, n: int, at: int = 0, **fields: Any) -> PartRecord:
-    said = {
-        "step_cost_s": COST,
-        "largest_step_tokens": 512,
-        "max_step_tokens": 512 if role == "prefill" else 256,
-        "free_seqs": 64,
-        "block_bytes": 2**20,
-    } | fields
-    return PartRecord(part_id=f"{role}-{n}", role=role, address="x", node_id=f"kv-{at}", **said)
-
-
-def prefill(n: int = 0, at: int = 0, **fields: Any) -> PartRecord:
-    return worker("prefill", n, at, **fields)
-
-
-def decode(n: int = 0, at: int = 0, streams: int = 0, **fields: Any) -> PartRecord:
-    busy = {"running_requests": streams, "decoding_requests": streams, "context_tokens": 500 * streams}
-    return worker("decode", n, at, **(busy | {"target_itl_ms": 60.0} | fields))
-
-
-def picture(prompt: int = 2000, parts: tuple[PartRecord, ...] = (), **more: Any) -> Picture:
-    fields = {"hits": {}, "block_size": BLOCK, "chunk_tokens": 512, "model": "toy"} | more
-    return Picture(prompt_tokens=prompt, policy=parse_policy("auto"), parts=parts or line(), **fields)
-
-
-def line(**more: PartRecord) -> tuple[PartRecord, ...]:
-    return (node(0), more.get("prefill", prefill()), more.get("decode", decode()))
-
-
-def is_shared(decided: Plan) -> bool:
-    return bool(decided.chunks)
+from tests.support.planner_parts import COST, decode, is_shared, line, node, picture, prefill
 
 
 @pytest.mark.parametrize(
@@ -99,6 +58,8 @@ def test_the_reason_says_what_was_compared() -> None:
     assert plan(picture(parts=(node(0), decode()))).reason == (
         "auto: co-located, no prefill worker; decode-0 is the only one; no prefix"
     )
+    blind = plan(picture(index_available=False))
+    assert blind.reason.endswith("; decode-0 is the only one, the index is away; no prefix")
     assert plan(picture(15)).reason == "auto: nothing to share out; decode-0 is the only one; no prefix"
     assert shorten(decided, split - 16).reason == decided.reason + ": the span ended 16 tokens early"
 
@@ -177,8 +138,11 @@ def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
     assert is_shared(plan(picture()))
     assert not is_shared(plan(picture(own_tokens={"prefill-0": 50_000})))
     assert not is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000)))))
-    # 20,000 tokens take some 24 s, and they were said 30 s ago.
-    assert is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000)))))
+    # 1,600 tokens take some 2 s, and they were said 2 s ago. Silence for longer does not say that work is done.
+    few = prefill(queued_tokens=1600)
+    assert not is_shared(plan(picture(600, line(prefill=few))))
+    assert is_shared(plan(picture(600, line(prefill=replace(few, heartbeat_age_ms=2000)))))
+    assert not is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000)))))
 
 
 def test_who_has_not_measured_anything_is_judged_like_others() -> None:
@@ -246,15 +210,26 @@ def test_what_was_done_last_is_kept_by_size() -> None:
     assert leanings.of("other", 2000) == ""
 
 
-def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
-    said = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
-    assert PartRecord.from_json(said.to_json()) == said
-    for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
-        text = said.to_json().replace("[0.005,0.001,0.0002,1e-07,2e-07]", broken)
-        assert text != said.to_json()
-        assert PartRecord.from_json(text) == replace(said, step_cost_s=())
-    with pytest.raises(ValueError, match="could not convert"):
-        PartRecord.from_json(said.to_json().replace("[0.005,", '["x",'))
+def test_a_long_prompt_leaves_the_decode_worker_to_those_who_come() -> None:
+    """Of two long prompts the second, alone in the world, is computed beside the first one's worker; where many
+    short ones come, it waits there, for they would wait behind it."""
+    parts = line(prefill=prefill(queued_tokens=1000))
+    assert not is_shared(plan(picture(2000, parts)))
+    assert is_shared(plan(picture(2000, parts, demand_per_s=(1.0, 0.2))))
+    # But not at any price.
+    assert not is_shared(plan(picture(2000, line(prefill=prefill(queued_tokens=20_000)), demand_per_s=(1.0, 0.2))))
+
+
+def test_demand_is_a_mean_that_fades() -> None:
+    demand = Demand()
+    assert demand.per_s(5.0) == (0.0, 0.0)
+    for tick in range(2000):
+        demand.note(100 + tick / 10, shared=tick % 5 == 0)
+    every, shared = demand.per_s(300.0)
+    assert (every, shared) == (pytest.approx(10, rel=0.05), pytest.approx(2, rel=0.05))
+    assert demand.per_s(400.0)[0] < 0.1
+    # A clock that stands still or goes back adds nothing.
+    assert demand.per_s(399.0)[0] < 0.1
 
 
 LOADS = st.integers(0, 40_000)
@@ -348,9 +323,10 @@ def test_properties(prompt, block_size, chunk, hits, pinned, parts, avoid, lean,
     target=st.sampled_from([0.0, 30.0, 200.0]),
     lean=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     hit=st.integers(0, 100),
+    demand=st.sampled_from([(0.0, 0.0), (2.0, 0.0), (5.0, 3.0)]),
 )
 @settings(max_examples=300, deadline=None)
-def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, lean, hit) -> None:
+def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, lean, hit, demand) -> None:
     """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
 
     def split(prefill_tokens: int, decode_streams: int, decode_tokens: int) -> int:
@@ -359,7 +335,7 @@ def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, 
             *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
             decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, target_itl_ms=target),
         )
-        return plan(picture(prompt, parts, lean=lean, hits={"kv-0": hit})).split_tokens
+        return plan(picture(prompt, parts, lean=lean, hits={"kv-0": hit}, demand_per_s=demand)).split_tokens
 
     before = split(queue, streams, waiting)
     assert split(queue + more, streams, waiting) <= before
