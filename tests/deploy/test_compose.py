@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from pillion import AsyncClient
 from tests.deploy.check import check_schema, serve_and_ask
 from tests.support.compose import (
     COMPOSE_FILE,
@@ -124,6 +127,25 @@ async def test_order_and_failure(tmp_path: pathlib.Path) -> None:
     assert failed.group_contains(UnhealthyError, match="first-1 ended with 2\n.*nonsense")
 
 
+async def drain_under_a_stream(run: ComposeRun) -> None:
+    """Decode workers that are told to stop finish the streams that they have, and then end."""
+    async with AsyncClient(f"{run.of('gateway')[0].address}:50051") as client:
+        stream = client.generate("Once", max_tokens=1000, temperature=0, ignore_eos=True)
+        deltas = [await anext(stream)]
+        # All of them: there is nobody who could take the stream over.
+        for container in run.of("decode"):
+            assert container.child is not None
+            os.kill(container.child.pid, signal.SIGTERM)
+        deltas += [delta async for delta in stream]
+    assert deltas[-1].usage is not None
+    assert deltas[-1].timings is not None
+    assert (deltas[-1].usage.completion_tokens, deltas[-1].timings.replays) == (1000, 0)
+    for container in run.of("decode"):
+        assert container.child is not None
+        container.exit_code = await container.child.wait()
+        assert container.exit_code == 0
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8 to be loopback")
 async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
@@ -135,6 +157,7 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         "CPU_THREADS": "1",
         "KV_POOL_BYTES": "16MiB",
         "SPLIT_POLICY": "disaggregated",
+        "WORKER_DRAIN_TIMEOUT_S": "60",
         "OTEL_SDK_DISABLED": "true",
     }
     services = needed_for(read_services(environ), ["gateway"])
@@ -148,6 +171,7 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         assert len({part.part_id for part in status.parts}) == 6
         assert all(answers)
         assert b'"tiny"' in models_page
+        await drain_under_a_stream(run)
         codes = await run.down()
     assert {name: code for name, code in codes.items() if code} == {}
-    assert len(codes) == 7, "prepare had ended before"
+    assert len(codes) == 5, "prepare and the decode workers had ended before"

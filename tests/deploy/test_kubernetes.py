@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("helm_python", reason="Helm's library has no wheel for this machine")
 
@@ -27,7 +28,7 @@ from tests.support.charts import (
     pod_of,
     render,
 )
-from tests.support.compose import read_services
+from tests.support.compose import ROOT, read_services
 
 SCALED = {"enabled": True}
 BOTH = {"prefill": None, "decode": None, "both": {"prefill": 2, "decode": 2, "kvPoolBytes": "16GiB"}}
@@ -242,3 +243,20 @@ def test_the_pool_fits_its_limits() -> None:
         for container in (pod["initContainers"][1], *pod["containers"]):
             limit = container["resources"]["limits"]["memory"]
             assert int(limit.removesuffix("Gi")) * sizes["Gi"] > pool_bytes, container["name"]
+
+
+def test_the_documented_pool_selects_gateways() -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    objects = [one for text in examples for one in yaml.safe_load_all(text)]
+    pool = of_kind(objects, "InferencePool")["spec"]
+    manifests = render(name="pillion")
+    selected = [
+        one["metadata"]["name"]
+        for one in manifests
+        if one["kind"] in ("Deployment", "StatefulSet")
+        and pool["selector"]["matchLabels"].items() <= one["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert selected == ["pillion-gateway"]
+    ports = pod_of(of_kind(manifests, "Deployment", "gateway"))["containers"][0]["ports"]
+    assert pool["targetPorts"] == [{"number": one["containerPort"]} for one in ports if one["name"] == "http"]
+    assert of_kind(objects, "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0]["name"] == "pillion"
