@@ -15,78 +15,46 @@ import os
 import pathlib
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from concurrent import futures
 from contextlib import contextmanager
 
-import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from rich.table import Table
 
 from benchmarks.cluster import prompts
 from benchmarks.report import percentile, save, show_table
 from pillion import AsyncClient, Client
 from tests.support.cluster import ServedCluster, served
+from tests.support.otlp import Receiver, collecting
 
 MODEL = "demo"
-EXPORT_DELAY_MS = 200
 # For the last spans to arrive.
 SETTLE_S = 2.0
 HOPS = 3
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what the hand-off's two ends say, in nanoseconds, by trace."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._committed: dict[bytes, int] = {}
-        self._began: dict[bytes, int] = {}
-
-    def Export(  # noqa: N802
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Spans of one part."""
-        with self._lock:
-            for resource in request.resource_spans:
-                service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
-                for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        trace = span.trace_id
-                        if (service, span.name) == ("pillion-prefill", "kv.commit"):
-                            self._committed[trace] = max(self._committed.get(trace, 0), span.end_time_unix_nano)
-                        elif span.name == "decode.remnant":
-                            self._began[trace] = span.start_time_unix_nano
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def ms(self) -> list[float]:
-        """Of every request whose two ends were seen."""
-        with self._lock:
-            both = self._committed.keys() & self._began.keys()
-            return [(self._began[trace] - self._committed[trace]) / 1e6 for trace in both]
+def handoffs_ms(receiver: Receiver) -> list[float]:
+    """Of every request whose two ends were seen: its last commit on the prefill worker, its first step on the other."""
+    found = []
+    for trace in receiver.traces().values():
+        committed = [s.end_time_unix_nano for name, s in trace if (name, s.name) == ("pillion-prefill", "kv.commit")]
+        began = [span.start_time_unix_nano for _, span in trace if span.name == "decode.remnant"]
+        if committed and began:
+            found.append((began[0] - max(committed)) / 1e6)
+    return found
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    """A collector that the standard variables point at while this lasts."""
-    server, collector = grpc.server(futures.ThreadPoolExecutor(2)), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    said = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
-        "OTEL_EXPORTER_OTLP_INSECURE": "true",
-        "OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_DELAY_MS),
-    }
-    os.environ.update(said)
-    try:
-        yield collector
-    finally:
-        for name in said:
-            del os.environ[name]
-        server.stop(0)
+def exporting() -> Iterator[Receiver]:
+    """A receiver that the standard variables point at while this lasts."""
+    with collecting() as receiver:
+        said = receiver.environ()
+        os.environ.update(said)
+        try:
+            yield receiver
+        finally:
+            for name in said:
+                del os.environ[name]
 
 
 def main() -> None:
@@ -96,7 +64,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=33)
     args = parser.parse_args()
     with (
-        collecting() as collector,
+        exporting() as receiver,
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
         served(pathlib.Path(folder), MODEL, "--split-policy", "disaggregated") as cluster,
     ):
@@ -106,7 +74,7 @@ def main() -> None:
                 list(client.generate(ids, temperature=0.0, max_tokens=2, ignore_eos=True))
         time.sleep(SETTLE_S)
         bytes_copied = _bytes_between_nodes(cluster)
-    found = sorted(collector.ms())
+    found = sorted(handoffs_ms(receiver))
     result = {
         "requests": len(found),
         "input_tokens": args.input_len,

@@ -37,6 +37,7 @@ class WorkerPart:
 
     def __init__(self, worker: Worker, service: Service, server: RunningServer) -> None:
         self.worker = worker
+        self.meters = worker.meters
         self._service = service
         self._server = server
 

@@ -42,11 +42,12 @@ class StepPlan:
     """One step: decodes first, then remnants, oldest first.
 
     ``copies``: (source, target) slots to be copied before anything runs: the prompt's last, partial block, for an
-    answer that is about to write behind it (copy-on-write).
+    answer that is about to write behind it (copy-on-write). ``budget_tokens``: what the step might have taken.
     """
 
     pieces: tuple[Piece, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    budget_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -132,6 +133,7 @@ class Outcome:
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
         lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
+        preemptions, right_guesses: how many there were since the last outcome.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -141,6 +143,8 @@ class Outcome:
     give_back: list[int] = field(default_factory=list)
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
+    preemptions: int = 0
+    right_guesses: int = 0
     load: Load = field(default_factory=Load)
 
     @property

@@ -164,15 +164,17 @@ class Scheduler:
         pieces = self._decodes(now)
         begun, copies = self._forks.seat(now, self._sequences)
         pieces += begun
+        most = self.budget.max_tokens
         remnants = self.lines.remnants(now)
         if self._drafter is not None:
             spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(remnants)
             pieces = speculate(self._drafter, pieces, spare)
         if remnants:
             left = self.budget.left(pieces, remnants[0].num_computed)
+            most = sum(piece.count for piece in pieces) + left
             pieces += self._remnant_pieces(remnants, left, now)
         self.budget.begin(pieces, now)
-        return StepPlan(tuple(pieces), tuple(copies))
+        return StepPlan(tuple(pieces), tuple(copies), most)
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Take the results of a step."""
@@ -247,7 +249,8 @@ class Scheduler:
             if any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values()):
                 return False
             victim = self.lines.victim()
-            victim.marks.preemptions += 1
+            victim.marks.preempted_s.append(now)
+            self._books.out.preemptions += 1
             self._close(victim, now, commit_rest=True, resume=True)
             if victim is sequence:
                 return False
@@ -297,7 +300,7 @@ class Scheduler:
         guesses = sequence.tokens(sequence.num_tokens, sequence.num_tokens + sequence.num_drafts).tolist()
         sequence.num_drafts = 0
         sequence.decoding = True
-        sequence.marks.first_token_s = sequence.marks.first_token_s or now
+        sequence.marks.tokens_came(now)
         taken, reason = 0, None
         for token, _ in chosen:
             reason = sequence.append(token)
@@ -308,6 +311,7 @@ class Scheduler:
         sequence.num_computed -= piece.samples - taken
         if guesses:
             sequence.right_guesses = taken - 1
+            self._books.out.right_guesses += taken - 1
         sequence.extend_hashes(sequence.num_computed)
         self._tell_tokens(sequence, chosen[:taken], reason, now)
         if reason is not None:

@@ -21,7 +21,7 @@ the scheduler that it was added to; nobody else changes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 
@@ -106,7 +106,13 @@ class Ending:
 
 @dataclass(slots=True)
 class Marks:
-    """When things happened, in the seconds of the scheduler's clock; 0.0 is not yet."""
+    """When things happened, in the seconds of the scheduler's clock; 0.0 is not yet.
+
+    Attributes:
+        token_steps: steps that brought tokens of the answer.
+        last_token_s, longest_gap_s: when the last one did, and the longest time between two of them.
+        preempted_s: when its memory was taken, each time.
+    """
 
     arrived_s: float
     first_step_s: float = 0.0
@@ -114,7 +120,24 @@ class Marks:
     ended_s: float = 0.0
     remnant_tokens: int = 0
     remnant_steps: int = 0
-    preemptions: int = 0
+    token_steps: int = 0
+    last_token_s: float = 0.0
+    longest_gap_s: float = 0.0
+    preempted_s: list[float] = field(default_factory=list)
+
+    @property
+    def preemptions(self) -> int:
+        """How often it gave way."""
+        return len(self.preempted_s)
+
+    def tokens_came(self, now: float) -> None:
+        """A step chose tokens."""
+        if self.token_steps:
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_s)
+        else:
+            self.first_token_s = now
+        self.token_steps += 1
+        self.last_token_s = now
 
 
 @dataclass(slots=True)
@@ -172,7 +195,8 @@ class Sequence:
         child.rank = self.rank
         child.parent = self
         child.state = State.RESUMING
-        child.marks.first_step_s = child.marks.first_token_s = now
+        child.marks.first_step_s = now
+        child.marks.tokens_came(now)
         child.marks.remnant_tokens = 0
         return child
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from engine.plan import Outcome, Sampled, StepPlan
 from engine.scheduler import Scheduler
@@ -32,6 +32,16 @@ UNREAD_POLL_S = 1.0
 Run = Callable[[StepPlan], Sampled]
 
 
+class OnStep(Protocol):
+    """Hears on the step thread of a step that has run, before it is committed."""
+
+    def __call__(self, plan: StepPlan, seconds: float, *, ok: bool) -> None: ...
+
+
+def _unheard(plan: StepPlan, seconds: float, *, ok: bool) -> None:
+    pass
+
+
 class StepLoop:
     """Runs a scheduler over a backend.
 
@@ -40,6 +50,7 @@ class StepLoop:
         run: copy, forward and sample. What it raises fails that step's sequences.
         on_outcome: called on the asyncio loop before and after every step that has news.
         on_death: called there with a reason, once, if the thread dies of a defect.
+        on_step: called on the step thread.
         may_publish: asked there before each on_outcome. What it forbids is kept, in order, for :meth:`publish`.
         clock: seconds, monotonic.
     """
@@ -51,6 +62,7 @@ class StepLoop:
         *,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
+        on_step: OnStep = _unheard,
         may_publish: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,6 +70,7 @@ class StepLoop:
         self._run = run
         self._on_outcome = on_outcome
         self._on_death = on_death
+        self._on_step = on_step
         self._may_publish = may_publish
         # Counted as unread, and so bounded with them.
         self._held: deque[Outcome] = deque()
@@ -120,13 +133,16 @@ class StepLoop:
         self._tell(self._scheduler.flush(self._clock()))
         if not plan.pieces:
             return False
+        began_s = self._clock()
         try:
             sampled = self._run(plan)
         except Exception as error:
+            self._on_step(plan, self._clock() - began_s, ok=False)
             log.exception("a step of %d sequences failed", len(plan.pieces))
             failure = Internal(f"the step failed on the worker: {type(error).__name__}")
             self._tell(self._scheduler.fail_step(plan, failure, self._clock()))
             return True
+        self._on_step(plan, self._clock() - began_s, ok=True)
         self._tell(self._scheduler.commit(plan, sampled, self._clock()))
         return True
 

@@ -13,6 +13,7 @@ Closed, nothing here touches the pool any more, and the worker may say so (:func
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -28,10 +29,12 @@ from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Samp
 from engine.sampler import sample
 from engine.scheduler import Scheduler
 from engine.sequence import Ending, Sequence
-from engine.spans import record
+from engine.spans import record, record_step, shared
 from engine.step_loop import StepLoop
+from engine.step_meter import StepMeter
 from engine.tickets import Tickets
 from kvstore.client import NodeClient
+from pillion import telemetry
 from pillion.config import WorkerFlags
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.wire.kvnode import CommitResult
@@ -65,6 +68,7 @@ class Tenure:
         describe: what the registry is told.
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
+        meter: counts the steps.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Tenure:
         describe: Callable[[], PartRecord],
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
+        meter: StepMeter,
     ) -> None:
         self.epoch = epoch
         self.owners: dict[int, Owner] = {}
@@ -92,10 +97,18 @@ class Tenure:
         self._model = model
         self._on_lost = on_lost
         self._on_fail = on_fail
+        self._meter = meter
+        self._traced = telemetry.recording()
+        self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         lease = Lease(flags.heartbeat_timeout_ms / 1000)
         self._steps = StepLoop(
-            scheduler, self._run, on_outcome=self._on_outcome, on_death=on_fail, may_publish=lease.held
+            scheduler,
+            self._run,
+            on_outcome=self._on_outcome,
+            on_death=on_fail,
+            on_step=self._stepped,
+            may_publish=lease.held,
         )
         self.tickets = Tickets(node, epoch, tell=self._steps.tell, lost=self._judge)
         self.heartbeat = Heartbeat(
@@ -218,6 +231,18 @@ class Tenure:
 
     # The step thread's side.
 
+    def _stepped(self, plan: StepPlan, seconds: float, *, ok: bool) -> None:
+        tokens = self._meter.ran(plan, seconds, ok=ok)
+        if self._traced and shared(plan):
+            now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
+            with contextlib.suppress(RuntimeError):
+                # Before the outcome, so that nobody has left yet.
+                self._loop.call_soon_threadsafe(self._record_step, now_s - seconds, now_s, tokens, seq_ids)
+
+    def _record_step(self, start_s: float, end_s: float, tokens: dict[str, int], seq_ids: list[int]) -> None:
+        owners = (self.owners.get(seq_id) for seq_id in seq_ids)
+        record_step(start_s, end_s, tokens, [owner.trace for owner in owners if owner is not None])
+
     def _run(self, plan: StepPlan) -> Sampled:
         backend = self._model.backend
         if plan.copies:
@@ -228,6 +253,7 @@ class Tenure:
         if self.over:
             return
         self.load = outcome.load
+        self._meter.heard(outcome)
         # First of all, so that no slot depends on what an owner does.
         self._line.put(outcome)
         for chunk in outcome.chunks:

@@ -28,12 +28,14 @@ from engine.ngram import NGramDrafter
 from engine.plan import Load
 from engine.scheduler import Scheduler
 from engine.sequence import Holding, Sequence, SequenceSpec
+from engine.step_meter import StepMeter, readings
 from engine.tenure import Owner, Tenure, new_epoch
 from engine.tickets import Tickets
 from kvstore.attach import Attachment, attach
 from kvstore.client import NodeClient
 from pillion.config import WorkerFlags
 from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.metrics import Meters
 from pillion.wire.registry import PartRecord
 
 log = logging.getLogger("pillion.worker")
@@ -46,7 +48,7 @@ MAX_WARM_UP_TOKENS = 512
 
 
 class Worker:
-    """Made by :meth:`start`. Attributes are for reading: ``model``, ``part_id``, ``tenure``."""
+    """Made by :meth:`start`. Attributes are for reading: ``model``, ``part_id``, ``tenure``, ``meters``."""
 
     def __init__(
         self,
@@ -70,7 +72,10 @@ class Worker:
         self._ids = itertools.count(1)
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._returning: asyncio.Task[None] | None = None
+        self.meters = Meters()
+        self._meter = StepMeter(self.meters)
         self.tenure = self._tenure_of(attachment.epoch)
+        self.meters.watch(lambda: readings(self.load, self.tenure.seats))
 
     @classmethod
     async def start(
@@ -134,6 +139,7 @@ class Worker:
             describe=self._describe,
             on_lost=self._epoch_lost,
             on_fail=self.fail,
+            meter=self._meter,
         )
 
     def announce(self, address: str) -> None:

@@ -24,7 +24,9 @@ from pillion.priority import rank
 
 # What a refused client is told to wait; streams end every few hundred milliseconds on a gateway this full.
 RETRY_AFTER_MS = 1000
-# Share of the gateway's bounds that a tenant without bounds of its own may fill: nobody locks the others out.
+# Of what the other tenants leave of the gateway's bounds, a tenant without bounds of its own may fill so much. Each of
+# n that flood gets 1/(n+1) of it, and as much stays free for the next one: the dynamic threshold of Choudhury and Hahne
+# ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
 
 
@@ -68,22 +70,24 @@ class Admission:
     def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> Visit:
         """One more request; each of its answers counts as one. Raises Overloaded, and InvalidRequest, naming the
         ``field`` that said how many, where they could never be let in."""
-        most = min(self._max_requests, self._own(tenant, tenant.max_inflight_requests, self._max_requests))
-        if answers > 1 and answers > most:
-            said = f"{answers} answers; the gateway takes {most} requests at once, each answer counts"
+        name, own = tenant.name, tenant.max_inflight_requests
+        alone = _bound(tenant, own, self._max_requests, 0)
+        if answers > 1 and answers > alone:
+            said = f"{answers} answers; the gateway takes {alone} requests at once, each answer counts"
             raise InvalidRequest.of(FieldViolation(field, said))
         if self.requests + answers > self._max_requests:
             raise _full("", "max_inflight_requests", self._max_requests, "requests")
-        if self._requests_of[tenant.name] + answers > most:
-            raise _full(tenant.name, "max_inflight_requests", most, "requests")
+        most = _bound(tenant, own, self._max_requests, self.requests - self._requests_of[name])
+        if self._requests_of[name] + answers > most:
+            raise _full(name, "max_inflight_requests", most, "requests")
         self.requests += answers
-        self._requests_of[tenant.name] += answers
+        self._requests_of[name] += answers
         return Visit(tenant, answers)
 
     def weigh(self, visit: Visit, tokens: int) -> None:
         """Its prompt. One prompt is always let in, however long. Raises Overloaded."""
         name, own = visit.tenant.name, visit.tenant.max_inflight_tokens
-        most = min(self._max_tokens, self._own(visit.tenant, own, self._max_tokens))
+        most = _bound(visit.tenant, own, self._max_tokens, self.tokens - self._tokens_of[name])
         if self.tokens and self.tokens + tokens > self._max_tokens:
             raise _full("", "max_inflight_tokens", self._max_tokens, "prompt tokens")
         if self._tokens_of[name] and self._tokens_of[name] + tokens > most:
@@ -159,10 +163,28 @@ class Admission:
         places = self._places()
         return not places or not self.running or self.running + answers <= places
 
-    @staticmethod
-    def _own(tenant: Tenant, own: int, whole: int) -> int:
-        """A tenant's bound. The open gateway's only tenant has none."""
-        return own or (max(1, int(whole * TENANT_SHARE)) if tenant.name else whole)
+
+class Shares:
+    """Places in a line that all tenants share, ``each`` for a tenant: nobody waits there behind another one's flood."""
+
+    def __init__(self, each: int) -> None:
+        self._each = each
+        self._places: dict[str, asyncio.Semaphore] = {}
+
+    def of(self, tenant: Tenant) -> asyncio.Semaphore:
+        """The tenant's own, to be held while one job of it is in the line."""
+        return self._places.setdefault(tenant.name, asyncio.Semaphore(self._each))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Tenants that are not among ``names`` are gone."""
+        self._places = {name: places for name, places in self._places.items() if name in names}
+
+
+def _bound(tenant: Tenant, own: int, whole: int, others: int) -> int:
+    """What a tenant may have of ``whole``, of which the others have some. The open gateway's only tenant has it all."""
+    if own or not tenant.name:
+        return min(own or whole, whole)
+    return max(1, int((whole - others) * TENANT_SHARE))
 
 
 def _full(tenant: str, name: str, most: int, what: str) -> Overloaded:

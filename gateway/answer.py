@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.detokenizer import Detokenizer
 from gateway.stops import StopMatcher
 from pillion.types import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Text that became certain, and the tokens taken, with their log probabilities where they are known."""
 
     text: str
@@ -51,6 +50,11 @@ class Answer:
             token_ids: the next ones.
             logprobs: one for each of them, or none.
         """
+        if not self._stops.stops:
+            # Most answers have no stop strings, and nothing is judged.
+            self.completion_tokens += len(token_ids)
+            pushed = [self._detokenizer.push(one) for one in token_ids if one not in self._stop_ids]
+            return Piece("".join(pushed), tuple(token_ids), tuple(logprobs))
         texts: list[str] = []
         taken = 0
         for token_id in token_ids:

@@ -78,6 +78,8 @@ class Calls:
         self._stream: tuple[str, int] | None = None
         self._adopted = False
         self._begun = False
+        # Of the prompt, in the latest attempt: from other nodes, and from disk.
+        self.brought_tokens = (0, 0)
 
     # ---- started by actions ---------------------------------------------------------------------------------------
 
@@ -189,7 +191,8 @@ class Calls:
         self._chain = Chain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
         known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
-        hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
+        with telemetry.tracer().start_as_current_span("lookup"):
+            hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         picture = Picture(
             model=job.model,
@@ -238,6 +241,7 @@ class Calls:
                     resume=resume,
                     timeout_s=wait_s,
                     priority=self._job.priority,
+                    expected_blocks=action.plan.hinted_blocks(node_id),
                 )
                 span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
         except DeadlineExceeded:
@@ -252,10 +256,12 @@ class Calls:
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
-            blocks = await bring(
+            brought = await bring(
                 self._cluster, action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
             )
-        self._post(ev.Fetched(action.attempt, blocks))
+        size = action.plan.block_size
+        self.brought_tokens = brought.fetched_blocks * size, brought.restored_blocks * size
+        self._post(ev.Fetched(action.attempt, brought.blocks))
 
     async def _run_span(self, action: ev.RunSpan) -> None:
         worker = action.plan.prefill

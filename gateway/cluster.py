@@ -173,16 +173,24 @@ class Cluster:
             await self.refresh()
             await asyncio.sleep(FIRST_LOOK_S / 5)
 
-    def places(self) -> int:
-        """Requests that the workers should be given at once: this gateway's share of the decode workers' seats, and
-        some more. 0 as long as a worker does not say how many seats it has."""
-        records = self.view.records()
-        workers = [record for record in records if record.role == "decode"]
+    def places(self, model: str) -> int:
+        """Requests that the model's workers should be given at once: this gateway's share of the decode workers' seats,
+        and some more. 0 as long as a worker does not say how many seats it has.
+
+        An even share, and what the others do not use of theirs, as of their last heartbeat: connections are not spread
+        evenly, and a client may have only one."""
+        workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
         seats = sum(worker.running_requests + worker.free_seqs for worker in workers)
-        gateways = max(1, sum(record.role == "gateway" for record in records))
-        return max(1, (seats + max(MIN_SPARE_PLACES, int(seats * SPARE_PLACES_SHARE))) // gateways)
+        places, others = seats + max(MIN_SPARE_PLACES, int(seats * SPARE_PLACES_SHARE)), self.other_gateways()
+        even = places // (len(others) + 1)
+        return max(1, places - sum(min(even, other.running_requests) for other in others))
+
+    def other_gateways(self) -> list[PartRecord]:
+        """Those that live, besides this one."""
+        records = self.view.records()
+        return [record for record in records if record.role == "gateway" and record.part_id != self._gateway_id]
 
     def capacity_tokens(self, model: str) -> int | None:
         """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes

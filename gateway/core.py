@@ -10,17 +10,20 @@ from dataclasses import dataclass, replace
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from gateway.admission import Admission, Visit, check_pool
+from gateway import request_span
+from gateway.admission import Shares, Visit, check_pool
 from gateway.answer import Answer
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.job import Job
 from gateway.keys import Keyring
+from gateway.model_lines import ModelLines
 from gateway.planner import SplitPolicy
-from gateway.quotas import Quotas
+from gateway.request_meter import CHAT, TEXT, GatewayMeter, readings
 from gateway.runner import Generation
+from gateway.shared_quotas import SharedQuotas
 from gateway.tenants import OPEN, Tenant, cache_salt
-from gateway.tokenizer import ModelTokenizer, TokenizerPool
+from gateway.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from gateway.validation import (
     ModelLimits,
     check_length,
@@ -32,11 +35,14 @@ from gateway.validation import (
 from pillion import telemetry
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.metrics import Family, Meters
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 STOPPING = "this gateway is stopping"
 # A client that reaches another gateway, or the next one behind this port, may come at once.
 DRAIN_RETRY_MS = 100
+# A tenant's prompts that wait for a tokenizer: its next one has to be there when a thread is free.
+TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,31 +70,46 @@ class EdgeOptions:
 
 
 class Gateway:
-    """Takes requests. ``models`` by served name; ``ring``: None takes everybody."""
+    """Takes requests. ``models`` by served name; ``ring``: None takes everybody; ``quotas``: by default counted here
+    alone."""
 
     def __init__(
-        self, models: Mapping[str, ModelEntry], cluster: Cluster, options: EdgeOptions, ring: Keyring | None = None
+        self,
+        models: Mapping[str, ModelEntry],
+        cluster: Cluster,
+        options: EdgeOptions,
+        ring: Keyring | None = None,
+        quotas: SharedQuotas | None = None,
     ) -> None:
         self._models = models
         self._cluster = cluster
         self._options = options
         self._ring = ring
-        self._quotas = Quotas()
-        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._places)
+        self._quotas = quotas or SharedQuotas()
+        self._admission = ModelLines(options.max_inflight_requests, options.max_inflight_tokens, self._places, models)
         self._pool = TokenizerPool()
+        self._texts = Shares(TENANT_TEXTS_AT_ONCE)
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
+        self.meters = Meters()
+        self._meter = GatewayMeter(self.meters)
+        self.meters.watch(lambda: readings(self.active_requests, self.waiting_requests, cluster.index.available))
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     def tenant_of(self, authorization: str) -> Tenant:
         """Who is behind a call, by the value of its Authorization header. Raises Unauthenticated."""
-        return OPEN if self._ring is None else self._ring.tenant_of(authorization)
+        try:
+            return OPEN if self._ring is None else self._ring.tenant_of(authorization)
+        except Unauthenticated as error:
+            self._meter.refused(error)
+            raise
 
     def take_keys(self, ring: Keyring) -> None:
         """From now on these. What runs goes on; what a tenant has spent stays spent."""
         self._ring = ring
         self._quotas.keep(ring.tenants)
         self._admission.keep(ring.tenants)
+        self._texts.keep(ring.tenants)
 
     async def generate(
         self,
@@ -107,8 +128,9 @@ class Gateway:
             parent: the client's trace context.
 
         Raises:
-            InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or the wait would be longer
-                than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated: ``tenant`` is None.
+            NotFound: no such model. InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or
+                the wait would be longer than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated:
+                ``tenant`` is None.
             Unavailable: it is stopping; another gateway may take the request at once.
         """
         if self._draining:
@@ -116,46 +138,78 @@ class Gateway:
         tenant = self._known(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
-        span = telemetry.tracer().start_span(
-            f"generate {request.model[:100]}".rstrip(), context=parent, kind=trace.SpanKind.SERVER
-        )
+        span = request_span.begin(request, parent)
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
-            self._quotas.take_request(tenant, arrived)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             visit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
-            _end_badly(span, error)
+            self._meter.refused(error)
+            request_span.end_badly(span, error)
             raise
         try:
-            prompt = await self._tokenize(request, model)
+            # Behind the bounds: whom the gateway itself refuses has used up nothing.
+            self._quotas.take_request(tenant, arrived)
+            with telemetry.child("tokenize", span) as tokenizing:
+                prompt = await self._tokenize(request, model, tenant)
+                tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
             self._admission.weigh(visit, len(prompt))
-            await self._turn(visit, request.priority, arrived, deadline)
+            with telemetry.child("admission", span):
+                await self._turn(visit, model.limits.name, request.priority, arrived, deadline)
             return self._begin(request, model, prompt, visit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
             self._admission.leave(visit)
-            _end_badly(span, error)
+            if isinstance(error, PillionError):
+                self._meter.refused(error)
+            request_span.end_badly(span, error)
             raise
 
     def entry(self, name: str) -> ModelEntry:
-        """The model that ``name`` means; "" means the only one. Raises InvalidRequest."""
+        """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
         return self._models[check_model(name, self._models)]
 
-    async def tokenize(self, request: GenerateRequest, tenant: Tenant | None = None) -> tuple[int, ...]:
-        """The prompt as it would be computed, as ids; counts as a request. Raises InvalidRequest and Overloaded."""
-        model = self.entry(request.model)
+    async def tokenize(
+        self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
+    ) -> tuple[int, ...]:
+        """The prompt as it would be computed, as ids; ``bare``: a text without the special tokens that are added to it.
+        Counts as a request. Raises InvalidRequest and Overloaded."""
+        model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
-        self._quotas.take_request(self._known(tenant), time.monotonic())
-        return await self._tokenize(request, model)
+        visit = self._admission.enter(tenant)
+        try:
+            await self._count(tenant)
+            if bare and request.text:
+                async with self._texts.of(tenant):
+                    return await self._pool.run(model.tokenizer.encode_bare, request.text)
+            return await self._tokenize(request, model, tenant)
+        finally:
+            self._admission.leave(visit)
 
-    async def detokenize(self, name: str, token_ids: tuple[int, ...]) -> str:
-        """The text of ids that the model knows, special tokens skipped. Raises Overloaded."""
-        return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
+    async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
+        """The text of ids that the model knows, special tokens skipped; counts as a request. Raises Overloaded."""
+        tenant = self._known(tenant)
+        visit = self._admission.enter(tenant)
+        try:
+            await self._count(tenant)
+            return await self.text_of(name, token_ids, tenant)
+        finally:
+            self._admission.leave(visit)
+
+    async def _count(self, tenant: Tenant) -> None:
+        """A request without a prompt to be computed. Raises Overloaded."""
+        now = time.monotonic()
+        self._quotas.take_request(tenant, now)
+        await self._quotas.confirm(tenant, now)
+
+    async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
+        """The same for a request that is counted elsewhere."""
+        async with self._texts.of(tenant):
+            return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Those that live workers serve now."""
@@ -183,19 +237,29 @@ class Gateway:
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
+    def metrics(self, tenant: Tenant | None = None) -> list[Family]:
+        """What this gateway counted. Raises PermissionDenied for a tenant that is no operator."""
+        self._operators_only(tenant)
+        return self.meters.collect()
+
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
-        """For ``pillion status``. Raises PermissionDenied for a tenant that is no operator."""
-        if not self._known(tenant).operator:
-            raise PermissionDenied("only a tenant with operator = true may see the cluster")
+        """For ``pillion status``, of all gateways. Raises PermissionDenied for a tenant that is no operator."""
+        self._operators_only(tenant)
+        others = self._cluster.other_gateways()
+        prompts, cached, completions = self.totals()
         return ClusterStatus(
             version=VERSION,
             parts=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
-            active_requests=self._admission.requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
+            active_requests=self._admission.requests + sum(one.running_requests for one in others),
+            prompt_tokens=prompts + sum(one.prompt_tokens for one in others),
+            cached_tokens=cached + sum(one.cached_tokens for one in others),
+            completion_tokens=completions + sum(one.completion_tokens for one in others),
             index_available=self._cluster.index.available,
         )
+
+    def totals(self) -> tuple[int, int, int]:
+        """Tokens of what has ended here: of prompts, of them cached, and of answers."""
+        return self._prompt_tokens, self._cached_tokens, self._completion_tokens
 
     @property
     def active_requests(self) -> int:
@@ -219,6 +283,7 @@ class Gateway:
     async def aclose(self) -> None:
         """Ends tokenizing. Generations are their readers' to cancel."""
         self._pool.close()
+        await self._quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
 
@@ -227,27 +292,32 @@ class Gateway:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN
 
-    def _places(self) -> int:
-        """Answers that the workers are given at once; 0: no bound is known."""
-        return self._options.max_running_requests or self._cluster.places()
+    def _operators_only(self, tenant: Tenant | None) -> None:
+        if not self._known(tenant).operator:
+            raise PermissionDenied("only a tenant with operator = true may see the cluster")
 
-    async def _tokenize(self, request: GenerateRequest, model: ModelEntry) -> tuple[int, ...]:
-        if request.token_ids:
-            prompt = request.token_ids
-        elif request.messages:
-            rendered = await model.template.render(request.messages)
-            prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
-        else:
-            prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
+    def _places(self, model: str) -> int:
+        """Answers that the model's workers are given at once; 0: no bound is known."""
+        return self._options.max_running_requests or self._cluster.places(model)
+
+    async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
+        prompt = request.token_ids
+        if not prompt:
+            async with self._texts.of(tenant):
+                if request.messages:
+                    rendered = await model.template.render(request.messages)
+                    prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
+                else:
+                    prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
-    async def _turn(self, visit: Visit, priority: int, arrived: float, deadline: float | None) -> None:
+    async def _turn(self, visit: Visit, model: str, priority: int, arrived: float, deadline: float | None) -> None:
         """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
         tenant = visit.tenant
-        self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
+        await self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
         try:
-            await self._admission.turn(visit, tenant.capped(priority), arrived, deadline)
+            await self._admission.turn(visit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:
             self._quotas.spend(tenant, -visit.tokens, time.monotonic())
             raise
@@ -299,7 +369,9 @@ class Gateway:
             show_logprobs=asked.logprobs is not None,
             prefix_caching=options.prefix_caching,
         )
-        _describe(span, job, is_chat=bool(request.messages))
+        request_span.describe(span, job, is_chat=bool(request.messages))
+        operation = CHAT if request.messages else TEXT
+        meter = self._meter.request(limits.name, operation, arrived, _generated(asked))
         stop_ids = frozenset(resolved.stop_token_ids)
         answers = [
             Answer(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
@@ -307,13 +379,16 @@ class Gateway:
         ]
 
         def ended(usage: Usage) -> None:
-            self._quotas.spend(visit.tenant, usage.completion_tokens, time.monotonic())
+            # A prompt that nobody could serve costs its tenant nothing.
+            lost = generation.failed_unserved and not usage.completion_tokens
+            spent = -visit.tokens if lost else usage.completion_tokens
+            self._quotas.spend(visit.tenant, spent, time.monotonic())
             self._admission.leave(visit, usage.completion_tokens)
             self._prompt_tokens += usage.prompt_tokens
             self._cached_tokens += usage.cached_tokens
             self._completion_tokens += usage.completion_tokens
 
-        generation = Generation(job, cluster, answers, span, ended)
+        generation = Generation(job, cluster, answers, span, meter, ended)
         generation.start()
         return generation
 
@@ -321,32 +396,3 @@ class Gateway:
 def _generated(sampling: SamplingParams) -> int:
     """Answers that are generated, of which the best ``n`` are given."""
     return sampling.best_of or sampling.n or 1
-
-
-def _describe(span: trace.Span, job: Job, is_chat: bool) -> None:
-    if not span.is_recording():
-        return
-    sampling = job.resolved.sampling
-    span.update_name(f"generate {job.model}")
-    said = {
-        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
-        "gen_ai.provider.name": "pillion",
-        "gen_ai.request.model": job.model,
-        "gen_ai.response.model": job.model,
-        "gen_ai.response.id": job.request_id,
-        "gen_ai.request.max_tokens": job.resolved.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stream": True,
-        # By its convention only where it is not 1.
-        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
-    }
-    span.set_attributes({key: value for key, value in said.items() if value is not None})
-
-
-def _end_badly(span: trace.Span, error: BaseException) -> None:
-    span.set_attribute("error.type", type(error).__name__)
-    span.set_status(trace.StatusCode.ERROR, str(error))
-    span.end()

@@ -17,6 +17,48 @@ _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
+class Spellings:
+    """What each token of one model adds to a text by itself, remembered for all its answers.
+
+    At most one entry for each id that the tokenizer knows.
+
+    Attributes:
+        codec: the tokenizer.
+        byte_level: whether a token's bytes do not depend on its neighbours.
+        whole: of a byte-level vocabulary, the texts of tokens met so far that are no parts of characters.
+    """
+
+    __slots__ = ("_parts", "_specials", "byte_level", "codec", "whole")
+
+    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+        self.codec = codec
+        self.byte_level = isinstance(codec.decoder, decoders.ByteLevel)
+        self.whole: dict[int, str] = {}
+        self._parts: dict[int, bytes] = {}
+        self._specials = _special_texts(codec)
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether the id is known and no special token's."""
+        token = self.codec.id_to_token(token_id)
+        return token is not None and token not in self._specials
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Of a byte-level vocabulary: what the token adds to a text; nothing for a special or unknown one."""
+        found = self._parts.get(token_id)
+        if found is not None:
+            return found
+        token = self.codec.id_to_token(token_id)
+        if token is None:
+            # Not remembered: there is no end of ids that nobody knows.
+            return b""
+        said = b"" if token in self._specials else _bytes_of(token)
+        try:
+            self.whole[token_id] = said.decode()
+        except UnicodeDecodeError:
+            self._parts[token_id] = said
+        return said
+
+
 class _Decoder(Protocol):
     def push(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
@@ -29,13 +71,16 @@ class Detokenizer:
     and cheap. Others (SentencePiece's family) are decoded over a window of the last tokens. There, and only there, the
     text can differ from a full decode, where a model writes broken UTF-8 right behind a whole character in byte tokens:
     a full decode takes the whole character back, a stream cannot.
+
+    Args:
+        codec: the tokenizer, or what is remembered of it.
     """
 
     __slots__ = ("_decoder",)
 
-    def __init__(self, codec: tokenizers.Tokenizer) -> None:
-        byte_level = isinstance(codec.decoder, decoders.ByteLevel)
-        self._decoder: _Decoder = _ByteLevel(codec) if byte_level else _Window(codec)
+    def __init__(self, codec: tokenizers.Tokenizer | Spellings) -> None:
+        spellings = codec if isinstance(codec, Spellings) else Spellings(codec)
+        self._decoder: _Decoder = _ByteLevel(spellings) if spellings.byte_level else _Window(spellings)
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; often one word, sometimes nothing."""
@@ -61,18 +106,24 @@ def token_bytes(codec: tokenizers.Tokenizer, token_id: int) -> bytes:
 
 
 class _ByteLevel:
-    __slots__ = ("_codec", "_specials", "_utf8")
+    __slots__ = ("_amid", "_spellings", "_utf8", "_whole")
 
-    def __init__(self, codec: tokenizers.Tokenizer) -> None:
-        self._codec = codec
-        self._specials = _special_texts(codec)
+    def __init__(self, spellings: Spellings) -> None:
+        self._spellings = spellings
+        self._whole = spellings.whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Whether half a character is held back.
+        self._amid = False
 
     def push(self, token_id: int) -> str:
-        token = self._codec.id_to_token(token_id)
-        if token is None or token in self._specials:
-            return ""
-        return self._utf8.decode(_bytes_of(token))
+        if not self._amid:
+            # Whole characters behind whole characters: nothing to decode.
+            text = self._whole.get(token_id)
+            if text is not None:
+                return text
+        text = self._utf8.decode(self._spellings.bytes_of(token_id))
+        self._amid = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
@@ -84,17 +135,16 @@ class _Window:
     The window begins with tokens already emitted because a token's text depends on the one before it (leading spaces).
     """
 
-    __slots__ = ("_codec", "_context", "_held", "_specials")
+    __slots__ = ("_codec", "_context", "_held", "_spellings")
 
-    def __init__(self, codec: tokenizers.Tokenizer) -> None:
-        self._codec = codec
-        self._specials = _special_texts(codec)
+    def __init__(self, spellings: Spellings) -> None:
+        self._codec = spellings.codec
+        self._spellings = spellings
         self._context: list[int] = []
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        token = self._codec.id_to_token(token_id)
-        if token is None or token in self._specials:
+        if not self._spellings.is_text(token_id):
             return ""
         self._held.append(token_id)
         return self._take(final=len(self._held) >= MAX_HELD_TOKENS)

@@ -1,8 +1,12 @@
-"""What happens to a request and what is to be done for it: the two vocabularies of :mod:`gateway.request`."""
+"""What happens to a request and what is to be done for it: the two vocabularies of :mod:`gateway.request`.
+
+Tokens and Emit, which are made for every token, are plain tuples with names: those are made much faster.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.planner import Bringing, Plan
 from pillion.errors import PillionError
@@ -98,8 +102,7 @@ class Adopted:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The decode worker sampled these, in order. ``timings`` come with the first ones, ``logprobs`` are one for each
     token where they were asked for."""
 
@@ -270,8 +273,7 @@ class ReleaseTicket:
     hold: Hold
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
     """These tokens are the answer's next ones, with a log probability each or none."""
 
     token_ids: tuple[int, ...]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gateway.cluster import Cluster
 from gateway.events import Hold
 from kvstore.hashing import HASH_BYTES
 from pillion import telemetry
 from pillion.errors import PillionError
+from pillion.wire.kvnode import Brought
 
 log = logging.getLogger("pillion.gateway")
 
@@ -20,8 +22,8 @@ MAX_FETCH_S = 5.0
 
 async def bring(
     cluster: Cluster, hold: Hold, hashes: bytes, sources: Sequence[str], here_blocks: int, left_s: float | None
-) -> int:
-    """How many of the prompt's first blocks are pinned to the ticket then.
+) -> Brought:
+    """``blocks`` of it: how many of the prompt's first blocks are pinned to the ticket then.
 
     Args:
         cluster: has the line to the ticket's node.
@@ -41,8 +43,8 @@ async def bring(
         except PillionError as error:
             log.debug("KV node %s fetched nothing: %s", hold.node_id, error.message)
             span.set_attribute("error.type", type(error).__name__)
-            return here_blocks
+            return Brought(here_blocks)
         cluster.pace.observe(brought.fetched_blocks + brought.restored_blocks, time.monotonic() - begun_s)
         span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
         span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
-    return max(here_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))
+    return replace(brought, blocks=max(here_blocks, min(brought.blocks, len(hashes) // HASH_BYTES)))

@@ -12,27 +12,32 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route, Router
 
 from gateway.core import Gateway
 from gateway.http_call import MAX_HEADER_BYTES, Call, Endpoint
+from gateway.http_connection import HttpConnection
 from gateway.http_errors import ApiError
 from gateway.openai_api import OpenAIApi, unknown_model
 from pillion import tls
 from pillion._version import VERSION
+from pillion.errors import PillionError, Unavailable
+from pillion.metrics_export import Page
 from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
-# How long a connection may stay without a request.
+# How long a connection may stay without a further request.
 KEEP_ALIVE_S = 75
 
 
 class _Pages:
     """What needs no body."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, vllm_names: bool) -> None:
         self._gateway = gateway
+        self._vllm_names = vllm_names
         self._started = int(time.time())
 
     async def health(self, call: Call) -> None:
@@ -47,6 +52,11 @@ class _Pages:
         """This gateway's."""
         await call.answer(200, msgspec.json.encode({"version": VERSION}))
 
+    async def metrics(self, call: Call) -> None:
+        """For Prometheus; of this process, where several share the port."""
+        page = Page(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
+        await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
+
     async def models(self, call: Call) -> None:
         """OpenAI's list of what live workers serve."""
         entries = [self._entry(info) for info in self._gateway.models()]
@@ -59,7 +69,11 @@ class _Pages:
             if info.name == name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
-        raise unknown_model(f"the model {name[:100]!r} is not served here")
+        try:
+            self._gateway.entry(name)
+        except PillionError:
+            raise unknown_model(f"the model {name[:100]!r} is not served here") from None
+        raise Unavailable(self._gateway.missing(name))
 
     async def nothing(self, call: Call) -> None:
         """Every other path."""
@@ -77,15 +91,16 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway) -> Router:
+def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
     """The application; every page of the port is in this one table. What a key opens is marked by ``whose``.
 
     A bare router: the usual application wraps every write of a stream twice, for errors that are answered here.
     """
-    pages, api, whose = _Pages(gateway), OpenAIApi(gateway), gateway.tenant_of
+    pages, api, whose = _Pages(gateway, vllm_names), OpenAIApi(gateway), gateway.tenant_of
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
+        Route("/metrics", Endpoint("GET", pages.metrics, whose)),
         Route("/v1/models", Endpoint("GET", pages.models, whose)),
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, whose)),
         Route("/v1/completions", Endpoint("POST", api.completions, whose)),
@@ -120,20 +135,26 @@ class HttpServer:
 
 
 async def start_http(
-    gateway: Gateway, host: str, port: int, *, share_port: bool = False, identity: tls.Identity | None = None
+    gateway: Gateway,
+    host: str,
+    port: int,
+    *,
+    share_port: bool = False,
+    identity: tls.Identity | None = None,
+    vllm_names: bool = False,
 ) -> HttpServer:
     """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
 
     ``share_port``: other processes may listen on the same port; the system spreads connections over them.
-    ``identity``: for TLS; None is plain text.
+    ``identity``: for TLS; None is plain text. ``vllm_names``: whether /metrics shows vLLM's names too.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway),
-        # The one that takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
-        http="h11",
+        make_app(gateway, vllm_names=vllm_names),
+        # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
+        http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="off",
         log_config=None,

@@ -27,11 +27,15 @@ from pillion.errors import PillionError
 log = logging.getLogger("pillion.gateway")
 
 MAX_BODY_BYTES = MAX_REQUEST_BYTES
+# Of all bodies that are being read, together: thousands of clients may send one at the same time.
+MAX_BODIES_BYTES = 64 * MAX_BODY_BYTES
 # Path and headers together.
 MAX_HEADER_BYTES = 32 * 2**10
 # A body that takes longer holds a connection for nothing.
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
+# Answers to requests whose body may not have been read.
+_UNREAD = (401, 405, 408, 413, 415, 431)
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 Headers = list[tuple[bytes, bytes]]
@@ -42,6 +46,9 @@ class Call:
 
     ``tenant`` is who sends it, on the pages that need a key.
     """
+
+    # Of all calls of this process.
+    bodies_bytes = 0
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method = str(scope["method"])
@@ -54,7 +61,7 @@ class Call:
             self._headers.setdefault(name, value)
             self.header_bytes += len(name) + len(value)
         self._parameters = scope.get("path_params", {})
-        self.started = False
+        self.started = self._reading = False
         self.tenant = OPEN
         said = self._header(b"x-request-id")
         self._bad_id = bool(said) and _REQUEST_ID.fullmatch(said) is None
@@ -87,11 +94,17 @@ class Call:
         length = self._headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > MAX_BODY_BYTES:
             raise _too_large()
+        parts: list[bytes] = []
+        self._reading = True
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read()
+                await self._read(parts)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {BODY_TIMEOUT_S:g} s") from None
+        finally:
+            Call.bodies_bytes -= sum(map(len, parts))
+        self._reading = False
+        return b"".join(parts)
 
     async def while_connected(self, work: Awaitable[None]) -> None:
         """Awaits ``work``, which is cancelled in the moment in which the client goes away (I8)."""
@@ -116,15 +129,17 @@ class Call:
         finally:
             watcher.cancel()
 
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
-        """A whole JSON answer."""
+    async def answer(
+        self, status: int, body: bytes, headers: Headers | None = None, *, content_type: bytes = JSON_TYPE
+    ) -> None:
+        """A whole answer."""
         length = (b"content-length", b"%d" % len(body))
-        await self._start(status, [(b"content-type", JSON_TYPE), length, *(headers or [])])
+        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
         """The error, where nothing has been answered yet. A body that was not read goes with its connection."""
-        close: Headers = [(b"connection", b"close")] if error.status in (401, 405, 408, 413, 415, 431) else []
+        close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
         await self.answer(error.status, error.body(), [*error.headers(), *close])
 
     async def start_events(self) -> None:
@@ -148,8 +163,8 @@ class Call:
         label = (b"x-request-id", self.request_id.encode())
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, label]})
 
-    async def _read(self) -> bytes:
-        parts: list[bytes] = []
+    async def _read(self, parts: list[bytes]) -> None:
+        """Adds to ``parts``, and counts them, until the body is whole or too much."""
         size = 0
         while True:
             message = await self._receive()
@@ -157,10 +172,14 @@ class Call:
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
+            Call.bodies_bytes += len(parts[-1])
             if size > MAX_BODY_BYTES:
                 raise _too_large()
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return
+            if Call.bodies_bytes > MAX_BODIES_BYTES:
+                said = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
+                raise ApiError(429, said, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
     def _header(self, name: bytes) -> str:
         return self._headers.get(name, b"").decode("latin-1")

@@ -1,7 +1,7 @@
 """API keys: a TOML file of tenants and hashed keys, and who is behind a call.
 
-    file --read, every entry checked--> keyring --changed on disk--> read again --good--> the new keyring
-             | bad at start: ConfigError                                 | bad: a warning, the old one stays
+    file --read, every entry checked--> keyring --changed on disk (pillion.watched)--> the new keyring
+             | bad at start: ConfigError           | bad: a warning, the old one stays
 
 A tenant is a table, a key an entry that names one; `pillion keys add` writes both:
 
@@ -25,13 +25,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import math
 import re
 import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from gateway.tenants import Tenant
@@ -103,13 +101,10 @@ class KeyFile:
         Returns:
             Whether there is a new keyring.
         """
-        if not self._watched.changed():
+        ring = self._watched.newer(lambda: read_keys(self._path))
+        if ring is None:
             return False
-        try:
-            self.ring = read_keys(self._path)
-        except ConfigError as error:
-            log.warning("%s; the keys read before stay in use", error.message)
-            return False
+        self.ring = ring
         log.info("read %s again: %d tenants", self._path, len(self.ring.tenants))
         return True
 
@@ -131,12 +126,13 @@ def hash_of(key: str) -> str:
 def read_keys(path: str) -> Keyring:
     """The keyring of a file. Raises ConfigError, in one line."""
     try:
-        raw = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise ConfigError(f"larger than {MAX_FILE_BYTES} bytes")
         return parse_keys(tomllib.loads(raw.decode()))
     except OSError as error:
-        raise ConfigError(f"keys file {path}: {error.strerror}") from None
+        raise ConfigError(f"keys file {path}: {error.strerror}") from error
     except (ConfigError, ValueError, RecursionError) as error:
         # What is no TOML, or no UTF-8, is a ValueError.
         raise ConfigError(f"keys file {path}: {error}") from None
@@ -156,6 +152,9 @@ def parse_keys(said: Mapping[str, Any]) -> Keyring:
         raise ConfigError(f"at most {MAX_TENANTS} tenants and {MAX_KEYS} keys")
     tenants = {name: _tenant(name, table) for name, table in tables.items()}
     keys = tuple(_key(number, entry, tenants) for number, entry in enumerate(entries, 1))
+    if not tenants:
+        # What is left of a file whose writer ran out of disk. To lock everybody out, take the keys and leave a tenant.
+        raise ConfigError("it names no tenant")
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError("two entries have the same key")
     return Keyring(tenants, keys)
@@ -183,7 +182,7 @@ def _check_field(where: str, field: str, value: Any) -> None:
     elif field == "cache_group":
         good, wanted = isinstance(value, str) and bool(_NAME.fullmatch(value)), "a name"
     elif field == "weight":
-        good = is_number and math.isfinite(value) and 0 < value <= MAX_WEIGHT
+        good = is_number and 0 < value <= MAX_WEIGHT
         wanted = f"a number above 0, up to {MAX_WEIGHT:g}"
     elif field in _COUNTS:
         good, wanted = is_number and isinstance(value, int) and 0 <= value <= MAX_BOUND, "a whole number, 0 for none"

@@ -31,8 +31,9 @@ from gateway.openai_pace import Pace
 from gateway.openai_reader import Batch, Reader
 from gateway.openai_requests import COMPLETION_NAMES, Asked, chat_request, completion_request, read_messages
 from gateway.runner import Generation
+from gateway.tenants import Tenant
 from gateway.validation import MAX_PROMPT_IDS
-from pillion.errors import InvalidRequest, PillionError
+from pillion.errors import NotFound, PillionError
 from pillion.types import GenerateRequest
 
 
@@ -65,7 +66,8 @@ class OpenAIApi:
         messages = read_messages(said.messages) if given(said.messages) else ()
         request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
         try:
-            tokens = await self._gateway.tokenize(request, call.tenant)
+            bare = said.add_special_tokens is False
+            tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._texts_of(entry)
@@ -88,19 +90,19 @@ class OpenAIApi:
         size = entry.limits.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < size:
             raise refused("tokens", f"not all ids are in [0, {size})")
-        text = await self._gateway.detokenize(entry.limits.name, tokens)
+        text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _complete(self, call: Call, asked: Asked, entry: ModelEntry) -> None:
-        prompts = [await self._prompt_text(request) for request in asked.requests] if asked.echo else []
+        prompts = [await self._prompt_text(request, call.tenant) for request in asked.requests] if asked.echo else []
         await self._answer(call, asked, entry, tuple(prompts))
 
-    async def _prompt_text(self, request: GenerateRequest) -> str:
+    async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
         """For an echo. Ids that the model does not know are refused later, with their place."""
         if not request.token_ids:
             return request.text
         known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
-        return await self._gateway.detokenize(request.model, known)
+        return await self._gateway.text_of(request.model, known, tenant)
 
     async def _answer(self, call: Call, asked: Asked, entry: ModelEntry, prompts: tuple[str, ...]) -> None:
         parent = call.trace_parent()
@@ -145,7 +147,7 @@ class OpenAIApi:
     def _entry(self, name: str) -> ModelEntry:
         try:
             return self._gateway.entry(name)
-        except InvalidRequest as error:
+        except NotFound as error:
             raise unknown_model(error.message) from None
 
 

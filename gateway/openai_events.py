@@ -44,9 +44,12 @@ class Head:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer as it was told so far. ``head`` and ``tail`` stand around what an event says of it."""
+    """One answer as it was told so far. ``head`` is what its events begin with; ``front`` and ``back`` stand around the
+    text of one that brings text and no more."""
 
     head: bytes
+    front: bytes
+    back: bytes
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -81,6 +84,9 @@ class Style:
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is the first. ``usage`` is JSON, empty for none."""
         answer = self._answers.get(index) or self._begin(index)
+        if delta.text and answer.opened and delta.finish_reason is None and not (usage or self._shows):
+            # Nearly every event.
+            return answer.front + _encode(delta.text) + answer.back
         tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
         opening = b"" if answer.opened else self._opening(answer, tail)
         answer.opened = True
@@ -119,7 +125,9 @@ class Style:
         return _encode({**self._head.fields(self.kind), "choices": choices, "usage": usage_fields(usage)})
 
     def _begin(self, index: int) -> _Answer:
-        answer = _Answer(self._common + b',"choices":[{"index":%d,' % index)
+        head = self._common + b',"choices":[{"index":%d,' % index
+        back = self.behind + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        answer = _Answer(head, head + self.before, back)
         self._answers[index] = answer
         return answer
 

@@ -164,7 +164,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Raw = Raw()
     return_token_strs: bool | None = None
     add_generation_prompt: Raw = Raw()
-    add_special_tokens: Raw = Raw()
+    add_special_tokens: bool | None = None
     chat_template: Raw = Raw()
     chat_template_kwargs: Raw = Raw()
     continue_final_message: Raw = Raw()

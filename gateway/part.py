@@ -1,7 +1,7 @@
 """The gateway as a part: both ports, the links, and its own heartbeat.
 
-keys and certificates read -> model prepared -> tokenizer loaded -> links up -> gRPC port -> HTTP port -> heartbeats
-while it runs: keys and certificates are read again when their files change
+keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
+while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
 stop(grace_s):  out of the registry, health NOT_SERVING, new requests refused, HTTP takes no connections
              -> streams under way end by themselves, or grace_s is over -> ports closed -> tokenizers, links
 """
@@ -13,23 +13,27 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.prepare import PreparedModel, prepare
 from gateway.chat_template import ChatTemplate
 from gateway.cluster import Cluster
 from gateway.core import EdgeOptions, Gateway, ModelEntry
 from gateway.http import HttpServer, start_http
+from gateway.key_check import KeyCheck
 from gateway.keys import KeyFile
 from gateway.planner import parse_policy
 from gateway.servicer import GatewayServicer
+from gateway.shared_quotas import SharedQuotas
 from gateway.tokenizer import ModelTokenizer
 from gateway.validation import ModelLimits
 from kvstore.index import Index, Registry
+from kvstore.shared_buckets import SharedBuckets
 from pillion import rpc, tls
 from pillion.addresses import is_local
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError, PillionError
+from pillion.model_places import other_models
 from pillion.v1 import gateway_pb2_grpc
 from pillion.watched import WATCH_INTERVAL_S
 from pillion.wire.registry import PartRecord
@@ -37,9 +41,21 @@ from pillion.wire.registry import PartRecord
 log = logging.getLogger("pillion.gateway")
 
 SERVICE = "pillion.v1.Gateway"
+# Open calls of the public gRPC service, those that watch the health included.
+MAX_GRPC_CALLS = 8192
 DRAIN_POLL_S = 0.02
+READY_POLL_S = 0.1
 # For the last messages of streams that have ended; calls that watch the health are cut then.
 LAST_WORDS_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a gateway listens on: both public ports, and the address of --probe-listen."""
+
+    grpc: rpc.RunningServer
+    http: HttpServer
+    probe: rpc.RunningServer | None = None
 
 
 class GatewayPart:
@@ -52,24 +68,25 @@ class GatewayPart:
         cluster: Cluster,
         registry: Registry,
         servicer: GatewayServicer,
-        server: rpc.RunningServer,
-        http: HttpServer,
+        ports: Ports,
         heartbeat_s: float,
         keys: KeyFile | None = None,
     ) -> None:
         self.part_id = record.part_id
-        self.address = self.grpc_address = server.address
-        self.http_address = http.address
+        self.address = self.grpc_address = ports.grpc.address
+        self.http_address = ports.http.address
         self.gateway = gateway
+        self.meters = gateway.meters
         self._record = record
         self._cluster = cluster
         self._registry = registry
         self._servicer = servicer
-        self._server = server
-        self._http = http
+        self._server, self._http, self._probe = ports.grpc, ports.http, ports.probe
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
+        if ports.probe is not None:
+            self._tasks.append(asyncio.create_task(_tell_ready(ports.probe, gateway), name="readiness"))
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Drains: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
@@ -81,9 +98,12 @@ class GatewayPart:
         except PillionError as error:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
-        await self._server.not_serving()
+        await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
         await asyncio.gather(self._drained(grace_s), self._http.stop(grace_s))
         await self._server.stop(min(grace_s, LAST_WORDS_S))
+        if self._probe is not None:
+            # Until now it has shown that this process drains and does not hang.
+            await self._probe.stop(0)
         await self.gateway.aclose()
         await self._cluster.aclose()
 
@@ -100,7 +120,14 @@ class GatewayPart:
 
     async def _beat(self, heartbeat_s: float) -> None:
         while True:
-            now = replace(self._record, running_requests=self.gateway.active_requests)
+            prompts, cached, completions = self.gateway.totals()
+            now = replace(
+                self._record,
+                running_requests=self.gateway.active_requests,
+                prompt_tokens=prompts,
+                cached_tokens=cached,
+                completion_tokens=completions,
+            )
             try:
                 await self._registry.beat(now)
             except PillionError as error:
@@ -109,10 +136,10 @@ class GatewayPart:
 
 
 async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayPart:
-    """Starts both ports. ``prepared`` spares the preparation where the caller has done it.
+    """Starts both ports. ``prepared`` spares the preparation of --model where the caller has done it.
 
     Raises:
-        ConfigError: flags or model that cannot work, or a port that is taken.
+        ConfigError: flags or models that cannot work, or a port that is taken.
     """
     policy = parse_policy(flags.split_policy)
     if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
@@ -122,51 +149,96 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     keys = await asyncio.to_thread(KeyFile, flags.api_keys) if flags.api_keys else None
     identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
     _warn(flags)
-    model = prepared if prepared is not None else await asyncio.to_thread(prepare, flags)
-    entry = await asyncio.to_thread(model_entry, model)
-    part_id = f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+    entries = await asyncio.to_thread(_entries, flags, prepared)
+    longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
+    part_id = flags.part_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     cluster = Cluster(part_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
     options = EdgeOptions(
         policy=policy,
         # No span is longer than the longest prompt: that is one chunk.
-        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(model.max_model_len, flags.block_size),
+        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
         max_attempts=flags.max_attempts,
         max_inflight_requests=flags.max_inflight_requests,
         max_inflight_tokens=flags.max_inflight_tokens,
         prefix_caching=flags.enable_prefix_caching,
         max_running_requests=flags.max_running_requests,
     )
-    gateway = Gateway({model.name: entry}, cluster, options, None if keys is None else keys.ring)
-    await asyncio.gather(cluster.start(), entry.template.warm_up())
-    host = f"[{flags.host}]" if ":" in flags.host else flags.host
-    server: rpc.RunningServer | None = None
+    # Without tenants there is nothing to count.
+    quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
+    gateway = Gateway(entries, cluster, options, None if keys is None else keys.ring, quotas)
+    await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     servicer = GatewayServicer(gateway)
     try:
-        server = await rpc.start_server(
-            f"{host}:{flags.grpc_port}",
-            [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
-            credentials=None if identity is None else tls.server_credentials(identity),
-            max_message_bytes=flags.max_message_bytes,
-        )
-        http = await start_http(gateway, flags.host, flags.http_port, identity=identity)
+        ports = await _listen(flags, gateway, servicer, identity)
     except OSError as error:
-        # Nothing half-started stays.
-        if server is not None:
-            await server.stop(0)
         await gateway.aclose()
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
-    record = PartRecord(part_id=part_id, role="gateway", address=server.address, model=model.name)
-    return GatewayPart(record, gateway, cluster, registry, servicer, server, http, flags.heartbeat_ms / 1000, keys)
+    record = PartRecord(part_id=part_id, role="gateway", address=ports.grpc.address, model=", ".join(entries))
+    return GatewayPart(record, gateway, cluster, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
+
+
+def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
+    """All models that the flags name, by served name. Reads files; raises ConfigError."""
+    models = [prepared if prepared is not None else prepare(flags), *map(prepare, other_models(flags))]
+    entries = {model.name: model_entry(model) for model in models}
+    if len(entries) < len(models):
+        raise ConfigError(f"--also-model: two models are called alike; there are {', '.join(entries)}")
+    return entries
+
+
+async def _listen(
+    flags: GatewayFlags, gateway: Gateway, servicer: GatewayServicer, identity: tls.Identity | None
+) -> Ports:
+    """Raises OSError for an address that cannot be bound; nothing half-started stays."""
+    host = f"[{flags.host}]" if ":" in flags.host else flags.host
+    server = await rpc.start_server(
+        f"{host}:{flags.grpc_port}",
+        [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
+        credentials=None if identity is None else tls.server_credentials(identity),
+        interceptors=[KeyCheck(gateway.tenant_of)],
+        max_calls=MAX_GRPC_CALLS,
+        max_message_bytes=flags.max_message_bytes,
+        share_port=flags.share_ports,
+    )
+    started: HttpServer | None = None
+    try:
+        started = await start_http(
+            gateway,
+            flags.host,
+            flags.http_port,
+            share_port=flags.share_ports,
+            identity=identity,
+            vllm_names=flags.vllm_metric_names,
+        )
+        if not flags.probe_listen:
+            return Ports(server, started)
+        credentials = rpc.internal_credentials(flags.probe_listen)
+        probe = await rpc.start_server(flags.probe_listen, [], credentials=credentials, serving=False)
+    except OSError:
+        await asyncio.gather(server.stop(0), *([] if started is None else [started.stop(0)]))
+        raise
+    return Ports(server, started, probe)
+
+
+async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
+    """Health of the probes' address: whether a request would be served now."""
+    while True:
+        await probe.tell(not gateway.not_ready())
+        await asyncio.sleep(READY_POLL_S)
 
 
 async def _follow(keys: KeyFile, gateway: Gateway) -> None:
     """Takes new keys soon after their file changed."""
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
-        if await asyncio.to_thread(keys.refresh):
-            gateway.take_keys(keys.ring)
+        try:
+            if await asyncio.to_thread(keys.refresh):
+                gateway.take_keys(keys.ring)
+        except Exception:
+            # A defect must not be the end of all changes: a key that was taken away would stay good.
+            log.exception("the keys could not be read again")
 
 
 def _warn(flags: GatewayFlags) -> None:

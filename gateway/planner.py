@@ -146,6 +146,10 @@ class Plan:
         """Whether the prefill worker computes into another pool than the decode worker reads."""
         return self.prefill is not None and self.prefill.node_id != self.node_id
 
+    def hinted_blocks(self, node_id: str) -> int:
+        """Leading blocks that the index believes to be on a node."""
+        return next((source.blocks for source in self.sources if source.node_id == node_id), 0)
+
     @property
     def cached_blocks(self) -> int:
         """Blocks before ``cached_tokens``."""

@@ -14,6 +14,8 @@ from gateway.tenants import Tenant
 from pillion.errors import Overloaded, QuotaViolation
 
 MINUTE_S = 60.0
+# A tenant's fields, in the order in which a request is judged by them.
+QUOTAS = ("requests_per_minute", "tokens_per_minute")
 
 
 class Bucket:
@@ -46,6 +48,12 @@ class Bucket:
         return min(float(self.per_minute), self._level + gained)
 
 
+def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
+    """The refusal. ``quota``: one of QUOTAS."""
+    said = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
+    return Overloaded(said, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", said),))
+
+
 class Quotas:
     """The buckets of all tenants, made when they are first asked for."""
 
@@ -66,6 +74,12 @@ class Quotas:
         if bucket is not None:
             bucket.take(tokens, now_s)
 
+    def give_back(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
+        """What was taken and then refused by somebody who counts more."""
+        bucket = self._bucket(tenant, quota, getattr(tenant, quota), now_s)
+        if bucket is not None:
+            bucket.take(-amount, now_s)
+
     def keep(self, names: Collection[str]) -> None:
         """Forgets tenants that are not among ``names``."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
@@ -76,8 +90,7 @@ class Quotas:
             return
         wait_s = bucket.wait_s(amount, now_s)
         if wait_s > 0:
-            said = f"{quota} of tenant {tenant.name!r} ({per_minute}) is used up"
-            raise Overloaded(said, math.ceil(wait_s * 1000), (QuotaViolation(f"{tenant.name}/{quota}", said),))
+            raise used_up(tenant, quota, math.ceil(wait_s * 1000))
         bucket.take(amount, now_s)
 
     def _bucket(self, tenant: Tenant, quota: str, per_minute: int, now_s: float) -> Bucket | None:

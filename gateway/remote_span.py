@@ -108,6 +108,7 @@ class RemoteSpan:
                     resume=self._action.attempt > 1,
                     timeout_s=wait_s,
                     priority=job.priority,
+                    expected_blocks=min(split, self._action.plan.hinted_blocks(link.node_id)),
                 )
             except (Overloaded, DeadlineExceeded):
                 return None
@@ -133,7 +134,8 @@ class RemoteSpan:
         if wanted is None:
             return pinned_blocks
         hashes = self._chain.first(wanted.blocks)
-        return await bring(self._cluster, hold, hashes, wanted.source_node_ids, pinned_blocks, self._job.left_s())
+        names, left_s = wanted.source_node_ids, self._job.left_s()
+        return (await bring(self._cluster, hold, hashes, names, pinned_blocks, left_s)).blocks
 
     async def _compute(self, hold: Hold) -> None:
         plan = self._action.plan
@@ -163,9 +165,8 @@ class RemoteSpan:
         """One fetch, as far as is computed now. Returns whether it brought anything."""
         action, before = self._action, self._here
         hashes = self._chain.first(self._there)
-        self._here = await bring(
-            self._cluster, action.hold, hashes, (self._worker.node_id,), before, self._job.left_s()
-        )
+        sources, left_s = (self._worker.node_id,), self._job.left_s()
+        self._here = (await bring(self._cluster, action.hold, hashes, sources, before, left_s)).blocks
         while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
             self._on_chunk(self._acked.popleft())
         return self._here > before

@@ -98,6 +98,9 @@ class RequestMachine:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about it, in order. Nothing is an answer too: late and foreign events are normal."""
+        if isinstance(event, ev.Tokens) and self.state is State.DECODING:
+            # Nearly all events are these, so they are asked for first.
+            return self._decoding(event, now) if event.attempt == self.attempt else []
         match event:
             case ev.TicketGranted():
                 return self._granted(event, now)
@@ -110,7 +113,7 @@ class RequestMachine:
             case ev.StopHit():
                 del self.emitted[event.kept_tokens :]
                 return self._end(ev.Finish(FinishReason.STOP), now)
-            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
+            case ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
                 return self._decoding(event, now) if event.attempt == self.attempt else []
             case ev.Joined() | ev.Unjoined() | ev.Parted():
                 return self._follow(event, now) if self.state is State.FOLLOWING else []

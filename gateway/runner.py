@@ -24,9 +24,10 @@ from gateway.events import Action, Event
 from gateway.job import Job
 from gateway.outbox import Outbox
 from gateway.request import RequestMachine, State
+from gateway.request_meter import RequestMeter
 from gateway.validation import answer_seed
-from pillion.errors import Internal, PillionError
-from pillion.types import Delta, FinishReason, Usage
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
+from pillion.types import Delta, FinishReason, Timings, Usage
 
 log = logging.getLogger("pillion.gateway")
 
@@ -44,6 +45,7 @@ class Generation:
         cluster: who works for it.
         answers: one, empty, for each answer that is generated.
         span: its trace span, which the generation ends.
+        meter: hears when tokens come and how it ends.
         on_end: told once, with the tokens used.
     """
 
@@ -53,11 +55,13 @@ class Generation:
         cluster: Cluster,
         answers: Sequence[Answer],
         span: trace.Span,
+        meter: RequestMeter,
         on_end: Callable[[Usage], None],
     ) -> None:
         self.job = job
         self._answers = tuple(answers)
         self._span = span
+        self._meter = meter
         self._on_end = on_end
         indexes = range(len(self._answers))
         self._choices = Choices([self._machine(index) for index in indexes])
@@ -69,10 +73,13 @@ class Generation:
         self._deadline: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._heard_at = [time.monotonic()] * len(indexes)
-        self._wake = asyncio.Event()
+        # The reader's, while it waits.
+        self._waiter: asyncio.Future[None] | None = None
         self._emitted = False
         self._reasons = [""] * len(indexes)
         self.ended = False
+        # Neither the client nor its deadline ended it: it could not be served.
+        self.failed_unserved = False
 
     def start(self) -> None:
         """Begins. Call once."""
@@ -102,9 +109,14 @@ class Generation:
         if self._outbox.over:
             raise StopAsyncIteration
         while not self._outbox.pending:
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return self._outbox.take()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # ---- events in, actions out ---------------------------------------------------------------------------------
 
@@ -145,7 +157,13 @@ class Generation:
     def _perform(self, index: int, action: Action) -> None:
         calls = self._calls[index]
         match action:
+            case ev.Emit():
+                # Nearly all actions are these.
+                self._emit(index, action)
             case ev.LookUp():
+                if action.attempt > 1:
+                    # It goes on elsewhere, or there again.
+                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
                 calls.look_up(action)
             case ev.OpenTicket():
                 calls.open_ticket(action)
@@ -161,20 +179,20 @@ class Generation:
                 calls.cancel_decode()
             case ev.ReleaseTicket():
                 calls.release(action.hold)
-            case ev.Emit():
-                self._emit(index, action)
             case ev.Finish():
                 self._finish(index, action.reason)
             case ev.Fail():
                 self._fail(self._defect or action.error)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
+        """Every token of the request passes here, once, with those that came with it, over all answers and attempts."""
         if not self._emitted:
             self._emitted = True
             self._span.add_event("first token")
         answer = self._answers[index]
+        self._meter.tokens(index, len(action.token_ids), self._heard_at[index])
         self._outbox.add(index, answer.push(action.token_ids, action.logprobs))
-        self._wake.set()
+        self._wake()
         if answer.stopped:
             self._post(index, ev.StopHit(answer.completion_tokens))
 
@@ -187,21 +205,22 @@ class Generation:
         self._calls[index].assign({})
         self._reasons[index] = reason.value
         self._outbox.finish(index, text, reason)
-        self._wake.set()
+        self._wake()
         if all(self._reasons) and not self.ended:
             self._outbox.end(self._choices.usage(), self._choices.timings(time.monotonic()))
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
-            self._end()
+            self._end(None)
 
     def _fail(self, error: PillionError) -> None:
         if self.ended:
             return
+        self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
         self._outbox.fail(error)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)
-        self._end()
+        self._end(error)
 
-    def _end(self) -> None:
+    def _end(self, error: PillionError | None) -> None:
         self.ended = True
         for calls in self._calls:
             calls.assign({})
@@ -214,8 +233,31 @@ class Generation:
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
         span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._choices.machines))
         span.end()
+        now, brought = time.monotonic(), self._calls[0].brought_tokens
+        self._meter.ended(now, usage, self._choices.timings(now), brought, self._reasons, error)
+        self._note(usage, self._choices.timings(now), error)
         self._on_end(usage)
-        self._wake.set()
+        self._wake()
+
+    def _note(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
+        """One line in the log."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
+        said = {
+            "request_id": self.job.request_id,
+            "model": self.job.model,
+            "ended": how,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "time_to_first_token_ms": round(timings.time_to_first_token_ms, 1),
+            "total_ms": round(timings.total_ms, 1),
+            "replays": timings.replays,
+        }
+        with trace.use_span(self._span):
+            words = " ".join(f"{name}={value}" for name, value in said.items())
+            log.info("request %s", words, extra={"fields": said})
 
     def _watch_silence(self) -> None:
         """Per answer: one that hangs is not excused by the others' tokens."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from gateway.core import Gateway
-from gateway.validation import check_counts, check_size
+from gateway.key_check import authorization
+from gateway.validation import check_counts, check_size, is_request_id
 from pillion import telemetry
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import delta_to_pb, model_to_pb, request_from_pb, status_to_pb
@@ -27,8 +30,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """The stream; the call's end, however it comes, cancels what is left of the request."""
-        # Before anything is made of the message.
-        tenant = self._gateway.tenant_of(_authorization(context))
+        tenant = self._gateway.tenant_of(authorization(context.invocation_metadata()))
         sampling = request.sampling
         check_size(request.ByteSize())
         check_counts(
@@ -40,15 +42,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 "sampling.logit_bias": len(sampling.logit_bias),
             }
         )
+        asked = request_from_pb(request)
+        label = asked.request_id or _header(context, "x-request-id") or f"req-{secrets.token_hex(12)}"
+        if is_request_id(label):
+            # With every end of the call. A bad one is refused, and repeated nowhere.
+            context.set_trailing_metadata((("x-request-id", label),))
         generation = await self._gateway.generate(
-            request_from_pb(request),
+            replace(asked, request_id=label),
             tenant=tenant,
             timeout_s=_timeout_s(context),
             parent=telemetry.extract(context.invocation_metadata()),
         )
         self.streams += 1
         context.add_done_callback(lambda _: generation.cancel())
-        context.set_trailing_metadata((("x-request-id", generation.job.request_id),))
         try:
             async for delta in generation:
                 yield delta_to_pb(delta)
@@ -60,14 +66,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
         """Models that live workers serve."""
-        self._gateway.tenant_of(_authorization(context))
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models()])
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
         """Parts and totals."""
-        return status_to_pb(self._gateway.status(self._gateway.tenant_of(_authorization(context))))
+        tenant = self._gateway.tenant_of(authorization(context.invocation_metadata()))
+        return status_to_pb(self._gateway.status(tenant))
 
 
 def _timeout_s(context: Any) -> float | None:
@@ -75,8 +81,8 @@ def _timeout_s(context: Any) -> float | None:
     return None if left is None or left > MAX_DEADLINE_S else float(left)
 
 
-def _authorization(context: Any) -> str:
+def _header(context: Any, wanted: str) -> str:
     for name, value in context.invocation_metadata() or ():
-        if name == "authorization":
+        if name == wanted:
             return value if isinstance(value, str) else ""
     return ""

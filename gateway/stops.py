@@ -11,12 +11,16 @@ class StopMatcher:
     Text that could still become a stop string is held back: less than the longest of them. The match that is complete
     first wins, and of two that end together the longer one, so the outcome does not depend on where pieces are cut.
     A stop string that ends in text that is only passed counts for nothing; one that begins there and ends later counts.
+
+    Attributes:
+        stops: the strings, none of them empty.
+        stopped: whether one is complete.
     """
 
-    __slots__ = ("_held", "_stops", "stopped")
+    __slots__ = ("_held", "stopped", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+        self.stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self.stopped = False
 
@@ -24,11 +28,11 @@ class StopMatcher:
         """The text that is certain now. Once ``stopped`` is true it is the last, and later pieces give nothing."""
         if self.stopped:
             return ""
-        if not self._stops:
+        if not self.stops:
             return piece
         text, held = self._held + piece, len(self._held)
         found: list[tuple[int, int]] = []
-        for stop in self._stops:
+        for stop in self.stops:
             # A match ends in the new text: what ended before that was passed.
             start = text.find(stop, max(0, held - len(stop) + 1))
             if start >= 0:
@@ -54,7 +58,7 @@ class StopMatcher:
         return len(self._held)
 
     def _let_through(self, text: str) -> str:
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

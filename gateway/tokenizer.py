@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, Spellings
 from pillion.errors import ConfigError, Overloaded
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class ModelTokenizer:
         bos_id: id of the beginning-of-text token, None where there is none.
         adds_bos: whether a prompt begins with it.
         codec_writes_bos: whether ``codec`` writes it by itself; the configuration may say otherwise.
+        spellings: what is remembered of its tokens, for all answers.
     """
 
     codec: tokenizers.Tokenizer
@@ -45,6 +46,7 @@ class ModelTokenizer:
     bos_id: int | None
     adds_bos: bool
     codec_writes_bos: bool
+    spellings: Spellings
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -65,12 +67,16 @@ class ModelTokenizer:
         writes = bos_id is not None and codec.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
         said = config.get("add_bos_token")
         adds = said if isinstance(said, bool) and bos_id is not None else writes
-        return cls(codec, specials, _template_of(folder, config), bos_id, adds, writes)
+        return cls(codec, specials, _template_of(folder, config), bos_id, adds, writes, Spellings(codec))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS."""
         ids = self._encode(text, specials=True)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
+
+    def encode_bare(self, text: str) -> tuple[int, ...]:
+        """Ids of a piece of text: no special token but what stands in it."""
+        return tuple(self._encode(text, specials=False))
 
     def encode_chat(self, rendered: str) -> tuple[int, ...]:
         """Ids of a rendered conversation: the template wrote the special tokens, all but perhaps the BOS."""
@@ -82,7 +88,7 @@ class ModelTokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""
-        return Detokenizer(self.codec)
+        return Detokenizer(self.spellings)
 
     def _encode(self, text: str, specials: bool) -> list[int]:
         # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.

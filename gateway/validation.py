@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pillion.errors import FieldViolation, InvalidRequest
+from pillion.errors import FieldViolation, InvalidRequest, NotFound
 from pillion.priority import MAX_PRIORITY
 from pillion.ranges import range_violations
 from pillion.types import GenerateRequest, SamplingParams
@@ -58,7 +58,8 @@ class Resolved:
 
 
 def check_model(name: str, known: Collection[str]) -> str:
-    """The served model that ``name`` means; "" means the only one. Raises InvalidRequest, listing the known ones."""
+    """The served model that ``name`` means; "" means the only one. Raises NotFound, and InvalidRequest where a name is
+    needed, both listing the known ones."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -66,7 +67,12 @@ def check_model(name: str, known: Collection[str]) -> str:
     listed = ", ".join(sorted(known))
     if not name:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
-    raise InvalidRequest.of(FieldViolation("model", f"{name[:100]!r} is not served here; known: {listed}"))
+    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether it may be a request's label, and be said in headers, trailers and logs."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
 
 
 def check_size(size_bytes: int) -> None:
@@ -164,9 +170,11 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
         yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
     if not _is_text(request.cache_salt):
         yield FieldViolation("cache_salt", "not valid Unicode")
+    if not request.request_id or is_request_id(request.request_id):
+        return
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         yield FieldViolation("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters")
-    elif request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+    else:
         yield FieldViolation("request_id", "only letters, digits and . _ : / + = - are allowed")
 
 

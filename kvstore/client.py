@@ -88,9 +88,12 @@ class NodeClient:
         *,
         resume: bool = False,
         priority: int = 0,
+        expected_blocks: int = 0,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
     ) -> Ticket:
         """Pins what is there of the chain and reserves the rest, waiting in line for up to ``timeout_s``.
+
+        ``expected_blocks`` of the chain are there, says the index; the node corrects it where they are not.
 
         When this call ends without an answer, cancelled or out of time, the node is told to forget it: no ticket is
         left behind, even if it was granted in that moment.
@@ -103,6 +106,7 @@ class NodeClient:
             resume=resume,
             nonce=nonce,
             priority=priority,
+            expected_blocks=expected_blocks,
         )
         try:
             reply = await call_unary(self._stub.OpenTicket, request, timeout_s)

@@ -23,11 +23,9 @@ from itertools import pairwise
 from typing import Any
 
 from kvstore import redis_keys as keys
-from kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, split_hashes
+from kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from kvstore.hot_prefixes import HotPrefixes
-from kvstore.records import IndexEvent
 from kvstore.redis_link import RedisLink, ScriptCall, as_bytes
-from kvstore.redis_writer import IndexWriter
 from pillion.errors import Unavailable
 from pillion.wire.registry import PartRecord
 
@@ -43,8 +41,6 @@ NODES_MAX_AGE_MS = 1000
 NODES_MIN_AGE_MS = 50
 # Nodes that one look-up names.
 MAX_ENTRIES_PER_LOOKUP = 64
-# Corrected by one call.
-CORRECTED_BLOCKS = 512
 # Lost parts that one heartbeat takes out of the registry.
 MAX_FORGOTTEN_PARTS = 100
 KVNODE = "kvnode"
@@ -112,7 +108,6 @@ class Index:
     def __init__(self, redis_url: str) -> None:
         self.available = True
         self._link = RedisLink(redis_url, "lookup", "nodes")
-        self._writer = IndexWriter(redis_url)
         self._table = NodeTable()
         self._asked_s = float("-inf")
         self._refreshing = asyncio.Lock()
@@ -135,27 +130,9 @@ class Index:
         self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in hits))
         return hits
 
-    async def correct(self, hit: PrefixHit, block_hashes: bytes, held: int) -> None:
-        """Takes out what a pin proved wrong: of the chain that was looked up the node has only ``held`` blocks, not
-        ``hit.blocks``. Redis's trouble is passed over: the next pin proves it again."""
-        entry = self._table.entry(hit.node_id)
-        if entry is None:
-            return
-        hashes = split_hashes(block_hashes[: hit.blocks * HASH_BYTES])
-        wrong = [
-            IndexEvent(hashes[i], here=False, segment=hashes[i // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
-            for i in range(held, len(hashes))
-        ]
-        try:
-            for first in range(0, len(wrong), CORRECTED_BLOCKS):
-                await self._writer.announce(entry, wrong[first : first + CORRECTED_BLOCKS])
-        except Unavailable as error:
-            log.debug("a wrong hint stays: %s", error)
-
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Closes the connection."""
         await self._link.aclose()
-        await self._writer.aclose()
 
     # -- inside
 

@@ -20,6 +20,7 @@ from kvstore.attach import AttachServer
 from kvstore.disk_files import DiskFolder
 from kvstore.eviction import make_policy
 from kvstore.index import Registry
+from kvstore.node_meter import readings
 from kvstore.plane import choose_transport
 from kvstore.plane_servicer import SERVICE_NAME as PLANE_SERVICE_NAME
 from kvstore.plane_servicer import KVPlaneServicer
@@ -64,6 +65,8 @@ class KVNode:
             announce=self._announce,
             shaped=self._shaped,
         )
+        self.meters = self.pool.meters
+        self.meters.watch(lambda: readings(self.status()))
         self._storage: Storage | None = None
         self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
         self._flags = flags

@@ -17,11 +17,13 @@ from dataclasses import dataclass, replace
 from kvstore.admission import Grant, Waiter, WaitingLine
 from kvstore.eviction import EvictionPolicy
 from kvstore.fetch import Fetcher
-from kvstore.hashing import split_hashes
+from kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from kvstore.ledger import Ledger
 from kvstore.records import FETCH, SESSION, IndexEvent
 from kvstore.tree import Block
+from pillion import metric_catalog as names
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.metrics import Meters
 from pillion.wire.kvnode import (
     Adopted,
     AttachHello,
@@ -64,6 +66,7 @@ class Pool:
 
     Attributes:
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
+        meters: how long tickets and fetches took; the node adds its books.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class Pool:
         shaped: Callable[[PoolShape], None] = lambda shape: None,
     ) -> None:
         self.fetcher: Fetcher | None = None
+        self.meters = Meters()
+        self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
+        self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
         self.served_blocks = 0
         self._pool_bytes = pool_bytes
         self._shaped = shaped
@@ -178,9 +184,20 @@ class Pool:
     # -- tickets
 
     async def open_ticket(
-        self, epoch: int, nonce: int, block_hashes: bytes, total_blocks: int, *, resume: bool, priority: int = 0
+        self,
+        epoch: int,
+        nonce: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool,
+        priority: int = 0,
+        expected_blocks: int = 0,
     ) -> Ticket:
-        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left."""
+        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left.
+
+        Where fewer than ``expected_blocks`` are here, the index hears that the others are not.
+        """
         now = time.monotonic()
         self.ledger.seen(epoch, now)
         hashes = tuple(split_hashes(block_hashes))
@@ -197,6 +214,9 @@ class Pool:
         grant = self.line.ask(waiter)
         if grant is None:
             grant = await self._wait(waiter)
+        self._ticket_wait.observe(time.monotonic() - now)
+        if grant.pinned_blocks < expected_blocks:
+            self._announce(self._missing(hashes[:expected_blocks], grant.pinned_blocks))
         return Ticket(grant.ticket_id, grant.pinned_blocks)
 
     async def prefetch(
@@ -216,7 +236,11 @@ class Pool:
             return Brought(self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
-        return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
+        began_s = time.monotonic()
+        try:
+            return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
+        finally:
+            self._fetch_time.observe(time.monotonic() - began_s)
 
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
@@ -323,6 +347,15 @@ class Pool:
             if self._waiting.get(waiter.key) is future:
                 del self._waiting[waiter.key]
             self.changed()
+
+    def _missing(self, hashes: Sequence[bytes], held: int) -> list[IndexEvent]:
+        """What the index believed in for nothing. The node says so itself, and not the gateway that was misled: so it
+        keeps its place among the node's other news, and a commit in the same moment is not taken back."""
+        return [
+            IndexEvent(hashes[at], here=False, segment=hashes[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
+            for at in range(held, len(hashes))
+            if hashes[at] not in self.ledger.tree.by_hash
+        ]
 
     def _worker(self, epoch: int) -> None:
         """A sign of life from one who mapped the pool. Raises InvalidRequest for a session: hashes are no secret, and

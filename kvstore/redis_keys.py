@@ -26,6 +26,9 @@ EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"
 
+# Token buckets of tenants.
+_BUCKETS = PREFIX + b"q:{%b}"
+
 FIELD_BYTES = 8
 ENTRY_BYTES = 8
 # Nodes that the index keeps for one block, the newest: more add nothing but time on the server.
@@ -35,6 +38,11 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 BUCKETS_PER_GROUP = len(_ALPHABET)
 GROUPS = len(_ALPHABET) ** 2
 _HEAD_BYTES = 3
+
+
+def buckets_of(owner: str) -> bytes:
+    """The key of an owner's token buckets (:mod:`kvstore.shared_buckets`). ``owner``: without braces."""
+    return _BUCKETS % owner.encode()
 
 
 def bucket(segment: bytes) -> bytes:

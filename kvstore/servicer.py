@@ -50,6 +50,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
             request.total_blocks,
             resume=request.resume,
             priority=bounded(request.priority),
+            expected_blocks=request.expected_blocks,
         )
         return wire.ticket_to_pb(ticket)
 

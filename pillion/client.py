@@ -29,8 +29,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from opentelemetry import trace
 
-from pillion import rpc
+from pillion import client_spans, rpc
 from pillion.batch import DEFAULT_CONCURRENCY, Result, ThreadBatch, check_concurrency, one_each, run_async
 from pillion.client_requests import Ask, Item, Message, Prompt, to_pb
 from pillion.connection import Pem, connect
@@ -202,7 +203,12 @@ class Client:
         return _deltas(self._call(request, timeout_s))
 
     def _call(self, request: GenerateRequest, timeout_s: float | None) -> Any:
-        return self._stub.Generate(to_pb(request), timeout=timeout_s, metadata=self._connection.metadata())
+        span = client_spans.begin(request)
+        with trace.use_span(span, end_on_exit=False):
+            metadata = self._connection.metadata()
+        call = self._stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
+        client_spans.end_with(span, call)
+        return call
 
     def _unary(self, method: Any, message: Any) -> Any:
         try:
@@ -340,8 +346,12 @@ class AsyncClient:
         return gateway_pb2_grpc.GatewayStub(self._channel)
 
     def _stream(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Delta, None]:
-        stub, metadata = self._stub(), self._connection.metadata()
-        return _async_deltas(stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata))
+        stub, span = self._stub(), client_spans.begin(request)
+        with trace.use_span(span, end_on_exit=False):
+            metadata = self._connection.metadata()
+        call = stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
+        client_spans.end_with_async(span, call)
+        return _async_deltas(call)
 
     async def _unary(self, method: Any, message: Any) -> Any:
         try:

@@ -25,6 +25,7 @@ QUANTIZATION = "int8 keeps the weights of linear layers in 8 bits, with a scale 
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
 INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
+ALSO_MODEL = "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Again for more."
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
@@ -43,7 +44,8 @@ def parse_size(text: str) -> int:
 
 
 def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
-    """A dataclass field that is a flag. ``kind`` parses its text; default: the type of ``default``."""
+    """A dataclass field that is a flag. ``kind`` parses its text; default: the type of ``default``. One whose default
+    is a tuple may be said several times."""
     return field(default=default, metadata={"help": help, "kind": kind or type(default), "choices": choices})
 
 
@@ -55,8 +57,12 @@ class CommonFlags:
         "", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://."
     )
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "Log lines for people, or JSON objects.", choices=("text", "json"))
     heartbeat_ms: int = flag(1000, "Time between two heartbeats of a part.")
     heartbeat_timeout_ms: int = flag(5000, "Silence after which a part counts as lost.")
+    metrics_port: int = flag(0, "Port of this part's metrics page. 0: none.")
+    metrics_host: str = flag("127.0.0.1", "Address of that page. It has no keys: keep clients away from it.")
+    vllm_metric_names: bool = flag(True, "Show metrics under vLLM's names as well.")
     internal_tls_cert: str = flag(
         "", "PEM of this part's certificate towards other parts. Empty: no TLS between parts."
     )
@@ -144,8 +150,10 @@ class DecodeFlags(WorkerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(CommonFlags, ModelFlags):
-    """``pillion gateway``: the public edge."""
+class EdgeFlags(CommonFlags, ModelFlags):
+    """What ``pillion gateway`` and ``pillion serve`` say about the public edge."""
+
+    also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
 
     host: str = flag("127.0.0.1", "Address of the public ports.")
     http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
@@ -156,7 +164,7 @@ class GatewayFlags(CommonFlags, ModelFlags):
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
-    max_running_requests: int = flag(0, "Most requests that workers are given at once; 0: by their number of seats.")
+    max_running_requests: int = flag(0, "Most requests that a model's workers are given at once; 0: by their seats.")
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of its private key.")
@@ -166,10 +174,20 @@ class GatewayFlags(CommonFlags, ModelFlags):
     max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
     max_message_bytes: int = flag(16 * 2**20, "Largest gRPC message that is taken or sent.", kind=parse_size)
     drain_timeout_s: float = flag(30.0, "Time that streams have to finish when the gateway is told to stop.")
+    gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFlags(GatewayFlags, ComputeFlags):
+class GatewayFlags(EdgeFlags):
+    """``pillion gateway``: the public edge."""
+
+    part_id: str = flag("", "Name of this gateway, unique in the cluster. Default: role, process id and a random part.")
+    probe_listen: str = flag("", "Another address (host:port or unix:path) whose gRPC health says whether it is ready.")
+    share_ports: bool = flag(False, "Let other processes of this user listen on the same public ports.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(EdgeFlags, ComputeFlags):
     """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
 
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)

@@ -27,6 +27,12 @@ KEEPALIVE_TIME_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 # Servers answer faster pings with GOAWAY too_many_pings; ours allow what our clients send.
 MIN_PING_INTERVAL_MS = 10_000
+# Of one server. A connection has to say what it is within the time, TLS included.
+MAX_CONNECTIONS = 4096
+HANDSHAKE_TIMEOUT_MS = 20_000
+# Bit 0: messages as they are. gRPC decompresses a message before it looks at its size, and half a megabyte of gzip may
+# be half a gigabyte.
+UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
 
@@ -55,13 +61,16 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
     """Of every server."""
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-        # Two servers on one port would share its connections at random; a taken port is an error at start.
-        ("grpc.so_reuseport", 0),
+        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        # Two servers on one port share its connections at random. Where that is not meant, a taken port is an error.
+        ("grpc.so_reuseport", int(share_port)),
     ]
 
 
@@ -102,7 +111,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             handler = await continuation(details)
         except PillionError as error:
-            return grpc.unary_unary_rpc_method_handler(_refusal(error, method))
+            # As a stream of requests: of one that is refused by its headers no message is read.
+            return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
         if handler.response_streaming:
@@ -171,7 +181,7 @@ def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., Async
 
 
 def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def call(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await _abort(context, error, method)
 
     return call
@@ -185,7 +195,10 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
     if not isinstance(error, PillionError):
         log.exception("%s failed", method, exc_info=error)
         error = Internal("internal error; the server's log says more")
-    await context.abort_with_status(to_status(error))
+    status = to_status(error)
+    # Trailers that the handler has set stay, beside the error's own.
+    trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+    await context.abort(status.code, status.details, trailers)
 
 
 @dataclass(slots=True)
@@ -196,6 +209,14 @@ class RunningServer:
     address: str
     health: Any
     services: tuple[str, ...]
+
+    async def tell(self, serving: bool) -> None:
+        """What health says from now on, of every service."""
+        from grpc_health.v1 import health_pb2
+
+        said = health_pb2.HealthCheckResponse
+        for name in ("", *self.services):
+            await self.health.set(name, said.SERVING if serving else said.NOT_SERVING)
 
     async def not_serving(self) -> None:
         """Health says NOT_SERVING from now on, of every service; calls are still taken."""
@@ -215,6 +236,9 @@ async def start_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_calls: int | None = None,
+    share_port: bool = False,
+    serving: bool = True,
 ) -> RunningServer:
     """Start a server with health, of each service and of all ("") together, and reflection.
 
@@ -224,15 +248,21 @@ async def start_server(
         credentials: TLS; None for plain text.
         interceptors: run inside the one that maps errors: what they raise becomes a status as well.
         max_message_bytes: largest message that is taken or sent.
+        max_calls: at once; more are refused. A quarter of them may come over one connection. None: as many as come.
+        share_port: other servers of this user may listen on the same port; the system spreads connections over them.
+        serving: what health says at first.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_health.v1 import health, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 
+    options = server_options(max_message_bytes, share_port=share_port)
+    if max_calls is not None:
+        options.append(("grpc.max_concurrent_streams", max_calls // 4))
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *interceptors], options=server_options(max_message_bytes)
+        interceptors=[ErrorInterceptor(), *interceptors], options=options, maximum_concurrent_rpcs=max_calls
     )
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -245,7 +275,7 @@ async def start_server(
     except RuntimeError as error:
         raise OSError(f"cannot listen on {listen}: {error}") from None
     await server.start()
-    for name in ("", *names):
-        await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
-    return RunningServer(server, address, checker, names)
+    running = RunningServer(server, address, checker, names)
+    await running.tell(serving)
+    return running

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -31,17 +36,29 @@ def wanted() -> bool:
     return not disabled and any(os.environ.get(name) for name in _ENDPOINTS)
 
 
+def protocol(signal: str) -> str:
+    """What the environment says of a signal's export ("TRACES", "METRICS"): "grpc" or "http/protobuf"."""
+    said = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    return said or "grpc"
+
+
+def resource(part_id: str, role: str) -> Resource:
+    """What a process is called wherever its traces and metrics go."""
+    from opentelemetry.sdk.resources import Resource
+
+    said = {"service.name": f"pillion-{role}", "service.instance.id": part_id, "service.namespace": "pillion"}
+    return Resource.create(said)
+
+
 def setup(part_id: str, role: str) -> None:
     """Install the SDK in this process if the environment asks for it. Called once, by a part's main."""
     if not wanted():
         return
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
     exporter: SpanExporter
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if (protocol or "grpc") == "grpc":
+    if protocol("TRACES") == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         exporter = GrpcExporter()
@@ -49,10 +66,7 @@ def setup(part_id: str, role: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         exporter = HttpExporter()
-    resource = Resource.create(
-        {"service.name": f"pillion-{role}", "service.instance.id": part_id, "service.namespace": "pillion"}
-    )
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource(part_id, role))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
 
@@ -62,6 +76,16 @@ def shutdown() -> None:
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
         stop()
+
+
+def recording() -> bool:
+    """Whether spans go anywhere in this process."""
+    return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+
+
+def child(name: str, parent: trace.Span) -> AbstractContextManager[trace.Span]:
+    """A span under ``parent``, ended with the block and current within it."""
+    return tracer().start_as_current_span(name, context=trace.set_span_in_context(parent))
 
 
 def inject(context: otel_context.Context | None = None) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """TLS at the edge and between parts, from PEM files that may be replaced while a process runs.
 
-    files --fit--> in use --other files--> read again --fit--> in use from the next handshake on
-      | no: ConfigError                       | no: a warning, the old ones stay in use
+    files --fit--> in use --other files (pillion.watched)--> read again --fit--> in use from the next handshake on
+      | no: ConfigError                                         | no: a warning, the old ones stay in use
 
 At the edge a server shows its certificate, and asks clients for theirs where it is told whose to accept. Between parts
 both sides show one, and what counts is that the cluster's own authority has signed it, not at which address its holder
@@ -82,21 +82,16 @@ class Identity:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._interval_s:
                 self._looked_s = now_s
-                if self._watched.changed():
-                    self._reload()
+                version = self._loaded.version + 1
+                newer = self._watched.newer(lambda: _load(self._files, version))
+                if newer is not None:
+                    self._loaded = newer
+                    log.info("read %s again", self._files.cert)
             return self._loaded
 
     def fresh_context(self) -> ssl.SSLContext:
         """One of its own, of the files as they are now. Raises ConfigError."""
         return _context(self._files)
-
-    def _reload(self) -> None:
-        try:
-            self._loaded = _load(self._files, self._loaded.version + 1)
-        except ConfigError as error:
-            log.warning("%s; the certificate read before stays in use", error.message)
-        else:
-            log.info("read %s again", self._files.cert)
 
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
@@ -231,6 +226,10 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(f"TLS: {files.ca}: {_said(error)}") from None
         context.verify_mode = ssl.CERT_REQUIRED
+        # A client that resumes a session shows no certificate again, even if its authority is not accepted any more.
+        # Without tickets there is nothing to resume; before TLS 1.3 a server remembers sessions by itself.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
     return context
 
 
@@ -238,7 +237,7 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"TLS: {path}: {error.strerror}") from None
+        raise ConfigError(f"TLS: {path}: {error.strerror}") from error
 
 
 def _said(error: OSError) -> str:

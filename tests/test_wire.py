@@ -47,7 +47,7 @@ from pillion.wire.decode import (
 )
 from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, ack_to_pb, span_from_pb, span_to_pb
 from pillion.wire.public import delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import STEP_COSTS, PartRecord
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -113,7 +113,7 @@ SUBMITS = built(
     forks=FORKS,
 )
 ERRORS = st.builds(DecodeError, st.integers(0, 16), TEXT, st.booleans())
-DECODE_DELTAS = built(
+DECODE_DELTAS = st.builds(
     DecodeDelta,
     key=U64,
     token_ids=IDS,
@@ -157,7 +157,10 @@ def test_acks(ack: ChunkAck) -> None:
     assert ack_from_pb(ack_to_pb(ack)) == ack
 
 
-@given(built(PartRecord))
+COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)
+
+
+@given(built(PartRecord, step_cost_s=COSTS))
 def test_part_records(record: PartRecord) -> None:
     newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
     assert PartRecord.from_json(newer) == record

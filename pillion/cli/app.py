@@ -113,9 +113,11 @@ def part_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> 
     """Adds the command that runs one part."""
 
     def run(**said: Any) -> int:
+        from pillion.cli.edge import run_gateways
         from pillion.cli.parts import run_part
 
-        return run_part(role, with_model(cls, said) if has_model else cls(**said))
+        flags = with_model(cls, said) if has_model else cls(**said)
+        return run_gateways(flags) if getattr(flags, "gateway_workers", 1) > 1 else run_part(role, flags)
 
     run.__doc__ = about
     function: Any = flag_options(cls)(run)

@@ -10,6 +10,7 @@ from pillion.addresses import is_local
 from pillion.cli.flags import option_name
 from pillion.cores import MAX_CPU_THREADS, parse_cores
 from pillion.errors import ConfigError
+from pillion.model_places import other_models
 from pillion.ranges import MAX_SPECULATIVE_TOKENS
 
 MAX_PORT = 65535
@@ -49,6 +50,7 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "drain_timeout_s": (0, None),
     "prefill_workers": (0, MAX_WORKERS),
     "decode_workers": (1, MAX_WORKERS),
+    "gateway_workers": (1, MAX_WORKERS),
 }
 
 
@@ -71,6 +73,8 @@ def check_flags(flags: Any) -> None:
     for name in ("listen", "node_listen"):
         if name in said:
             _check_listen(name, said)
+    if "also_model" in said:
+        other_models(flags)
     if "split_policy" in said:
         check_split_policy(said["split_policy"], said.get("prefill_workers"))
 

@@ -7,12 +7,11 @@ and back in the opposite order, from wherever a start failed
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pillion.cli import probes, redis
 from pillion.cli.checks import check_flags
 from pillion.cli.child import Child
 from pillion.cli.console import Notices
+from pillion.cli.edge import PublicPorts, gateway_specs, part_argv
 from pillion.cli.fences import watch_fences
 from pillion.cli.fit import Fit, fit_pool
 from pillion.cli.flags import env_name, subset, to_argv, without_flags
@@ -27,7 +27,7 @@ from pillion.cli.lifeline import PARENT_PID_VARIABLE
 from pillion.cli.parts import STOP_GRACE_S, find_server_code
 from pillion.cli.runtime_dir import RuntimeDir
 from pillion.cli.supervisor import PartSpec, Supervisor
-from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
 from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 
@@ -50,6 +50,7 @@ class LocalCluster:
         self.fit: Fit | None = None
         self._redis_binary: Path | None = None
         self._fences: asyncio.Task[None] | None = None
+        self._ports = PublicPorts()
 
     @property
     def target(self) -> str:
@@ -61,10 +62,7 @@ class LocalCluster:
         check_flags(self.flags)
         find_server_code()
         self._redis_binary = None if self.flags.redis_url else redis.find_redis()
-        host, http, grpc = self.flags.host, self.flags.http_port, self.flags.grpc_port
-        self.flags = replace(
-            self.flags, http_port=pick_port(host, "http_port", http), grpc_port=pick_port(host, "grpc_port", grpc)
-        )
+        self.flags = self._ports.take(self.flags)
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
             await prepare_in_child(self.flags, step)
         self.model_name, self.fit = describe_model(self.flags)
@@ -88,6 +86,7 @@ class LocalCluster:
             if self.supervisor is not None:
                 await self.supervisor.stop()
         finally:
+            self._ports.close()
             if self.runtime is not None:
                 self.runtime.remove()
 
@@ -115,7 +114,10 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
         # Redis greets with warnings about persistence, which it does not have here.
         probed = _spec("redis", 0, command, environ, lambda: redis.answers(path))
         specs.append(replace(probed, quiet=flags.log_level != "debug"))
-    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/{NODE_SOCKET}", attach_socket=attach)
+    # Pages of metrics: the gateways' first, then one port after the other.
+    pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
+    here = {"attach_socket": attach}
+    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/{NODE_SOCKET}", metrics_port=next(pages), **here)
     specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
@@ -124,37 +126,19 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
             listen = f"unix:{folder}/{part_id}.sock"
             # The gateway drains before its workers: nothing is left to wait for when their turn comes.
             mine = {"cpu_threads": threads, "cpu_affinity": next(bound), "drain_timeout_s": STOP_GRACE_S}
-            worker = subset(cls, flags, part_id=part_id, listen=listen, attach_socket=attach, **mine)
+            mine |= {"part_id": part_id, "listen": listen, "metrics_port": next(pages)}
+            worker = subset(cls, flags, **here, **mine)
             # A worker without a node ends at once; the gateway waits for both by itself.
             specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
-    edge = subset(GatewayFlags, flags)
-    argv = _argv("gateway", edge)
-    gateway = _spec("gateway", 3, argv, environ, partial(_gateway_ready, edge))
-    specs.append(replace(gateway, drain_s=edge.drain_timeout_s))
-    return specs
-
-
-async def _gateway_ready(edge: GatewayFlags) -> bool:
-    own = (edge.tls_cert, edge.tls_key) if edge.tls_cert else None
-    return await probes.gateway_ready(
-        probes.reachable_host(edge.host), edge.http_port, own=own, mutual=bool(edge.tls_ca)
-    )
+    return specs + gateway_specs(flags, folder, environ, level=3)
 
 
 def _part(role: str, part_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str) -> PartSpec:
-    return _spec(part_id, level, _argv(role, flags), environ, lambda: probes.is_serving(address))
-
-
-def _argv(role: str, flags: Any) -> list[str]:
-    # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
-    arguments = to_argv(flags, leave_out=("redis_url",))
-    # The name first: it is what people look for in `ps`.
-    arguments.sort(key=lambda word: not word.startswith(("--part-id=", "--node-id=")))
-    return [sys.executable, "-m", "pillion", role, *arguments]
+    return _spec(part_id, level, part_argv(role, flags), environ, lambda: probes.is_serving(address))
 
 
 def _spec(
-    part_id: str, level: int, argv: list[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
+    part_id: str, level: int, argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
 ) -> PartSpec:
     return PartSpec(part_id=part_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
 
@@ -205,22 +189,6 @@ def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> 
         if shared:
             first = max(0, number - flags.prefill_workers) * threads
         yield ",".join(map(str, cores[first : first + threads]))
-
-
-def pick_port(host: str, name: str, port: int) -> int:
-    """``port``, or a free one for 0. Raises ConfigError where it is taken.
-
-    The gateway binds it later; chosen here, it stays the same when the gateway is started again.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {port} on {host} cannot be used: {error.strerror}") from None
-        return int(probe.getsockname()[1])
 
 
 async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:

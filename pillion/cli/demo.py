@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from pillion.cli.cluster import LocalCluster
 from pillion.cli.console import Notices
-from pillion.cli.parts import find_server_code, refuse_foreign_kernels, set_up_logging, stop_on_signals
+from pillion.cli.log_format import set_up_logging
+from pillion.cli.parts import find_server_code, refuse_foreign_kernels, stop_on_signals
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
 from pillion.types import ChatMessage, Timings, Usage

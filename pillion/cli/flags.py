@@ -1,9 +1,9 @@
 """The frozen dataclasses of :mod:`pillion.config` as click options, and back into an argv.
 
 A field ``max_num_seqs`` is ``--max-num-seqs``, ``PILLION_MAX_NUM_SEQS`` and the key ``max-num-seqs`` (or
-``max_num_seqs``) of one optional TOML file. The command line wins over the environment, that over the file, and the
-file over the default. One file may serve all parts: a key that another part knows is ignored, one that no part knows
-is an error.
+``max_num_seqs``) of one optional TOML file. One that may be said several times is a tuple, and a list in the file. The
+command line wins over the environment, that over the file, and the file over the default. One file may serve all parts:
+a key that another part knows is ignored, one that no part knows is an error.
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ def _option(field: Field[Any]) -> Callable[[F], F]:
     }
     if about["kind"] is bool:
         return click.option(f"{name}/--no-{name[2:]}", field.name, type=bool, **common)
+    if isinstance(field.default, tuple):
+        # In the environment several are separated by white space.
+        common |= {"multiple": True, "show_default": False}
     return click.option(name, field.name, type=FlagType(about["kind"], about["choices"]), **common)
 
 
@@ -126,13 +129,17 @@ def read_config(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
+    several = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
     for key, value in said.items():
         name = key.replace("-", "_")
         if name not in known:
             raise ConfigError(f"config file {path}: unknown key {key!r}")
         if name in values:
             raise ConfigError(f"config file {path}: {key!r} is said twice")
-        if not isinstance(value, str | int | float):
+        if name in several:
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise ConfigError(f"config file {path}: {key!r} must be a list of texts")
+        elif not isinstance(value, str | int | float):
             raise ConfigError(f"config file {path}: {key!r} must be a text or a number")
         values[name] = value
     return values
@@ -147,6 +154,8 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
         value, name = getattr(flags, field.name), option_name(field.name)
         if isinstance(value, bool):
             argv.append(name if value else f"--no-{name[2:]}")
+        elif isinstance(value, tuple):
+            argv += [f"{name}={one}" for one in value]
         else:
             argv.append(f"{name}={value}")
     return argv

@@ -19,10 +19,15 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pillion.cli import lifeline
+from pillion.cli.log_format import set_up_logging
 from pillion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pillion.metrics import Meters
+    from pillion.metrics_export import Exports
 
 log = logging.getLogger("pillion.part")
 
@@ -61,18 +66,6 @@ def refuse_foreign_kernels() -> None:
     )
 
 
-def set_up_logging(level: str) -> None:
-    """One line per record on standard error."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
-    # Its greetings say what our own lines say.
-    logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
-
-
 def use_internal_tls(flags: Any) -> None:
     """What this process is to other parts. Raises ConfigError for certificates that cannot be used."""
     from pillion import rpc, tls
@@ -83,7 +76,7 @@ def use_internal_tls(flags: Any) -> None:
 def name_of(role: str, flags: Any) -> str:
     """What the part is called in traces and logs."""
     said = getattr(flags, "part_id", "") or getattr(flags, "node_id", "")
-    if isinstance(said, str) and said and role != "gateway":
+    if isinstance(said, str) and said:
         return said
     # Process ids alone are alike in containers: the first process of each is number 1, or the one after its init.
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
@@ -97,27 +90,29 @@ def run_part(role: str, flags: Any) -> int:
     check_flags(flags)
     find_server_code()
     refuse_foreign_kernels()
-    set_up_logging(flags.log_level)
-    use_internal_tls(flags)
     name = name_of(role, flags)
-    if getattr(flags, "part_id", name) != name:
+    set_up_logging(flags.log_level, flags.log_format, name)
+    use_internal_tls(flags)
+    # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
+    if role != "gateway" and getattr(flags, "part_id", name) != name:
         flags = replace(flags, part_id=name)
     telemetry.setup(name, role)
     module, function = ROLES[role]
     start = getattr(importlib.import_module(module), function)
     try:
-        return asyncio.run(_run(name, start, flags, getattr(flags, "drain_timeout_s", STOP_GRACE_S)))
+        return asyncio.run(_run(name, role, start, flags))
     finally:
         telemetry.shutdown()
 
 
-async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
+async def _run(name: str, role: str, start: Any, flags: Any) -> int:
     stop = asyncio.Event()
     stop_on_signals(stop)
     watcher = asyncio.create_task(_watch_supervisor(stop))
     starting: asyncio.Future[Any] = asyncio.ensure_future(start(flags))
     stopped = asyncio.create_task(stop.wait())
     failed: asyncio.Task[str] | None = None
+    exports: Exports | None = None
     try:
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -125,6 +120,7 @@ async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
             await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
             return 0
         part = starting.result()
+        exports = _export(part.meters, name, role, flags)
         log.info("%s ready at %s", name, part.address)
         failed = asyncio.create_task(part.wait_failed())
         await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,12 +128,21 @@ async def _run(name: str, start: Any, flags: Any, grace_s: float) -> int:
         if reason:
             log.error("%s stops: %s", name, reason)
         # What failed has nobody left to wait for.
-        await _stop_within(name, part, 0.0 if reason else grace_s)
+        await _stop_within(name, part, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
         return 1 if reason else 0
     finally:
         for task in (watcher, stopped, failed):
             if task is not None:
                 task.cancel()
+        if exports is not None:
+            await asyncio.to_thread(exports.close)
+
+
+def _export(meters: Meters, name: str, role: str, flags: Any) -> Exports:
+    from pillion.metrics_export import Exports
+
+    page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
+    return Exports(meters, name, role, **page)
 
 
 async def _stop_within(name: str, part: Any, grace_s: float) -> None:

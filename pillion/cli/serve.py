@@ -8,7 +8,8 @@ import time
 
 from pillion.cli.cluster import LocalCluster, run_until_signal
 from pillion.cli.console import Notices
-from pillion.cli.parts import refuse_foreign_kernels, set_up_logging, stop_on_signals
+from pillion.cli.log_format import set_up_logging
+from pillion.cli.parts import refuse_foreign_kernels, stop_on_signals
 from pillion.config import ServeFlags
 
 EXIT_PARTS_DIED = 1

@@ -3,8 +3,9 @@
 Life of a part, tended by one task each:
 
     waiting ----------> starting ---------> ready ---------> dead ---> waiting (after a delay, for what it needs)
-     lower levels        spawned, probed      probe said yes    |
-     are not ready       until it is ready                      +----> the whole cluster stops (RestartPolicy gave up)
+     lower levels        spawned, probed      probe said yes;   |
+     are not ready       until it is ready    killed when it    +----> the whole cluster stops (RestartPolicy gave up)
+                                              is silent for long
 
 Before the cluster was ready once, a death is final: what cannot start will not start better the third time.
 """
@@ -27,6 +28,9 @@ from pillion.errors import Unavailable
 START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_MS = 50
 STOP_GRACE_S = 5.0
+# A part that says nothing to so many questions in a row hangs. Each is given a second: together some twenty.
+ALIVE_INTERVAL_S = 1.0
+MAX_SILENCES = 10
 # Of a quiet part's output.
 MAX_KEPT_LINES = 20
 
@@ -42,6 +46,7 @@ class PartSpec:
         probe: whether the part is ready; called again and again until it is, must not raise.
         quiet: its output is kept back and shown only where it dies by itself.
         drain_s: time that it takes to stop beside the usual grace, for what is under way in it.
+        alive: whether it answers at all, asked while it runs; None: only its death tells. Must not raise.
     """
 
     part_id: str
@@ -52,6 +57,7 @@ class PartSpec:
     needs: tuple[str, ...] = ()
     quiet: bool = False
     drain_s: float = 0.0
+    alive: Callable[[], Awaitable[bool]] | None = None
 
 
 @dataclass(slots=True)
@@ -72,12 +78,14 @@ class Supervisor:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
+        alive_interval_s: float = ALIVE_INTERVAL_S,
     ) -> None:
         self._parts = [_Tended(spec) for spec in specs]
         self._notices = notices
         self._policy = policy or RestartPolicy()
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
+        self._alive_interval_s = alive_interval_s
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._was_ready = False
@@ -186,6 +194,16 @@ class Supervisor:
             child.kill()
             return
         part.ready.set()
+        if part.spec.alive is not None:
+            await self._until_silent(part.spec.alive)
+            self._notices.say(f"{part.spec.part_id} hangs: no answer to {MAX_SILENCES} questions", "bold red")
+            child.kill()
+
+    async def _until_silent(self, alive: Callable[[], Awaitable[bool]]) -> None:
+        silences = 0
+        while silences < MAX_SILENCES:
+            await asyncio.sleep(self._alive_interval_s)
+            silences = 0 if await alive() else silences + 1
 
     async def _failed(self) -> None:
         await self.failed()

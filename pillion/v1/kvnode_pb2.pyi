@@ -81,6 +81,7 @@ class OpenTicketRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order. At most the blocks that end before the last token."""
@@ -94,6 +95,8 @@ class OpenTicketRequest(_message.Message):
     """
     priority: _builtins.int
     """See GenerateRequest.priority."""
+    expected_blocks: _builtins.int
+    """Leading block_hashes that the index believes to be here. Those that are not, the node takes out of it."""
     def __init__(
         self,
         *,
@@ -103,10 +106,11 @@ class OpenTicketRequest(_message.Message):
         resume: _builtins.bool = ...,
         nonce: _builtins.int = ...,
         priority: _builtins.int = ...,
+        expected_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

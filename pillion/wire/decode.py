@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2
@@ -64,9 +65,12 @@ class DecodeTimings:
     preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeDelta:
-    """Tokens of one stream since its last delta; the last one has a finish reason or an error."""
+class DecodeDelta(NamedTuple):
+    """Tokens of one stream since its last delta; the last one has a finish reason or an error.
+
+    One is made for every token of the whole cluster, on both sides, and a tuple is made in a quarter of the time that a
+    frozen dataclass takes.
+    """
 
     key: int
     token_ids: tuple[int, ...] = ()
@@ -118,7 +122,13 @@ def submit_to_pb(submit: Submit) -> decode_pb2.Submit:
 
 def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
     """All deltas of one step."""
-    return [_delta_from_pb(delta) for delta in message.deltas]
+    return [
+        _rich_delta_from_pb(delta)
+        if delta.finish_reason or delta.logprobs or delta.HasField("timings") or delta.HasField("error")
+        # Nearly all of them; what is not there is not looked at twice.
+        else DecodeDelta(delta.key, tuple(delta.token_ids))
+        for delta in message.deltas
+    ]
 
 
 def batch_to_pb(deltas: Sequence[DecodeDelta]) -> decode_pb2.DecodeBatch:
@@ -126,7 +136,7 @@ def batch_to_pb(deltas: Sequence[DecodeDelta]) -> decode_pb2.DecodeBatch:
     return decode_pb2.DecodeBatch(deltas=[_delta_to_pb(delta) for delta in deltas])
 
 
-def _delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
+def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
     error, timings = None, None
     if message.HasField("error"):
         error = DecodeError(message.error.code, message.error.message, message.error.retryable)

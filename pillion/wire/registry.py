@@ -43,6 +43,7 @@ class PartRecord:
         block_bytes: bytes of a worker's KV block.
         kernels: what a worker computes with.
         *_blocks: a node's slots by state.
+        prompt_tokens, cached_tokens, completion_tokens: of what a gateway has served since it started.
         fenced_parts: workers that a node has fenced and that have not drained.
         heartbeat_age_ms: filled by the reader.
     """
@@ -76,6 +77,9 @@ class PartRecord:
     leased_blocks: int = 0
     committed_blocks: int = 0
     quarantined_blocks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     fenced_parts: tuple[str, ...] = ()
     kernels: str = ""
     heartbeat_age_ms: int = 0

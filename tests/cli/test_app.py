@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import pytest
 from pillion._version import VERSION
 from pillion.cli import cluster, parts
 from pillion.cli.app import cli, part_command, with_model
-from pillion.cli.cluster import child_environ, part_specs, pick_port, threads_per_worker
+from pillion.cli.cluster import child_environ, part_specs, threads_per_worker
 from pillion.cli.flags import env_name
 from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
@@ -107,16 +106,6 @@ def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
     assert "kvnode" not in done.stderr
 
 
-def test_a_taken_port_is_one_line() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--grpc-port {port} on 127.0.0.1 cannot be used"):
-            pick_port("127.0.0.1", "grpc_port", port)
-    assert pick_port("127.0.0.1", "http_port", 0) > 0
-
-
 @pytest.mark.parametrize(
     ("argument", "flag", "model"), [(None, "", "demo"), (None, "b", "b"), ("a", "", "a"), ("a", "from env", "a")]
 )
@@ -151,7 +140,7 @@ def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("prefill-0", 2),
         ("prefill-1", 2),
         ("decode-0", 2),
-        ("gateway", 3),
+        ("gateway-0", 3),
     ]
     decode, gateway = specs[4], specs[5]
     assert decode.argv[1:5] == ("-m", "pillion", "decode", "--part-id=decode-0")
@@ -159,7 +148,7 @@ def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.environ["OMP_NUM_THREADS"] == "2"
     assert "OMP_NUM_THREADS" not in gateway.environ or "OMP_NUM_THREADS" in os.environ
     assert gateway.argv[1:4] == ("-m", "pillion", "gateway")
-    assert "--grpc-port=1234" in gateway.argv
+    assert {"--grpc-port=1234", "--probe-listen=unix:/run/x/gateway-0.sock", "--no-share-ports"} <= set(gateway.argv)
     for spec in specs:
         assert spec.environ[env_name("redis_url")] == "unix:///run/x/redis.sock"
         assert env_name("block_size") not in spec.environ

@@ -61,6 +61,15 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: pathlib.Path) -> Non
     assert (flags.kv_pool_bytes, flags.prefill_workers, flags.model) == (2 * 2**30, 4, "folder")
 
 
+def test_what_may_be_said_several_times(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "pillion.toml"
+    file.write_text('also-model = ["a=/a", "b=/b"]\n')
+    assert parse(ServeFlags, ["--config", str(file)]).also_model == ("a=/a", "b=/b")
+    assert parse(ServeFlags, [], {"PILLION_ALSO_MODEL": "a=/a b=/b"}).also_model == ("a=/a", "b=/b")
+    assert parse(ServeFlags, ["--also-model", "a=/a", "--also-model=b=/b"]).also_model == ("a=/a", "b=/b")
+    assert parse(ServeFlags, []).also_model == ()
+
+
 def test_an_empty_variable_says_nothing() -> None:
     assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
 
@@ -79,6 +88,8 @@ def test_one_file_may_serve_all_parts(tmp_path: pathlib.Path) -> None:
         ("max-num-seqs = [1]", "must be a text or a number"),
         ("[decode]\nmax-num-seqs = 1", "unknown key 'decode'"),
         ("max-num-seqs", "config file"),
+        ('also-model = "a=b"', "must be a list of texts"),
+        ("also-model = [1]", "must be a list of texts"),
     ],
 )
 def test_a_broken_file_is_a_one_line_error(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
@@ -111,6 +122,8 @@ def test_a_bad_value_is_a_usage_error(argv: list[str], complaint: str) -> None:
 
 
 def value_of(field: Any) -> st.SearchStrategy[Any]:
+    if isinstance(field.default, tuple):
+        return st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20), max_size=3).map(tuple)
     if field.metadata["choices"]:
         return st.sampled_from(field.metadata["choices"])
     if isinstance(field.default, str):

@@ -22,7 +22,7 @@ from pillion.cli.console import Notices
 from pillion.cli.lifeline import PARENT_PID_VARIABLE
 from pillion.cli.restarts import Restart, RestartPolicy
 from pillion.cli.runtime_dir import RuntimeDir, sweep
-from pillion.cli.supervisor import PartSpec, Supervisor
+from pillion.cli.supervisor import MAX_SILENCES, PartSpec, Supervisor
 from pillion.errors import Unavailable
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
@@ -294,3 +294,33 @@ def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(fold
     ours.remove()
     ours.remove()
     assert [path.name for path in folder.iterdir()] == ["pillion-notes"]
+
+
+async def test_a_part_that_hangs_is_killed_and_started_again(folder: pathlib.Path) -> None:
+    heard, asked, silent = Heard(), [], []
+
+    async def alive() -> bool:
+        asked.append(len(silent))
+        return not silent
+
+    watched = dataclasses.replace(spec(folder, "a"), alive=alive)
+    supervisor = Supervisor([watched], heard, RestartPolicy(first_delay_ms=10), alive_interval_s=0.01)
+    await supervisor.start()
+    try:
+        first = supervisor.pid_of("a")
+        await until(lambda: len(asked) > 2 * MAX_SILENCES)
+        assert supervisor.pid_of("a") == first, "it answers"
+        # Silences with an answer between them are no hang, however many they are.
+        for _ in range(3):
+            asked.clear()
+            silent.append(1)
+            await until(lambda: asked.count(1) >= MAX_SILENCES // 2)
+            silent.clear()
+            await until(lambda: asked[-1] == 0)
+        assert supervisor.pid_of("a") == first
+        silent.extend([1, 1])
+        await until(lambda: supervisor.pid_of("a") not in (None, first))
+        assert f"pillion: a hangs: no answer to {MAX_SILENCES} questions" in heard.lines
+    finally:
+        await supervisor.stop()
+    assert supervisor.living() == []

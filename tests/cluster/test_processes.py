@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from pillion import Client
-from pillion.errors import InvalidRequest
+from pillion.errors import InvalidRequest, NotFound
 from tests.support.cluster import ServedCluster, alive, served, wait_for
 from tests.support.tiny_model import save_model
 
@@ -100,10 +100,12 @@ def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:
 def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
     parts = {role: cluster.part(role) for role in ("prefill", "decode", "kvnode", "gateway")}
     with Client(cluster.target) as client:
-        for said in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}, {"model": "nobody"}):
+        for said in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}):
             with pytest.raises(InvalidRequest) as caught:
                 list(client.generate([2, 3, 4], **said))  # type: ignore[arg-type]
             assert caught.value.violations
+        with pytest.raises(NotFound):
+            list(client.generate([2, 3, 4], model="nobody"))
         for ids in ([], [999_999], [2] * 5000):
             with pytest.raises(InvalidRequest):
                 list(client.generate(ids))

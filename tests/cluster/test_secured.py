@@ -38,11 +38,12 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def identity(certs: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """Every part of this process has the parts' certificate, in a folder of its own."""
     for name in ("internal.pem", "internal.key", "internal-ca.pem"):
         shutil.copy(certs / name, tmp_path)
     files = TlsFiles(*(str(tmp_path / name) for name in ("internal.pem", "internal.key", "internal-ca.pem")))
+    monkeypatch.setattr("pillion.watched.AT_REST_S", -1.0)
     rpc.use_identity(Identity(files, interval_s=0.0))
     yield tmp_path
     rpc.use_identity(None)

@@ -58,15 +58,37 @@ async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pat
     orphans = [s.name for s in mine if s.parent is not None and s.parent.span_id not in ids]
     assert orphans == []
     assert [s.name for s in mine if s.parent is None] == ["the client's own span"]
+    (asked,) = by_name(mine, "text_completion")
+    assert asked.kind is trace.SpanKind.CLIENT
+    assert asked.parent is not None
+    assert asked.parent.span_id == own.get_span_context().span_id
 
     roots = [span for span in mine if span.name.startswith("generate ")]
     assert len(roots) == 1
     assert roots[0].attributes is not None
     assert roots[0].attributes["gen_ai.usage.input_tokens"] == 100
     assert len(by_name(mine, "prefill.chunk")) == 3
-    for name in ("plan", "kv.pin", "kv.commit", "decode.queue", "decode.remnant", "decode"):
+    for name in (
+        "tokenize",
+        "admission",
+        "lookup",
+        "plan",
+        "kv.pin",
+        "kv.commit",
+        "decode.queue",
+        "decode.remnant",
+        "decode",
+    ):
         assert by_name(mine, name), f"no span {name}; there are {sorted({s.name for s in mine})}"
     decode = by_name(mine, "decode")[0]
     assert "first token" in [event.name for event in decode.events]
+    assert decode.attributes is not None
+    assert decode.attributes["pillion.decode.steps"] == 4
+    steps = by_name(spans, "step")
+    carried = {link.context.span_id for step in steps for link in step.links}
+    assert roots[0].context.span_id in carried, "a step that computed the prompt names the request"
+    assert all(step.parent is None for step in steps)
+    computed = [step.attributes["pillion.step.prefill_tokens"] for step in steps if step.attributes]
+    assert sum(computed) >= 96  # type: ignore[arg-type]
     order = [by_name(mine, name)[0].start_time or 0 for name in ("plan", "kv.pin", "prefill.chunk", "decode.remnant")]
     assert order == sorted(order)

@@ -68,6 +68,14 @@ async def serve_and_ask(
     return status, answers, models
 
 
+def metrics_pages(run: ComposeRun) -> dict[str, str]:
+    """Container -> its page for Prometheus, of all parts that are up. Raises URLError where one has none."""
+    parts = [
+        one for one in run.containers if "PILLION_METRICS_PORT" in one.service.environment and one.exit_code is None
+    ]
+    return {one.name: _get(f"http://{one.address}:9464/metrics").decode() for one in parts}
+
+
 def _get(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=10) as reply:
         return bytes(reply.read())
@@ -86,6 +94,8 @@ async def _run(model: str, scale: dict[str, int], folder: pathlib.Path) -> None:
             print(f"  {part.role:8} {part.part_id}")
         assert all(answers), "an answer is empty"
         print(f"{len(answers)} answers, the first: {answers[0]!r}; /v1/models: {len(models)} bytes")
+        pages = await asyncio.to_thread(metrics_pages, run)
+        print(f"metrics pages, in lines: { ({name: page.count(chr(10)) for name, page in pages.items()}) }")
         codes = await run.down()
         print(f"down: {codes}")
         assert not any(code != 0 for name, code in codes.items() if not name.startswith("redis")), codes

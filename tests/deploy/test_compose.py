@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pillion import AsyncClient
-from tests.deploy.check import check_schema, serve_and_ask
+from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
 from tests.support.compose import (
     COMPOSE_FILE,
     ROOT,
@@ -33,6 +33,13 @@ from tests.support.tiny_model import save_model
 PARTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
 SCALE = {"prefill": 2, "decode": 2}
 UP_TIMEOUT_S = 150.0
+# What deploy/helm/pillion/templates/autoscaling.yaml asks Prometheus for.
+SCALED_BY = {
+    "prefill-1": "pillion_queued_tokens",
+    "decode-1": "pillion_sequences{",
+    "kvnode-1": "pillion_kv_usage_ratio",
+    "gateway-1": "vllm:num_requests_waiting",
+}
 
 
 @pytest.fixture
@@ -171,6 +178,11 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         assert len({part.part_id for part in status.parts}) == 6
         assert all(answers)
         assert b'"tiny"' in models_page
+        pages = await asyncio.to_thread(metrics_pages, run)
+        assert pages.keys() == {"kvnode-1", "prefill-1", "prefill-2", "decode-1", "decode-2", "gateway-1"}
+        for name, metric in SCALED_BY.items():
+            assert f"\n{metric}" in pages[name], f"{name} has no {metric}, which the chart's autoscaling asks for"
+        assert "\npillion_inter_token_latency_seconds_bucket{" in pages["gateway-1"]
         await drain_under_a_stream(run)
         codes = await run.down()
     assert {name: code for name, code in codes.items() if code} == {}

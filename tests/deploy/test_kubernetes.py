@@ -51,8 +51,6 @@ WATCHED = {
     "model": {"name": "/models/x", "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
 }
 CASES: dict[str, dict[str, Any]] = {"default": {}, "both": {"pools": BOTH}, "secured": SECURED, "watched": WATCHED}
-# Of the image, not flags; and the flags of the metrics page.
-NOT_FLAGS = {"PILLION_METRICS_HOST", "PILLION_METRICS_PORT"}
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -96,7 +94,7 @@ def test_pods_are_restricted(manifests: list[Manifest]) -> None:
 
 
 def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
-    flags = {env_name(name) for name in known_names()} | NOT_FLAGS
+    flags = {env_name(name) for name in known_names()}
     said = [container for pod in pods(manifests) for container in containers(pod)]
     for container in said:
         assert {name for name in environment(container) if name.startswith("PILLION_")} <= flags, container["name"]

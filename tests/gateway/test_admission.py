@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.admission import Admission, Visit
+from gateway.admission import Admission, Shares, Visit
 from gateway.cluster import Cluster
 from gateway.tenants import OPEN, Tenant
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
@@ -38,9 +42,14 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
     with pytest.raises(Overloaded) as caught:
         admission.enter(A)
     assert refused(caught) == "a/max_inflight_requests"
-    theirs = [admission.enter(B) for _ in range(4)]
+    theirs = [admission.enter(B) for _ in range(2)]
     with pytest.raises(Overloaded) as caught:
-        admission.enter(Tenant(name="c"))
+        admission.enter(B)
+    assert refused(caught) == "b/max_inflight_requests"
+    # Whoever floods, the next tenant finds room, as long as there is any.
+    theirs += [admission.enter(Tenant(name=name)) for name in "cd"]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(Tenant(name="e"))
     assert refused(caught) == "max_inflight_requests"
     admission.weigh(mine[0], 40)
     with pytest.raises(Overloaded) as caught:
@@ -55,6 +64,29 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
         admission.leave(visit)
     assert (admission.requests, admission.tokens, admission.running) == (0, 0, 0)
     admission.enter(A)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
+def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]) -> None:
+    """Whatever comes and goes: the newcomer gets a place, and those that flood go on to get theirs."""
+    admission = Admission(40, 4000)
+    inside: dict[str, list[Visit]] = {name: [] for name in "abc"}
+    for name, goes in events:
+        if goes and inside[name]:
+            admission.leave(inside[name].pop())
+            continue
+        with contextlib.suppress(Overloaded):
+            while True:
+                inside[name].append(admission.enter(Tenant(name=name)))
+                admission.weigh(inside[name][-1], 100)
+    visit = admission.enter(Tenant(name="d"))
+    admission.weigh(visit, 100)
+    admission.leave(visit)
+    for visit in itertools.chain(*inside.values()):
+        admission.leave(visit)
+    assert (admission.requests, admission.tokens) == (0, 0)
+    assert not admission._requests_of
+    assert not admission._tokens_of
 
 
 def test_a_tenants_own_bounds_and_the_open_gateway() -> None:
@@ -205,18 +237,37 @@ async def test_a_deadline_that_passes_in_the_line() -> None:
     assert admission.waiting == 0
 
 
+async def test_a_shared_line_gives_each_tenant_its_places() -> None:
+    shares, order = Shares(2), []
+
+    async def job(tenant: Tenant) -> None:
+        async with shares.of(tenant):
+            order.append(tenant.name)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(job(A)) for _ in range(20)]
+    tasks.append(asyncio.create_task(job(B)))
+    await asyncio.gather(*tasks)
+    assert order.index("b") == 2
+    shares.keep({"a"})
+    assert shares.of(A) is shares.of(A)
+    assert list(shares._places) == ["a"]
+
+
 async def test_workers_are_given_their_seats_and_some_more() -> None:
     cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
-    assert cluster.places() == 0
+    assert cluster.places("") == 0
     worker = PartRecord(
         part_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
     )
     cluster.view.update([worker], 0.0)
-    assert cluster.places() == 100
+    assert cluster.places("") == 100
     small = replace(worker, part_id="d1", running_requests=0, free_seqs=4)
-    cluster.view.update([small, *(PartRecord(part_id=f"g{n}", role="gateway", address="x") for n in range(2))], 100.0)
-    # Two gateways share the seats of one worker, and what is more.
-    assert cluster.places() == (4 + 16) // 2
+    # Two gateways share the seats of one worker, and what is more: evenly, but for what the other one does not use.
+    me, other = (PartRecord(part_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h"))
+    for running, places in ((50, 10), (10, 10), (3, 17), (0, 20)):
+        cluster.view.update([small, me, replace(other, running_requests=running)], 100.0)
+        assert cluster.places("") == places
     # One that does not say how many it has might have many.
     cluster.view.update([small, replace(worker, max_step_tokens=0)], 200.0)
-    assert cluster.places() == 0
+    assert cluster.places("") == 0

@@ -225,13 +225,15 @@ async def test_tokens_there_and_back() -> None:
         assert said["token_strs"][2] == "bytes:\\xc3"
         back = await call(address, "/detokenize", {"model": "toy", "tokens": said["tokens"]})
         assert back.json == {"prompt": text}
+        bare = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "add_special_tokens": False})).json
+        assert bare["tokens"] == said["tokens"], "this tokenizer adds none"
         chat = (await call(address, "/tokenize", {"messages": CHAT["messages"]})).json
         await call(address, "/v1/chat/completions", CHAT)
         assert tuple(chat["tokens"]) == line.decode.submits[-1].token_ids
         assert chat["token_strs"] is None
         assert (await call(address, "/detokenize", {"tokens": []})).json == {"prompt": ""}
         wrong = {
-            "/tokenize": [{}, {"prompt": "x", **CHAT}, {"prompt": "x", "add_special_tokens": False}, {"prompt": 5}],
+            "/tokenize": [{}, {"prompt": "x", **CHAT}, {"prompt": "x", "add_special_tokens": 1}, {"prompt": 5}],
             "/detokenize": [{}, {"tokens": [259]}, {"tokens": [-1]}, {"tokens": ["a"]}, {"tokens": "a"}],
         }
         for path, bodies in wrong.items():

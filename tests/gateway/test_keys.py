@@ -107,6 +107,10 @@ def test_every_entry_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         ("[tenant.acme]\nweight = 0", "weight must be a number above 0"),
         ("[tenant.acme]\nweight = inf", "weight must be"),
         ("[tenant.acme]\nweight = true", "weight must be"),
+        ("[tenant.acme]\nweight = nan", "weight must be"),
+        ("[tenant.acme]\nweight = 1" + "0" * 400, "weight must be"),
+        ("[tenant.acme]\ntokens_per_minute = 1" + "0" * 400, "must be a whole number"),
+        ("", "it names no tenant"),
         ("[tenant.acme]\ntokens_per_minute = -1", "tokens_per_minute must be a whole number"),
         ("[tenant.acme]\nrequests_per_minute = 1.5", "must be a whole number"),
         ("[tenant.acme]\nmost_urgent_priority = 101", "from -100 to 100"),
@@ -148,20 +152,22 @@ def test_a_change_is_read_and_a_bad_one_is_not(tmp_path: pathlib.Path, caplog: p
     file = KeyFile(write(path, "[tenant.acme]\n" + ENTRY))
     assert not file.refresh()
     write(path, "[tenant.acme]\n" + ENTRY.replace(HASH, hash_of(OTHER)))
+    assert not file.refresh()
     assert file.refresh()
     assert file.ring.tenant_of(f"Bearer {OTHER}").name == "acme"
     with pytest.raises(Unauthenticated):
         file.ring.tenant_of(f"Bearer {KEY}")
     with caplog.at_level(logging.WARNING):
-        for text in ("[tenant.acme", "[tenant.acme]\nweight = -1"):
+        for text in ("[tenant.acme", "[tenant.acme]\nweight = -1", ""):
             caplog.clear()
             write(path, text)
-            assert not file.refresh()
-            assert not file.refresh()
+            for _ in range(4):
+                assert not file.refresh()
             assert len(caplog.records) == 1
-            assert "the keys read before stay in use" in caplog.text
+            assert "what was read before stays in use" in caplog.text
         path.unlink()
-        assert not file.refresh()
+        for _ in range(3):
+            assert not file.refresh()
     assert file.ring.tenant_of(f"Bearer {OTHER}").name == "acme"
 
 

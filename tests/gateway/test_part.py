@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from gateway.part import start_gateway
+from pillion.cli.probes import answers, is_serving
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
-from tests.support.fake_parts import toy_model
+from pillion.wire.registry import PartRecord
+from tests.support.fake_parts import running_line, short_folder, toy_model, until
 from tests.support.redis import running_redis
 
 
@@ -87,3 +91,61 @@ async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Pat
             await part.stop()
         assert await registry.parts() == []
         await registry.aclose()
+
+
+async def test_the_probes_address_tells_readiness_and_answers_until_the_last_stream_ended(
+    tmp_path: pathlib.Path,
+) -> None:
+    with short_folder() as folder:
+        probe = f"unix:{folder}/probe.sock"
+        async with running_line("abc", roles="kvnode", probe_listen=probe):
+            assert await answers(probe)
+            assert not await is_serving(probe), "no worker lives"
+        assert not await answers(probe)
+        async with running_line("abc", probe_listen=probe) as line:
+            await until(lambda: is_serving(probe))
+            line.decode.gate.clear()
+            asked = asyncio.create_task(anext(line.client.generate("x")))
+            await until(lambda: line.decode.submits)
+            stopping = asyncio.create_task(line.gateway.stop(30))
+
+            async def drains() -> bool:
+                return not await is_serving(probe)
+
+            await until(drains)
+            # It would be killed as one that hangs, and the stream lost.
+            assert await answers(probe)
+            line.decode.gate.set()
+            assert (await asked).text
+            await stopping
+            assert not await answers(probe)
+
+
+async def test_status_adds_up_what_all_gateways_have_served() -> None:
+    async with running_line("abc") as line:
+        [delta async for delta in line.client.generate("x" * 9)]
+        other = PartRecord(
+            part_id="gateway-9", role="gateway", address="x", running_requests=2, prompt_tokens=100, cached_tokens=40,
+            completion_tokens=7,
+        )  # fmt: skip
+        await line.registry.beat(other)
+        await until(lambda: line.gateway._cluster.other_gateways())
+        status = await line.client.status()
+        assert (status.prompt_tokens, status.cached_tokens, status.completion_tokens) == (109, 40, 7 + 4)
+        assert status.active_requests == 2
+
+
+@pytest.mark.parametrize("port", ["grpc_port", "http_port"])
+async def test_a_shared_port_is_shared_and_no_other_is(tmp_path: pathlib.Path, port: str) -> None:
+    with running_redis() as redis:
+        flags = GatewayFlags(redis_url=redis.url, grpc_port=0, http_port=0, share_ports=True)
+        first = await start_gateway(flags, prepared=toy_model(tmp_path / "a"))
+        try:
+            taken = int((first.grpc_address if port == "grpc_port" else first.http_address).rpartition(":")[2])
+            second = await start_gateway(replace(flags, **{port: taken}), prepared=toy_model(tmp_path / "b"))
+            await second.stop(0)
+            alone = replace(flags, share_ports=False, **{port: taken})
+            with pytest.raises(ConfigError, match="cannot listen"):
+                await start_gateway(alone, prepared=toy_model(tmp_path / "c"))
+        finally:
+            await first.stop(0)

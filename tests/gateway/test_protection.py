@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pathlib
+import time
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gateway.keys import hash_of
 from gateway.tenants import Tenant, cache_salt
 from kvstore.hashing import request_root
-from pillion import AsyncClient, Overloaded, PermissionDenied, Unauthenticated
+from pillion import AsyncClient, Internal, Overloaded, PermissionDenied, Unauthenticated
 from pillion.rpc import open_channel
 from tests.support.fake_parts import NAMESPACE, Line, running_line, until
 from tests.support.http import call
@@ -148,6 +149,42 @@ async def test_quotas_on_both_ports(file: str) -> None:
         assert 0 < int(reply.headers["retry-after"]) <= 21
         async with client_of(line, "other") as client:
             assert await ask(client) == "abc"
+        await line.settled()
+
+
+async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
+    """Neither a request, where it was full itself, nor a prompt that nobody could serve."""
+    async with running_with(file, max_inflight_requests=2) as line:
+        async with client_of(line, "small") as client, client_of(line, "acme") as acme:
+            line.decode.gate.clear()
+            full = [asyncio.create_task(ask(one)) for one in (acme, line.client)]
+            await until(lambda: len(line.decode.submits) == 2)
+            for _ in range(5):
+                with pytest.raises(Overloaded) as caught:
+                    await ask(client, "ab")
+                assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
+            line.decode.gate.set()
+            await asyncio.gather(*full)
+            assert await ask(client, "ab") == "abc"
+            line.decode.refusals = [(Internal.code, False)] * 2
+            for _ in range(2):
+                with pytest.raises(Internal):
+                    await ask(client, "x" * 30)
+        await line.settled()
+        quotas = line.gateway.gateway._quotas
+        quotas.take_prompt(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
+
+
+async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:
+    async with running_with(file) as line:
+        address, core = line.gateway.http_address, line.gateway.gateway
+        asked = [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})] * 3
+        replies = [await call(address, page, body, header("small")) for page, body in asked]
+        assert [reply.status for reply in replies] == [200, 200, 200, 429, 429, 429]
+        assert core.active_requests == 0
+        # An echo is part of its request.
+        echo = {"prompt": "hi", "echo": True}
+        assert (await call(address, "/v1/completions", echo, header("other"))).json["choices"][0]["text"] == "hiabc"
         await line.settled()
 
 

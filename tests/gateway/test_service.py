@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvstore.hashing import chain_hashes, request_root
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
+from pillion.errors import NotFound
 from tests.support.fake_parts import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
@@ -219,7 +220,7 @@ async def test_bad_requests_reach_no_part() -> None:
         with pytest.raises(InvalidRequest) as failure:
             await read(line.client.generate("", temperature=-1, max_tokens=0, model="toy"))
         assert [v.field for v in failure.value.violations] == ["text", "sampling.temperature", "sampling.max_tokens"]
-        with pytest.raises(InvalidRequest, match="'other' is not served here; known: toy"):
+        with pytest.raises(NotFound, match="'other' is not served here; known: toy"):
             await read(line.client.generate("x", model="other"))
         with pytest.raises(InvalidRequest, match="300 tokens; the model takes at most 255"):
             await read(line.client.generate("x" * 300))

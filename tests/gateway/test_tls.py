@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import pathlib
 import shutil
+import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -19,7 +21,7 @@ from gateway.part import GatewayPart, start_gateway
 from kvstore.client import NodeClient
 from pillion import AsyncClient, ConfigError, Unavailable, rpc, tls
 from pillion.cli.certs import make_certs
-from pillion.cli.probes import gateway_ready, is_serving
+from pillion.cli.probes import is_serving
 from pillion.config import GatewayFlags
 from pillion.tls import Identity, TlsFiles
 from pillion.v1 import kvnode_pb2_grpc
@@ -106,15 +108,15 @@ async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> Non
             await get(part.http_address, two / "ca.pem")
         assert await is_serving(f"grpcs://{part.grpc_address}", str(one / "ca.pem"))
         assert not await is_serving(part.grpc_address)
-        host, _, port = part.http_address.rpartition(":")
-        own = (str(one / "server.pem"), str(one / "server.key"))
-        assert await gateway_ready(host, int(port), own=own)
-        assert not await gateway_ready(host, int(port))
 
 
-async def test_clients_may_have_to_show_a_certificate(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
+async def test_clients_may_have_to_show_a_certificate(
+    sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
     one, two = sets
-    async with running_line("abc") as line, edge(line, **edge_flags(one, tls_ca=str(one / "ca.pem"))) as part:
+    probe = f"unix:{tmp_path}/probe.sock"
+    flags = edge_flags(one, tls_ca=str(one / "ca.pem"), probe_listen=probe)
+    async with running_line("abc") as line, edge(line, **flags) as part:
         target = f"grpcs://{part.grpc_address}"
         own = {"cert": one / "client.pem", "key": one / "client.key"}
         async with AsyncClient(target, ca=one / "ca.pem", **own) as client:
@@ -127,9 +129,8 @@ async def test_clients_may_have_to_show_a_certificate(sets: tuple[pathlib.Path, 
                     await stranger.models()
         for files in (None, files_in(two, "client"), files_in(one, "internal")):
             assert not await let_in(part.http_address, one / "ca.pem", files)
-        host, _, port = part.http_address.rpartition(":")
-        serving = (str(one / "server.pem"), str(one / "server.key"))
-        assert await gateway_ready(host, int(port), own=serving, mutual=True)
+        # The probes of this machine need none.
+        await until(lambda: is_serving(probe))
 
 
 async def test_new_certificates_without_a_restart(
@@ -139,7 +140,7 @@ async def test_new_certificates_without_a_restart(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one, two = sets
-    monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
+    at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key")
     async with running_line("abc") as line, edge(line, **edge_flags(tmp_path)) as part:
         for address in (part.grpc_address, part.http_address):
@@ -151,10 +152,10 @@ async def test_new_certificates_without_a_restart(
             await until(lambda: line.decode.submits)
             # Half of a pair is no pair.
             put(two, tmp_path, "server.pem")
-            with caplog.at_level(logging.WARNING, "pillion.tls"):
+            with caplog.at_level(logging.WARNING, "pillion.watched"):
                 for address in (part.grpc_address, part.http_address):
                     assert await shown(address) == (one / "server.pem").read_text()
-            assert "the certificate read before stays in use" in caplog.text
+            assert "what was read before stays in use" in caplog.text
             put(two, tmp_path, "server.key")
             for address in (part.grpc_address, part.http_address):
                 assert await shown(address) == (two / "server.pem").read_text()
@@ -165,14 +166,23 @@ async def test_new_certificates_without_a_restart(
         assert b" 200 " in await get(part.http_address, two / "ca.pem")
 
 
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are seen by the next handshake."""
+    monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr("pillion.watched.AT_REST_S", -1.0)
+
+
 @pytest.fixture
-def identity(sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+def identity(
+    sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pathlib.Path]:
     """The parts of this process have the first set's certificate, and know both authorities."""
     one, two = sets
+    at_once(monkeypatch)
     put(one, tmp_path, "internal.pem", "internal.key")
     both = (one / "internal-ca.pem").read_text() + (two / "internal-ca.pem").read_text()
     (tmp_path / "internal-ca.pem").write_text(both)
-    rpc.use_identity(Identity(files_in(tmp_path, "internal", "internal-ca"), interval_s=0.0))
+    rpc.use_identity(Identity(files_in(tmp_path, "internal", "internal-ca")))
     yield tmp_path
     rpc.use_identity(None)
 
@@ -200,6 +210,56 @@ class CertifiedNode(FakeNode):
         return await super().OpenTicket(request, context)
 
 
+async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
+    sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a client that resumes a session of the time before."""
+    one, two = sets
+    at_once(monkeypatch)
+    put(one, tmp_path, "server.pem", "server.key", "ca.pem")
+    async with (
+        running_line("abc") as line,
+        edge(line, **edge_flags(tmp_path, tls_ca=str(tmp_path / "ca.pem"))) as part,
+    ):
+        own = files_in(one, "client")
+        for address, protocol, question in (
+            (part.http_address, "http/1.1", b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+            (part.grpc_address, "h2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"),
+        ):
+            for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+                put(one, tmp_path, "ca.pem")
+                context = ssl.create_default_context(cafile=str(one / "ca.pem"))
+                context.maximum_version = version
+                context.set_alpn_protocols([protocol])
+                context.load_cert_chain(own.cert, own.key)
+                said, session = await asyncio.to_thread(asked_again, context, address, question, None)
+                assert said or (protocol, version) == ("http/1.1", ssl.TLSVersion.TLSv1_2)
+                put(two, tmp_path, "ca.pem")
+                said, _ = await asyncio.to_thread(asked_again, context, address, question, session)
+                assert not said, (protocol, version)
+        target = f"grpcs://{part.grpc_address}"
+        async with AsyncClient(target, ca=one / "ca.pem", cert=own.cert, key=own.key) as client:
+            with pytest.raises(Unavailable):
+                await client.models()
+        other = files_in(two, "client")
+        async with AsyncClient(target, ca=one / "ca.pem", cert=other.cert, key=other.key) as client:
+            assert await client.models()
+
+
+def asked_again(
+    context: ssl.SSLContext, address: str, question: bytes, session: ssl.SSLSession | None
+) -> tuple[bytes, ssl.SSLSession | None]:
+    """What the server says, nothing where it does not want us; and the session to resume."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname=host, session=session) as connection:
+                connection.sendall(question)
+                return connection.recv(100), connection.session
+        except (ssl.SSLError, ConnectionError):
+            return b"", None
+
+
 async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
     one, two = sets
     node = CertifiedNode()
@@ -213,7 +273,15 @@ async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.
         other = await client.open_ticket(session.epoch, b"", 1)
         assert node.callers[1:] == [(two / "internal.pem").read_text()]
         assert await shown(address) == (two / "internal.pem").read_text()
+        # And after many more.
+        for number, source in enumerate((one, two) * 3):
+            put(source, identity, "internal.pem", "internal.key")
+            more = await client.open_ticket(session.epoch, b"", 1)
+            assert node.callers[2 + number] == (source / "internal.pem").read_text()
+            await client.release(session.epoch, [more.ticket_id])
+            gc.collect()
         await client.release(session.epoch, [ticket.ticket_id, other.ticket_id])
+        assert not session._ended.done()
         assert not node.held
         await session.aclose()
         await client.aclose()

@@ -34,6 +34,7 @@ def test_exactly_one_bos_however_it_comes(tmp_path: pathlib.Path, text: str) -> 
         assert ids[0] == BOS
         assert ids.count(BOS) == 1
         assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.encode_bare(text).count(BOS) == text.count("<bos>"), "only what stands there"
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway import validation as v
-from pillion.errors import InvalidRequest
+from pillion.errors import InvalidRequest, NotFound
 from pillion.types import ChatMessage, GenerateRequest, SamplingParams
 
 LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)
@@ -145,7 +145,7 @@ def test_lists_without_end_are_refused_unread() -> None:
 
 def test_models() -> None:
     assert v.check_model("", {"toy"}) == v.check_model("toy", {"toy", "other"}) == "toy"
-    with pytest.raises(InvalidRequest, match=r"'gpt' is not served here; known: other, toy"):
+    with pytest.raises(NotFound, match=r"'gpt' is not served here; known: other, toy"):
         v.check_model("gpt", {"toy", "other"})
     with pytest.raises(InvalidRequest, match="several models"):
         v.check_model("", {"toy", "other"})

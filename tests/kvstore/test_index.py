@@ -102,21 +102,6 @@ async def test_a_popular_block_keeps_its_newest_nodes(redis: RedisServer, index:
         await node.aclose()
 
 
-async def test_what_a_pin_proves_wrong_is_taken_out(redis: RedisServer, index: Index) -> None:
-    a, b = await fake_nodes(redis.url, "a", "b")
-    chain = Chain(range(700))
-    await a.has(chain)
-    await b.has(chain, 0, 50)
-    [hit, other] = await index.longest_prefix(chain.packed)
-    await index.correct(hit, chain.packed, 40)
-    assert await index.longest_prefix(chain.packed) == [PrefixHit("b", 50), PrefixHit("a", 40)]
-    await index.correct(PrefixHit("gone", 50), chain.packed, 0)
-    await index.correct(other, chain.packed, 0)
-    assert await index.longest_prefix(chain.packed) == [PrefixHit("a", 40)]
-    redis.kill()
-    await index.correct(PrefixHit("a", 40), chain.packed, 0)
-
-
 async def test_entries_of_another_boot_are_void(redis: RedisServer, index: Index) -> None:
     old, other = await fake_nodes(redis.url, "a", "b")
     chain = Chain([1, 2, 3])

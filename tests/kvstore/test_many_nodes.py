@@ -14,11 +14,13 @@ import pytest
 
 from kvstore.attach import attach
 from kvstore.hashing import HASH_BYTES, split_hashes
-from kvstore.index import Index
+from kvstore.index import Index, Registry
+from kvstore.redis_writer import IndexWriter
 from pillion.errors import PillionError
 from pillion.wire.kvnode import Brought, NodeStatus
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, hosts, prompt
 from tests.support.redis import RedisServer
+from tests.support.redis_nodes import Chain
 
 
 @pytest.fixture(params=["grpc", "nixl"])
@@ -57,6 +59,28 @@ async def test_a_chain_goes_from_one_node_to_another(short_folder: str, redis: R
         for host in (a, b):
             await host.idle()
             await host.check()
+
+
+async def test_a_pin_takes_what_is_not_there_out_of_the_index(short_folder: str, redis: RedisServer) -> None:
+    async with hosts(short_folder, redis, "a", disk_path=f"{short_folder}/disk", **EAGER) as (a,):
+        held, chain = prompt(*range(20)), Chain(range(30))
+        await a.serve(held)
+        await a.until(spilled)
+        await until_indexed(redis, held, {"a": 20})
+        # What a lost "gone" leaves behind: Redis believes in blocks that went.
+        writer, registry = IndexWriter(redis.url), Registry(redis.url, 60_000)
+        (entry,) = (await registry.nodes()).entries()
+        await writer.announce(entry, chain.events(20, 30))
+        await until_indexed(redis, chain.packed, {"a": 30})
+        ticket = await a.open(chain.packed, expected_blocks=30)
+        assert ticket.pinned_blocks < 20
+        # What is on the disk is there.
+        await until_indexed(redis, chain.packed, {"a": 20})
+        await a.release(ticket)
+        await writer.aclose()
+        await registry.aclose()
+        await a.idle()
+        await a.check()
 
 
 async def test_only_what_is_missing_comes(short_folder: str, redis: RedisServer, transport: str) -> None:

@@ -100,8 +100,11 @@ class Host:
     def slot(self, number: int) -> memoryview:
         return self.worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
-    async def open(self, hashes: bytes) -> Ticket:
-        return await self.client.open_ticket(self.session.epoch, hashes, len(hashes) // HASH_BYTES + 1, timeout_s=5)
+    async def open(self, hashes: bytes, expected_blocks: int = 0) -> Ticket:
+        total = len(hashes) // HASH_BYTES + 1
+        return await self.client.open_ticket(
+            self.session.epoch, hashes, total, expected_blocks=expected_blocks, timeout_s=5
+        )
 
     async def fetch(self, ticket: Ticket, hashes: bytes, *sources: str, timeout_s: float = 5.0) -> Brought:
         return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)

@@ -1,0 +1,189 @@
+"""Two real gateway processes behind one pair of ports: both serve, one may die, quotas hold over both, none loses a
+stream when they are told to end."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import psutil
+import pytest
+
+from gateway.keys import hash_of
+from pillion import Client
+from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.support.cluster import ServedCluster, alive, free_port, served, wait_for
+from tests.support.http import Reply, parse_reply, request_bytes
+from tests.support.tiny_model import save_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late")}
+TENANTS = "[tenant.free]\noperator = true\n[tenant.bound]\nrequests_per_minute = 12\n[tenant.late]\n"
+FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
+HTTP_PORT = free_port()
+STREAMS, TOKENS = 8, 2000
+
+
+def keys_toml(*names: str) -> str:
+    return TENANTS + "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(KEYS[name])}"\n' for name in names)
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(keys_toml("free", "bound"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, keys_file: pathlib.Path) -> Iterator[ServedCluster]:
+    model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
+    said = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT))
+    with pytest.MonkeyPatch.context() as environ, tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        environ.setenv("PILLION_API_KEY", KEYS["free"])
+        with served(pathlib.Path(folder), model, *said) as running:
+            yield running
+
+
+def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
+    """Those that live, by part id."""
+    found = {}
+    for process in cluster.processes():
+        words = process.cmdline()
+        if "gateway" in words[:4]:
+            found[next(word for word in words if word.startswith("--part-id=")).partition("=")[2]] = process
+    return found
+
+
+def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str = "/tokenize") -> tuple[int, Reply]:
+    """On a connection of its own; which process answered, by the kernel's word, and what."""
+    with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=30) as connection:
+        # Answered, it is closed.
+        pid = owner(cluster, connection)
+        connection.sendall(request_bytes("POST", path, body, {"Authorization": f"Bearer {key}"}))
+        said = b""
+        while part := connection.recv(2**16):
+            said += part
+    return pid, parse_reply(said)
+
+
+def owner(cluster: ServedCluster, connection: socket.socket) -> int:
+    """The gateway process that accepted it."""
+    own = connection.getsockname()[1]
+
+    def accepted() -> int:
+        return next((one.pid for one in gateways(cluster).values() if own in peers(one)), 0)
+
+    return int(wait_for("the connection to be accepted", accepted))
+
+
+def peers(process: psutil.Process) -> set[int]:
+    return {one.raddr.port for one in process.net_connections("tcp") if one.raddr}
+
+
+def test_both_processes_serve_both_ports(cluster: ServedCluster) -> None:
+    pids = {process.pid for process in gateways(cluster).values()}
+    assert set(gateways(cluster)) == {"gateway-0", "gateway-1"}
+    answered = [ask(cluster, {"prompt": "x"}) for _ in range(16)]
+    assert {pid for pid, _ in answered} == pids
+    assert {reply.status for _, reply in answered} == {200}
+    # gRPC shares connections between channels, unless it is told not to.
+    channels = [
+        grpc.insecure_channel(cluster.target, [("grpc.use_local_subchannel_pool", 1), ("number", n)]) for n in range(16)
+    ]
+    metadata = (("authorization", f"Bearer {KEYS['free']}"),)
+    for channel in channels:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        assert [model.name for model in stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=metadata).models]
+    port = int(cluster.target.rpartition(":")[2])
+    taken = {
+        process.pid
+        for process in gateways(cluster).values()
+        for one in process.net_connections("tcp")
+        if one.laddr.port == port and one.raddr
+    }
+    assert taken == pids
+    for channel in channels:
+        channel.close()
+
+
+def test_status_counts_what_both_have_served(cluster: ServedCluster) -> None:
+    with Client(cluster.target) as client:
+        before = client.status().prompt_tokens
+        for _ in range(12):
+            body = {"model": "tiny", "prompt": list(range(2, 12)), "max_tokens": 1, "temperature": 0}
+            assert ask(cluster, body, path="/v1/completions")[1].status == 200
+        wait_for("all prompts in the totals", lambda: client.status().prompt_tokens == before + 120)
+        assert sorted(part.part_id for part in client.status().parts if part.role == "gateway") == [
+            "gateway-0",
+            "gateway-1",
+        ]
+
+
+def test_a_quota_holds_over_both(cluster: ServedCluster) -> None:
+    """12 in a minute are 12, not 24; within the seconds that this takes one or two more come in."""
+    replies = [ask(cluster, {"prompt": "x"}, KEYS["bound"]) for _ in range(40)]
+    allowed = [pid for pid, reply in replies if reply.status == 200]
+    assert 12 <= len(allowed) <= 16
+    assert len(set(allowed)) == 2
+    refused = next(reply for _, reply in replies if reply.status == 429)
+    assert refused.error["message"] == "requests_per_minute of tenant 'bound' (12) is used up"
+    assert 0 < int(refused.headers["retry-after-ms"]) <= 5000
+
+
+def test_new_keys_are_seen_by_both(cluster: ServedCluster, keys_file: pathlib.Path) -> None:
+    assert ask(cluster, {"prompt": "x"}, KEYS["late"])[1].status == 401
+    keys_file.write_text(keys_toml("free", "bound", "late"))
+
+    def known() -> bool:
+        return all(ask(cluster, {"prompt": "x"}, KEYS["late"])[1].status == 200 for _ in range(8))
+
+    wait_for("the key in every process", known)
+
+
+def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluster) -> None:
+    before = gateways(cluster)
+    before["gateway-0"].send_signal(signal.SIGKILL)
+    # Not before that are its sockets closed.
+    wait_for("its end", lambda: not alive(before["gateway-0"]))
+    assert [ask(cluster, {"prompt": "x"})[1].status for _ in range(16)] == [200] * 16
+    wait_for("it to return", lambda: len(gateways(cluster)) == 2)
+    wait_for("it to serve", lambda: ask(cluster, {"prompt": "x"})[0] != before["gateway-1"].pid)
+    assert gateways(cluster)["gateway-1"].pid == before["gateway-1"].pid
+
+
+def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    begun, pids = threading.Semaphore(0), set()
+
+    def read() -> Reply:
+        with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=120) as connection:
+            pids.add(owner(cluster, connection))
+            asked = request_bytes("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEYS['free']}"})
+            connection.sendall(asked)
+            said = connection.recv(1)
+            begun.release()
+            while part := connection.recv(2**16):
+                said += part
+        return parse_reply(said)
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        reading = [pool.submit(read) for _ in range(STREAMS)]
+        for _ in range(STREAMS):
+            assert begun.acquire(timeout=60)
+        cluster.process.send_signal(signal.SIGTERM)
+        for work in reading:
+            reply = work.result(120)
+            assert reply.status == 200
+            assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
+    assert len(pids) == 2
+    assert cluster.process.wait(60) == 0
+    wait_for("everything to be gone", lambda: not any(alive(one) for one in cluster.seen.values()))
+    assert cluster.left_behind() == []

@@ -1,0 +1,137 @@
+"""Two models in one cluster of real processes: routed by name, listed, refused and missed as they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from pillion import Client
+from pillion.errors import InvalidRequest, NotFound, Unavailable
+from tests.support.cluster import READY_TIMEOUT_S, free_port, wait_for
+from tests.support.http import Reply, call
+from tests.support.oracle import Oracle, first_difference
+from tests.support.tiny_model import save_model
+from tests.support.two_nodes import Hosts, hosts
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+# Same shape, same tokenizer, other weights: nothing but the name tells them apart.
+SEEDS = {"alpha": 1, "beta": 2}
+NODES = {"alpha": "kv-a", "beta": "kv-b"}
+PROMPT = [2 + (position * 104729) % 256 for position in range(70)]
+BLOCKS_OF_PROMPT = 64
+TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Two:
+    """The running cluster, both models' folders, and where the gateways listen."""
+
+    running: Hosts
+    folders: dict[str, str]
+    target: str
+    http: str
+
+    def worker(self, role: str, name: str) -> str:
+        said = ("--model", self.folders[name], "--served-model-name", name, "--dtype", "float32")
+        return self.running.worker(role, NODES[name], *said, "--max-model-len", "1024")
+
+    def ask(self, path: str, body: object = None) -> Reply:
+        return asyncio.run(call(self.http, path, body))
+
+    def listed(self) -> list[str]:
+        return [model["id"] for model in self.ask("/v1/models").json["data"]]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    models = tmp_path_factory.mktemp("models")
+    folders = {name: str(save_model(models / name, seed=seed)) for name, seed in SEEDS.items()}
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, hosts(pathlib.Path(folder)) as running:
+        also = ("--also-model", f"beta={folders['beta']},max-model-len=1024")
+        first = ("--model", folders["alpha"], "--served-model-name", "alpha", "--max-model-len", "1024")
+        said = (*first, *also, "--dtype", "float32", "--split-policy", "disaggregated", "--gateway-workers", "2")
+        target = running.gateway(*said, "--http-port", str(port))
+        cluster = Two(running, folders, target, f"127.0.0.1:{port}")
+        for name, node in NODES.items():
+            running.node(node, "--kv-pool-bytes", "32MiB")
+            cluster.worker("prefill", name)
+            cluster.worker("decode", name)
+        running.sees(target, *(f"{role}-{node}" for role in ("prefill", "decode") for node in NODES.values()))
+        wait_for("both models", lambda: cluster.listed() == ["alpha", "beta"], READY_TIMEOUT_S)
+        yield cluster
+
+
+def test_each_name_reaches_its_own_model(two: Two) -> None:
+    with Client(two.target) as client:
+        assert [model.name for model in client.models()] == ["alpha", "beta"]
+        for name, folder in two.folders.items():
+            expected = Oracle(AutoModelForCausalLM.from_pretrained(folder)).greedy(PROMPT, TOKENS)
+            *_, last = deltas = list(
+                client.generate(PROMPT, model=name, temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            )
+            assert first_difference(expected, sum((one.token_ids for one in deltas), ()), 1e-3) == ""
+            assert last.timings.decode_worker == f"decode-{NODES[name]}"
+            assert last.timings.prefill_worker == f"prefill-{NODES[name]}"
+            body = {"model": name, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            said = two.ask("/v1/completions", body).json
+            assert (said["model"], said["choices"][0]["text"]) == (name, "".join(one.text for one in deltas))
+
+
+def test_a_namespace_keeps_their_blocks_apart(two: Two) -> None:
+    """The same tokens under the same salt are two chains: what one model computed the other one never finds."""
+
+    def cached(client: Client, name: str) -> int:
+        *_, last = client.generate(PROMPT, model=name, temperature=0.0, max_tokens=1, cache_salt="apart")
+        return last.usage.cached_tokens
+
+    with Client(two.target) as client:
+        assert cached(client, "alpha") == 0
+        wait_for("alpha's own blocks", lambda: cached(client, "alpha") == BLOCKS_OF_PROMPT)
+        before = two.running.books("kv-b").committed_blocks
+        assert cached(client, "beta") == 0
+        wait_for("beta's own blocks", lambda: cached(client, "beta") == BLOCKS_OF_PROMPT)
+        assert two.running.books("kv-b").committed_blocks > before
+    assert [two.running.books(node).fetched_blocks for node in NODES.values()] == [0, 0]
+
+
+def test_a_model_that_no_flag_names(two: Two) -> None:
+    body = {"model": "gamma", "prompt": "x", "max_tokens": 1}
+    refused = [two.ask("/v1/completions", body), two.ask("/v1/models/gamma")]
+    for reply in refused:
+        assert reply.status == 404
+        assert (reply.error["type"], reply.error["param"]) == ("invalid_request_error", "model")
+        assert reply.error["code"] == "model_not_found"
+    assert two.ask("/v1/models/beta").json["id"] == "beta"
+    # With several models a request has to name one.
+    unnamed = two.ask("/v1/completions", body | {"model": ""})
+    assert (unnamed.status, unnamed.error["param"]) == (400, "model")
+    with Client(two.target) as client:
+        with pytest.raises(NotFound, match="'gamma' is not served here; known: alpha, beta"):
+            list(client.generate("x", model="gamma"))
+        with pytest.raises(InvalidRequest, match="several models are served"):
+            list(client.generate("x"))
+
+
+def test_a_known_model_without_workers_is_unavailable(two: Two) -> None:
+    """For as long as a flag names it; the other one is served meanwhile, and it comes back by itself."""
+    two.running.stop("decode-kv-b")
+    wait_for("the list without beta", lambda: two.listed() == ["alpha"])
+    for reply in (two.ask("/v1/completions", {"model": "beta", "prompt": "x"}), two.ask("/v1/models/beta")):
+        assert (reply.status, reply.error["code"]) == (503, "unavailable")
+        assert "no decode worker of model 'beta' lives" in reply.error["message"]
+    assert two.ask("/health").status == 200
+    with Client(two.target) as client:
+        with pytest.raises(Unavailable, match="no decode worker of model 'beta' lives"):
+            list(client.generate("x", model="beta"))
+        assert list(client.generate("x", model="alpha", max_tokens=1))
+        two.worker("decode", "beta")
+        wait_for("beta to return", lambda: two.listed() == ["alpha", "beta"], READY_TIMEOUT_S)
+        assert list(client.generate("x", model="beta", max_tokens=1))

@@ -1,0 +1,124 @@
+"""When a changed file is read again: never while it is written, whatever way it was replaced, and until it worked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+
+import pytest
+
+from gateway.keys import KeyFile, hash_of
+from pillion.errors import ConfigError
+from pillion.watched import Watched
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    made = tmp_path / "file"
+    made.write_text("one")
+    return made
+
+
+def test_a_file_is_read_when_it_has_come_to_rest(path: pathlib.Path) -> None:
+    watched = Watched([str(path)])
+    assert watched.newer(path.read_text) is None
+    with path.open("w") as file:
+        for piece in ("two", " and", " more"):
+            file.write(piece)
+            file.flush()
+            assert watched.newer(path.read_text) is None
+    assert watched.newer(path.read_text) == "two and more"
+    assert watched.newer(path.read_text) is None
+
+
+def test_what_changed_long_ago_is_read_at_the_first_look(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched([str(path)])
+    path.write_text("two")
+    now = path.stat().st_ctime
+    monkeypatch.setattr("pillion.watched.time.time", lambda: now + 3600.0)
+    assert watched.newer(path.read_text) == "two"
+
+
+def test_a_secret_that_is_swapped_by_its_folders_link(tmp_path: pathlib.Path) -> None:
+    """As Kubernetes does it: the file is a link into ..data, which is a link to the version's folder."""
+    for number in ("1", "2"):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "keys").write_text(number)
+    (tmp_path / "..data").symlink_to("1")
+    (tmp_path / "keys").symlink_to("..data/keys")
+    path = tmp_path / "keys"
+    watched = Watched([str(path)])
+    (tmp_path / "..data_tmp").symlink_to("2")
+    os.replace(tmp_path / "..data_tmp", tmp_path / "..data")
+    assert [watched.newer(path.read_text), watched.newer(path.read_text)] == [None, "2"]
+
+
+def test_other_rights_are_a_change(path: pathlib.Path) -> None:
+    watched = Watched([str(path)])
+    path.chmod(0o640)
+    watched.newer(path.read_text)
+    assert watched.newer(path.read_text) == "one"
+
+
+def test_files_that_change_while_they_are_read_are_read_again(path: pathlib.Path) -> None:
+    watched = Watched([str(path)])
+
+    def read() -> str:
+        found = path.read_text()
+        if found == "two":
+            path.write_text("three")
+        return found
+
+    path.write_text("two")
+    assert [watched.newer(read) for _ in range(4)] == [None, None, None, "three"]
+
+
+def test_what_could_not_be_read_is_tried_again_and_said_once(
+    path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Too many open files, say: a key that was taken away must not stay good for that."""
+    watched, failing, reads = Watched([str(path)]), True, []
+
+    def read() -> str:
+        reads.append(failing)
+        if failing:
+            raise ConfigError("no file handle is free") from OSError()
+        return path.read_text()
+
+    path.write_text("two")
+    with caplog.at_level(logging.WARNING):
+        assert [watched.newer(read) for _ in range(4)] == [None] * 4
+    assert len(reads) == 3
+    assert len(caplog.records) == 1
+    failing = False
+    assert watched.newer(read) == "two"
+
+
+def test_what_is_bad_is_read_once(path: pathlib.Path) -> None:
+    watched, reads = Watched([str(path)]), []
+
+    def read() -> str:
+        reads.append(1)
+        raise ConfigError("nonsense")
+
+    path.write_text("two")
+    assert [watched.newer(read) for _ in range(5)] == [None] * 5
+    assert len(reads) == 1
+
+
+def test_half_of_a_keys_file_locks_nobody_out(tmp_path: pathlib.Path) -> None:
+    """Every beginning of it that ends with a line is a keys file too."""
+    path = tmp_path / "keys.toml"
+    lines = ["[tenant.acme]\n"]
+    for letter in "abc":
+        lines += ["[[key]]\n", 'tenant = "acme"\n', f'hash = "{hash_of(letter * 40)}"\n']
+    path.write_text("".join(lines))
+    file = KeyFile(str(path))
+    with path.open("w") as out:
+        for line in (*lines, "# and a comment\n"):
+            out.write(line)
+            out.flush()
+            file.refresh()
+            assert file.ring.tenant_of("Bearer " + "c" * 40).name == "acme"
+    assert file.refresh()

@@ -1,0 +1,102 @@
+"""A receiver of OTLP traces and metrics over real gRPC, which keeps what it hears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+EXPORT_DELAY_MS = 200
+
+
+class Attributes(dict[str, str]):
+    """Of a resource; a key of a dictionary too."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+class Receiver:
+    """What was heard. ``spans``: (service, span) pairs in order of arrival. ``metrics``: by resource, the latest of
+    each name. Both are OTLP's own messages."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.spans: list[tuple[str, Any]] = []
+        self.metrics: dict[Attributes, dict[str, Any]] = {}
+        self.port = 0
+
+    def environ(self) -> dict[str, str]:
+        """The standard variables that point here."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self.port}",
+            "OTEL_EXPORTER_OTLP_INSECURE": "true",
+            "OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_DELAY_MS),
+            "OTEL_METRIC_EXPORT_INTERVAL": str(EXPORT_DELAY_MS),
+        }
+
+    def traces(self) -> dict[bytes, list[tuple[str, Any]]]:
+        """The spans by trace id."""
+        found: dict[bytes, list[tuple[str, Any]]] = {}
+        with self.lock:
+            for service, span in self.spans:
+                found.setdefault(span.trace_id, []).append((service, span))
+        return found
+
+
+class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self, heard: Callable[[str, Any], None]) -> None:
+        self._heard = heard
+
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        for resource in request.resource_spans:
+            service = _attributes(resource.resource.attributes)["service.name"]
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self._heard(service, span)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        with self._receiver.lock:
+            for resource in request.resource_metrics:
+                kept = self._receiver.metrics.setdefault(_attributes(resource.resource.attributes), {})
+                for scope in resource.scope_metrics:
+                    kept.update({metric.name: metric for metric in scope.metrics})
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
+def _attributes(said: Iterable[Any]) -> Attributes:
+    return Attributes({each.key: each.value.string_value for each in said})
+
+
+@contextmanager
+def collecting() -> Iterator[Receiver]:
+    """A receiver that listens while this lasts."""
+    receiver = Receiver()
+
+    def heard(service: str, span: Any) -> None:
+        with receiver.lock:
+            receiver.spans.append((service, span))
+
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(heard), server)  # type: ignore[no-untyped-call]
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        _Metrics(receiver), server
+    )
+    receiver.port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(0)
