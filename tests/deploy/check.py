@@ -50,11 +50,12 @@ async def serve_and_ask(
 ) -> tuple[ClusterStatus, list[str], bytes]:
     """Of a project that is up: who is there, greedy answers to ``prompts``, all at once, and HTTP's /v1/models."""
     gateway = run.of("gateway")[0]
-    workers = sum(len(run.of(name)) for name in ("prefill", "decode"))
+    # The gateway learns of all of them from the registry, of itself too, a heartbeat later.
+    parts = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
     async with AsyncClient(f"{gateway.address}:50051") as client:
         give_up_s = time.monotonic() + SEEN_TIMEOUT_S
         status = await client.status()
-        while sum(part.role in ("prefill", "decode") for part in status.parts) < workers:
+        while len(status.parts) < parts:
             assert time.monotonic() < give_up_s, f"the gateway sees {[part.part_id for part in status.parts]}"
             await asyncio.sleep(0.1)
             status = await client.status()
