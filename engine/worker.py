@@ -143,7 +143,7 @@ class Worker:
         )
 
     def announce(self, address: str) -> None:
-        """From now on the registry says that this worker serves at ``address``."""
+        """From now on the registry says that this worker is reached at ``address``."""
         self._address = address
         self.tenure.heartbeat.announce()
 
@@ -152,7 +152,7 @@ class Worker:
         return PartRecord(
             part_id=self.part_id,
             role=self.role,
-            address=self.flags.advertise or self._address,
+            address=self._address,
             model=self.flags.served_model_name or prepared.name,
             fingerprint=prepared.fingerprint,
             namespace=self.model.namespace().hex(),

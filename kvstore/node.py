@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from kvstore.advertise import advertised
 from kvstore.announcer import Announcer, new_boot_epoch
 from kvstore.attach import AttachServer
 from kvstore.disk_files import DiskFolder
@@ -98,7 +99,9 @@ class KVNode:
             )
         except OSError as error:
             raise ConfigError(str(error)) from None
-        self.address = flags.node_advertise or self._server.address
+        # Names may have to be looked up.
+        listening = self._server.address
+        self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
         self._attach.start()
         self._spawn(self._judge_silence(), "fencing")
         if flags.redis_url:

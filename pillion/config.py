@@ -26,6 +26,7 @@ CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
 INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
 ALSO_MODEL = "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Again for more."
+ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -97,7 +98,7 @@ class KVNodeFlags(CommonFlags):
 
     node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.")
     node_listen: str = flag("127.0.0.1:50061", "Address of the node's gRPC service (host:port or unix:path).")
-    node_advertise: str = flag("", "Address that others reach this node at. Default: the listen address.")
+    node_advertise: str = flag("", ADVERTISE)
     insecure_internal: bool = flag(False, INSECURE_INTERNAL)
     attach_socket: str = flag("/run/pillion/kvnode.sock", "Unix socket over which workers map the pool.")
     kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
@@ -118,14 +119,15 @@ class KVNodeFlags(CommonFlags):
 class WorkerFlags(CommonFlags, ComputeFlags):
     """What prefill and decode workers share."""
 
-    part_id: str = flag("", "Name of this worker, unique in the cluster. Default: role and process id.")
+    part_id: str = flag("", "Name of this worker, unique in the cluster. Default: role, host name and process id.")
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).")
-    advertise: str = flag("", "Address that gateways reach this worker at. Default: the listen address.")
+    advertise: str = flag("", ADVERTISE)
     insecure_internal: bool = flag(False, INSECURE_INTERNAL)
     attach_socket: str = flag("/run/pillion/kvnode.sock", "The KV node's Unix socket.")
     cpu_threads: int = flag(0, CPU_THREADS)
     cpu_affinity: str = flag("", CPU_AFFINITY)
     enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
+    drain_timeout_s: float = flag(2.0, "Time that what runs has to finish when the worker is told to stop.")
 
 
 @dataclass(frozen=True, kw_only=True)

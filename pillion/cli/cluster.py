@@ -24,7 +24,7 @@ from pillion.cli.fences import watch_fences
 from pillion.cli.fit import Fit, fit_pool
 from pillion.cli.flags import env_name, subset, to_argv, without_flags
 from pillion.cli.lifeline import PARENT_PID_VARIABLE
-from pillion.cli.parts import find_server_code
+from pillion.cli.parts import STOP_GRACE_S, find_server_code
 from pillion.cli.runtime_dir import RuntimeDir
 from pillion.cli.supervisor import PartSpec, Supervisor
 from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
@@ -124,7 +124,8 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
         for number in range(count):
             part_id = f"{role}-{number}"
             listen = f"unix:{folder}/{part_id}.sock"
-            mine = {"cpu_threads": threads, "cpu_affinity": next(bound)}
+            # The gateway drains before its workers: nothing is left to wait for when their turn comes.
+            mine = {"cpu_threads": threads, "cpu_affinity": next(bound), "drain_timeout_s": STOP_GRACE_S}
             mine |= {"part_id": part_id, "listen": listen, "metrics_port": next(pages)}
             worker = subset(cls, flags, **here, **mine)
             # A worker without a node ends at once; the gateway waits for both by itself.

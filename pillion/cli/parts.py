@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,10 @@ def use_internal_tls(flags: Any) -> None:
 def name_of(role: str, flags: Any) -> str:
     """What the part is called in traces and logs."""
     said = getattr(flags, "part_id", "") or getattr(flags, "node_id", "")
-    return said if isinstance(said, str) and said else f"{role}-{os.getpid()}"
+    if isinstance(said, str) and said:
+        return said
+    # Process ids alone are alike in containers: the first process of each is number 1, or the one after its init.
+    return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 def run_part(role: str, flags: Any) -> int:

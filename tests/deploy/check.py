@@ -1,0 +1,120 @@
+"""What `make compose-check` runs: docker-compose.yml by its schema, then its services as processes of this machine.
+
+    python -m tests.deploy.check [--model demo] [--prefill 2] [--decode 2]
+
+Where docker compose is installed its own reading of the files is asked for, too; no engine is needed for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+from pillion import AsyncClient
+from pillion.types import ClusterStatus
+from tests.support.compose import COMPOSE_FILE, ROOT, needed_for, read_image, read_services
+from tests.support.compose_run import ComposeRun
+
+TLS_FILE = ROOT / "deploy" / "compose.tls.yml"
+UP_TIMEOUT_S = 300.0
+SEEN_TIMEOUT_S = 30.0
+REQUESTS = 8
+
+
+def check_schema() -> None:
+    """Raises CalledProcessError. The schema of the compose specification is in the package check-jsonschema."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    subprocess.run([*command, str(COMPOSE_FILE), str(TLS_FILE)], check=True)
+
+
+def check_with_docker() -> str:
+    """What docker compose itself says of the files; it is not everywhere."""
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        return "docker compose is not installed: its own reading of the files was not asked for"
+    for files in (["-f", COMPOSE_FILE], ["-f", COMPOSE_FILE, "-f", TLS_FILE]):
+        subprocess.run([docker, "compose", "--profile", "gpu", *map(str, files), "config", "--quiet"], check=True)
+    return "docker compose config: fine"
+
+
+async def serve_and_ask(
+    run: ComposeRun, prompts: list[str], max_tokens: int = 16
+) -> tuple[ClusterStatus, list[str], bytes]:
+    """Of a project that is up: who is there, greedy answers to ``prompts``, all at once, and HTTP's /v1/models."""
+    gateway = run.of("gateway")[0]
+    # The gateway learns of all of them from the registry, of itself too, a heartbeat later.
+    parts = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
+    async with AsyncClient(f"{gateway.address}:50051") as client:
+        give_up_s = time.monotonic() + SEEN_TIMEOUT_S
+        status = await client.status()
+        while len(status.parts) < parts:
+            assert time.monotonic() < give_up_s, f"the gateway sees {[part.part_id for part in status.parts]}"
+            await asyncio.sleep(0.1)
+            status = await client.status()
+
+        async def answer(prompt: str) -> str:
+            deltas = client.generate(prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            return "".join([delta.text async for delta in deltas])
+
+        answers = await asyncio.gather(*(answer(prompt) for prompt in prompts))
+    models = await asyncio.to_thread(_get, f"http://{gateway.address}:8000/v1/models")
+    return status, answers, models
+
+
+def metrics_pages(run: ComposeRun) -> dict[str, str]:
+    """Container -> its page for Prometheus, of all parts that are up. Raises URLError where one has none."""
+    parts = [
+        one for one in run.containers if "PILLION_METRICS_PORT" in one.service.environment and one.exit_code is None
+    ]
+    return {one.name: _get(f"http://{one.address}:9464/metrics").decode() for one in parts}
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return bytes(reply.read())
+
+
+async def _run(model: str, scale: dict[str, int], folder: pathlib.Path) -> None:
+    environ = {**os.environ, "MODEL": model, "OTEL_SDK_DISABLED": "true"}
+    services = needed_for(read_services(environ), ["gateway"])
+    async with ComposeRun(services, read_image(), folder, scale) as run:
+        began_s = time.monotonic()
+        await run.up(UP_TIMEOUT_S)
+        print(f"up after {time.monotonic() - began_s:.1f} s, in this order: {', '.join(run.started)}")
+        prompts = [f"Here is the story of number {number}: " + "it grew and grew. " * 20 for number in range(REQUESTS)]
+        status, answers, models = await serve_and_ask(run, prompts)
+        for part in sorted(status.parts, key=lambda part: (part.role, part.part_id)):
+            print(f"  {part.role:8} {part.part_id}")
+        assert all(answers), "an answer is empty"
+        print(f"{len(answers)} answers, the first: {answers[0]!r}; /v1/models: {len(models)} bytes")
+        pages = await asyncio.to_thread(metrics_pages, run)
+        print(f"metrics pages, in lines: { ({name: page.count(chr(10)) for name, page in pages.items()}) }")
+        codes = await run.down()
+        print(f"down: {codes}")
+        assert not any(code != 0 for name, code in codes.items() if not name.startswith("redis")), codes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo", help="what MODEL is in the compose file")
+    parser.add_argument("--prefill", type=int, default=2, help="as docker compose up --scale prefill=N")
+    parser.add_argument("--decode", type=int, default=2)
+    said = parser.parse_args()
+    check_schema()
+    print(check_with_docker())
+    left_out = sorted(read_services({}).keys() - needed_for(read_services({}), ["gateway"]).keys())
+    print(f"not run, for they need images of others or devices: {', '.join(left_out)}")
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        asyncio.run(_run(said.model, {"prefill": said.prefill, "decode": said.decode}, pathlib.Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

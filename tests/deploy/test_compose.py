@@ -1,0 +1,189 @@
+"""docker-compose.yml: its schema, what every service promises, and its parts as processes that answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from pillion import AsyncClient
+from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
+from tests.support.compose import (
+    COMPOSE_FILE,
+    ROOT,
+    Health,
+    Image,
+    Service,
+    needed_for,
+    read_image,
+    read_services,
+    seconds,
+)
+from tests.support.compose_run import ComposeRun, UnhealthyError
+from tests.support.tiny_model import save_model
+
+PARTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
+SCALE = {"prefill": 2, "decode": 2}
+UP_TIMEOUT_S = 150.0
+# What deploy/helm/pillion/templates/autoscaling.yaml asks Prometheus for.
+SCALED_BY = {
+    "prefill-1": "pillion_queued_tokens",
+    "decode-1": "pillion_sequences{",
+    "kvnode-1": "pillion_kv_usage_ratio",
+    "gateway-1": "vllm:num_requests_waiting",
+}
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    # Not pytest's tmp_path: a Unix socket's path may have about a hundred bytes.
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        yield pathlib.Path(name)
+
+
+def test_schema() -> None:
+    check_schema()
+
+
+def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
+    wrong = tmp_path / "docker-compose.yml"
+    wrong.write_text(COMPOSE_FILE.read_text().replace("stop_grace_period", "stop_grace"))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(wrong)]
+    assert "stop_grace" in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_services() -> None:
+    services = read_services({})
+    assert services.keys() == PARTS | {"redis", "prepare", "otel-collector", "jaeger", "prometheus", "grafana"}
+    assert {name for name, service in services.items() if service.own} == PARTS | {"prepare"}
+    assert {name for name, service in services.items() if service.profiles} == {"prefill-gpu", "decode-gpu"}
+    for name, service in services.items():
+        for needed, condition in service.depends_on.items():
+            assert condition != "service_healthy" or services[needed].health, f"{name} waits for {needed} in vain"
+        if name in PARTS:
+            assert service.health is not None
+            # No name and no address of its own: there may be several of it.
+            assert not service.environment.keys() & {"PILLION_PART_ID", "PILLION_ADVERTISE", "PILLION_NODE_ADVERTISE"}
+    assert read_services({"CPU_WORKERS": "0", "MODEL": "/models/x"})["decode"].replicas == 0
+    edge = services["gateway"]
+    assert edge.stop_grace_s > float(edge.environment["PILLION_DRAIN_TIMEOUT_S"])
+
+
+def test_every_container_is_hardened() -> None:
+    for name, said in yaml.safe_load(COMPOSE_FILE.read_text())["services"].items():
+        assert said["read_only"], name
+        assert said["cap_drop"] == ["ALL"], name
+        assert said["security_opt"] == ["no-new-privileges:true"], name
+        assert said["restart"] == ("no" if name == "prepare" else "unless-stopped"), name
+        # Not latest, not a major version: what ran yesterday runs tomorrow.
+        pinned = said["image"].rpartition(":")[2].removeprefix("v").split("-")[0]
+        assert "PILLION_TAG" in said["image"] or pinned.count(".") == 2, name
+        assert "build" in said or said["user"].split(":")[0] not in ("", "0", "root"), name
+        assert all(port.startswith("127.0.0.1:") for port in said.get("ports", ())), name
+
+
+def test_image_is_nobodys() -> None:
+    image = read_image()
+    assert (image.entrypoint, image.user) == (("pillion",), "10001:10001")
+    written = set(read_services({})["gateway"].mounts) - {"/models"}
+    assert written == {"/run/pillion", "/cache", "/tmp"}
+    for name in ("HOME", "HF_HOME", "PILLION_CACHE", "PILLION_ATTACH_SOCKET"):
+        assert any(image.environment[name].startswith(folder) for folder in written), name
+
+
+def test_mounted_files_exist() -> None:
+    for name, service in read_services({}).items():
+        for target, source in service.mounts.items():
+            if source.startswith("./deploy"):
+                assert (ROOT / source).exists(), f"{name} mounts {source} at {target}"
+
+
+@pytest.mark.parametrize(("text", "expected_s"), [("5s", 5.0), ("1m30s", 90.0), ("250ms", 0.25)])
+def test_durations(text: str, expected_s: float) -> None:
+    assert seconds(text) == expected_s
+
+
+def sleeper(name: str, program: str, needs: dict[str, str], test: tuple[str, ...] = ()) -> Service:
+    """A service of a command of `pillion`, which stands for any program here."""
+    health = Health(test, 0.1, 5.0, 2, 0.0, 0.05) if test else None
+    return Service(name, "pillion:x", (program,), {}, needs, health, {}, (), 1, 5.0)
+
+
+async def test_order_and_failure(tmp_path: pathlib.Path) -> None:
+    services = {
+        "last": sleeper("last", "version", {"middle": "service_completed_successfully"}),
+        "middle": sleeper("middle", "version", {"first": "service_completed_successfully"}),
+        "first": sleeper("first", "version", {}),
+    }
+    async with ComposeRun(services, Image({}, ("pillion",), "1"), tmp_path) as run:
+        await run.up(60)
+        assert run.started == ["first", "middle", "last"]
+    services["first"] = sleeper("first", "nonsense", {})
+    async with ComposeRun(services, Image({}, ("pillion",), "1"), tmp_path) as run:
+        with pytest.raises(ExceptionGroup) as failed:
+            await run.up(60)
+        assert run.started == ["first"]
+    assert failed.group_contains(UnhealthyError, match="first-1 ended with 2\n.*nonsense")
+
+
+async def drain_under_a_stream(run: ComposeRun) -> None:
+    """Decode workers that are told to stop finish the streams that they have, and then end."""
+    async with AsyncClient(f"{run.of('gateway')[0].address}:50051") as client:
+        stream = client.generate("Once", max_tokens=1000, temperature=0, ignore_eos=True)
+        deltas = [await anext(stream)]
+        # All of them: there is nobody who could take the stream over.
+        for container in run.of("decode"):
+            assert container.child is not None
+            os.kill(container.child.pid, signal.SIGTERM)
+        deltas += [delta async for delta in stream]
+    assert deltas[-1].usage is not None
+    assert deltas[-1].timings is not None
+    assert (deltas[-1].usage.completion_tokens, deltas[-1].timings.replays) == (1000, 0)
+    for container in run.of("decode"):
+        assert container.child is not None
+        container.exit_code = await container.child.wait()
+        assert container.exit_code == 0
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8 to be loopback")
+async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
+    models = await asyncio.to_thread(save_model, folder / "models" / "tiny")
+    environ = {
+        "MODEL": "/models/tiny",
+        "MODELS": str(models.parent),
+        "CPU_KERNELS": "torch",
+        "CPU_THREADS": "1",
+        "KV_POOL_BYTES": "16MiB",
+        "SPLIT_POLICY": "disaggregated",
+        "WORKER_DRAIN_TIMEOUT_S": "60",
+        "OTEL_SDK_DISABLED": "true",
+    }
+    services = needed_for(read_services(environ), ["gateway"])
+    assert services.keys() == {"redis", "prepare", "kvnode", "prefill", "decode", "gateway"}
+    async with ComposeRun(services, read_image(), folder, SCALE) as run:
+        await run.up(UP_TIMEOUT_S)
+        assert run.started.index("kvnode") < run.started.index("prefill") < run.started.index("gateway")
+        status, answers, models_page = await serve_and_ask(run, [f"{n} " + "story " * 20 for n in range(4)])
+        roles = sorted(part.role for part in status.parts)
+        assert roles == ["decode", "decode", "gateway", "kvnode", "prefill", "prefill"]
+        assert len({part.part_id for part in status.parts}) == 6
+        assert all(answers)
+        assert b'"tiny"' in models_page
+        pages = await asyncio.to_thread(metrics_pages, run)
+        assert pages.keys() == {"kvnode-1", "prefill-1", "prefill-2", "decode-1", "decode-2", "gateway-1"}
+        for name, metric in SCALED_BY.items():
+            assert f"\n{metric}" in pages[name], f"{name} has no {metric}, which the chart's autoscaling asks for"
+        assert "\npillion_inter_token_latency_seconds_bucket{" in pages["gateway-1"]
+        await drain_under_a_stream(run)
+        codes = await run.down()
+    assert {name: code for name, code in codes.items() if code} == {}
+    assert len(codes) == 5, "prepare and the decode workers had ended before"

@@ -1,0 +1,260 @@
+"""The Helm chart: rendered by Helm, checked by Kubernetes' schemas, and for what it promises in docs/kubernetes.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("helm_python", reason="Helm's library has no wheel for this machine")
+
+from helm_python import HelmError
+from jsonschema import ValidationError as SchemaError
+from kubernetes_validate import ValidationError
+
+from pillion.cli.flags import env_name, known_names
+from tests.support.charts import (
+    CUSTOM,
+    Manifest,
+    check_restricted,
+    check_schema,
+    containers,
+    environment,
+    lint,
+    of_kind,
+    pod_of,
+    render,
+)
+from tests.support.compose import ROOT, read_services
+
+SCALED = {"enabled": True}
+BOTH = {"prefill": None, "decode": None, "both": {"prefill": 2, "decode": 2, "kvPoolBytes": "16GiB"}}
+SECURED = {
+    "internalTls": {"existingSecret": "internal"},
+    "redis": {"existingSecret": "redis"},
+    "gateway": {
+        "tls": {"existingSecret": "edge", "clientCertificates": True},
+        "apiKeys": {"existingSecret": "keys"},
+        "allowFrom": [{"namespaceSelector": {}}],
+    },
+}
+WATCHED = {
+    "metrics": {"podMonitor": {"enabled": True}, "allowFrom": [{"namespaceSelector": {}}]},
+    "tracing": {"endpoint": "http://collector:4317"},
+    "pools": {
+        "prefill": {"autoscaling": SCALED},
+        "decode": {"autoscaling": {**SCALED, "itlP99Ms": 100}, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+    },
+    "model": {"name": "/models/x", "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
+}
+CASES: dict[str, dict[str, Any]] = {"default": {}, "both": {"pools": BOTH}, "secured": SECURED, "watched": WATCHED}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return render(CASES[request.param])
+
+
+def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            yield pod_of(manifest)
+
+
+def test_lint() -> None:
+    assert lint() == ()
+
+
+def test_schemas(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        check_schema(manifest)
+    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
+    assert len(names) == len(set(names))
+
+
+def test_schemas_are_really_asked() -> None:
+    manifests = render(WATCHED)
+    deployment = of_kind(manifests, "Deployment", "gateway")
+    deployment["spec"]["template"]["spec"]["terminationGracePeriodSecond"] = 1
+    with pytest.raises(ValidationError, match="terminationGracePeriodSecond"):
+        check_schema(deployment)
+    scaled = of_kind(manifests, "ScaledObject", "decode")
+    scaled["spec"]["triggers"][0]["metadata"]["treshold"] = "1"
+    with pytest.raises(SchemaError, match="treshold"):
+        check_schema(scaled)
+    assert {manifest["kind"] for manifest in manifests} >= CUSTOM.keys()
+
+
+def test_pods_are_restricted(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests):
+        check_restricted(pod)
+
+
+def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
+    flags = {env_name(name) for name in known_names()}
+    said = [container for pod in pods(manifests) for container in containers(pod)]
+    for container in said:
+        assert {name for name in environment(container) if name.startswith("PILLION_")} <= flags, container["name"]
+    for service in read_services({}).values():
+        assert {name for name in service.environment if name.startswith("PILLION_")} <= flags, service.name
+
+
+def test_ports(manifests: list[Manifest]) -> None:
+    """No two containers of a pod want one port, and the policies open those that there are, to the right ones."""
+    policies = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "NetworkPolicy"}
+    for manifest in manifests:
+        if manifest["kind"] != "Deployment":
+            continue
+        ports = [port for container in containers(pod_of(manifest)) for port in container.get("ports", ())]
+        for key in ("containerPort", "name"):
+            assert len({port[key] for port in ports}) == len(ports)
+        gateway = manifest["metadata"]["name"].endswith("-gateway")
+        rules = policies["rel-gateway" if gateway else "rel-workers"]["spec"]["ingress"]
+        inside, metrics = (
+            {port for one in rule["ports"] for port in range(one["port"], one.get("endPort", one["port"]) + 1)}
+            for rule in rules
+        )
+        for port in ports:
+            assert port["containerPort"] in (metrics if port["name"].startswith("metrics") else inside), port
+        if not gateway:
+            assert rules[0]["from"][0]["podSelector"]["matchExpressions"][0]["values"] == ["gateway", "worker"]
+    listening = {
+        environment(container).get("PILLION_LISTEN", "").rpartition(":")[2]: container["ports"][0]["containerPort"]
+        for pod in pods(manifests)
+        for container in containers(pod)
+        if "PILLION_LISTEN" in environment(container)
+    }
+    assert all(int(said) == port for said, port in listening.items())
+
+
+def test_upgrades_keep_streams(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        if manifest["kind"] != "Deployment":
+            continue
+        assert manifest["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+        pod = pod_of(manifest)
+        drains = [float(environment(one).get("PILLION_DRAIN_TIMEOUT_S", 0)) for one in pod["containers"]]
+        sleeps = [
+            one.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0) for one in pod["containers"]
+        ]
+        assert all(drains)
+        assert pod["terminationGracePeriodSeconds"] > max(drains) + max(sleeps)
+        for container in pod["containers"]:
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
+
+
+def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests):
+        nodes = [one for one in pod.get("initContainers", ()) if one["name"] == "kvnode"]
+        if not nodes:
+            continue
+        node = nodes[0]
+        assert node["restartPolicy"] == "Always", "a sidecar: started before, stopped after the others"
+        assert [one["name"] for one in pod["initContainers"]] == ["prepare", "kvnode"]
+        said = environment(node)
+        assert "metadata.name" in said["PILLION_NODE_ID"], "two pods are two nodes"
+        folder = said["PILLION_ATTACH_SOCKET"].rpartition("/")[0].rpartition("/")[0]
+        names = [environment(worker)["PILLION_PART_ID"] for worker in pod["containers"]]
+        assert len(set(names)) == len(names)
+        for container in (node, *pod["containers"]):
+            assert environment(container)["PILLION_ATTACH_SOCKET"] == said["PILLION_ATTACH_SOCKET"]
+            assert {"name": "attach", "mountPath": folder} in container["volumeMounts"]
+        assert [one["args"] for one in pod["containers"]] == [[one["name"].split("-")[0]] for one in pod["containers"]]
+
+
+def test_kinds_of_pods() -> None:
+    pod = pod_of(of_kind(render({"pools": BOTH}), "Deployment", "both"))
+    assert [one["name"] for one in pod["containers"]] == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    split = render()
+    assert [one["name"] for one in pod_of(of_kind(split, "Deployment", "-prefill"))["containers"]] == ["prefill-0"]
+    assert [one["name"] for one in pod_of(of_kind(split, "Deployment", "-decode"))["containers"]] == ["decode-0"]
+
+
+def test_secrets_are_files() -> None:
+    manifests = render(SECURED)
+    assert not any(one["kind"] in ("StatefulSet", "Secret") for one in manifests), "Redis is somebody else's"
+    for pod in pods(manifests):
+        for container in containers(pod):
+            said = environment(container)
+            assert said["PILLION_INSECURE_INTERNAL"] == "false"
+            paths = [said[name] for name in said if name.endswith(("_CERT", "_KEY", "_CA", "_KEYS"))]
+            folders = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")}
+            assert {path.rpartition("/")[0] for path in paths} <= folders
+            if container["args"] not in (["prepare"], ["gateway"]):
+                port = container["ports"][0]["containerPort"]
+                assert container["livenessProbe"]["exec"]["command"] == ["pillion", "health", f"127.0.0.1:{port}"]
+            if container["args"] != ["prepare"]:
+                assert "secretKeyRef" in said["PILLION_REDIS_URL"]
+    edge = pod_of(of_kind(render({"gateway": {"tls": {"existingSecret": "edge"}}}), "Deployment", "gateway"))
+    assert edge["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+
+
+def test_scaling() -> None:
+    manifests = render(WATCHED)
+    gateway = of_kind(manifests, "HorizontalPodAutoscaler")
+    assert gateway["spec"]["scaleTargetRef"]["name"] == "rel-gateway"
+    for name, metrics in {"prefill": ["queued-tokens"], "decode": ["sequences", "kv-usage", "itl-p99"]}.items():
+        scaled = of_kind(manifests, "ScaledObject", name)["spec"]
+        assert scaled["scaleTargetRef"]["name"] == f"rel-{name}"
+        assert [trigger["name"] for trigger in scaled["triggers"]] == metrics
+        # Two owners of a number of replicas would fight over it.
+        assert "replicas" not in of_kind(manifests, "Deployment", name)["spec"]
+    # A kind's query counts its own pods, and not those of another whose name begins alike.
+    query = of_kind(manifests, "ScaledObject", "prefill")["spec"]["triggers"][0]["metadata"]["query"]
+    own = re.compile(re.search(r'pod=~"([^"]+)"', query)[1])
+    assert own.fullmatch("rel-prefill-5f7c9d8b6-x2x4z")
+    assert not own.fullmatch("rel-prefill-big-5f7c9d8b6-x2x4z")
+    gpu = pod_of(of_kind(manifests, "Deployment", "decode"))
+    assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert "nvidia.com/gpu" not in gpu["initContainers"][0]["resources"]["limits"], "preparing needs none"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"gatway": {}}, "gatway"),
+        ({"pools": {"decode": {"replica": 3}}}, "replica"),
+        ({"pools": {"idle": {"replicas": 1}}}, "neither prefill nor decode"),
+        ({"pools": {"gateway": {"decode": 1}}}, "gateway"),
+        ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "say what it scales on"),
+        ({"gateway": {"tls": {"clientCertificates": True}}}, "needs gateway.tls.existingSecret"),
+        ({"redis": {"minimal": False}}, "redis.existingSecret"),
+    ],
+)
+def test_refusals(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(HelmError, match=words):
+        render(values)
+
+
+def test_the_pool_fits_its_limits() -> None:
+    """A page counts against who writes to it first: a worker of the defaults may write to all of them."""
+    sizes = {"Gi": 2**30, "GiB": 2**30}
+    for name in ("prefill", "decode"):
+        pod = pod_of(of_kind(render(), "Deployment", name))
+        number, unit = re.fullmatch(
+            r"(\d+)(GiB)", environment(pod["initContainers"][1])["PILLION_KV_POOL_BYTES"]
+        ).groups()
+        pool_bytes = int(number) * sizes[unit]
+        for container in (pod["initContainers"][1], *pod["containers"]):
+            limit = container["resources"]["limits"]["memory"]
+            assert int(limit.removesuffix("Gi")) * sizes["Gi"] > pool_bytes, container["name"]
+
+
+def test_the_documented_pool_selects_gateways() -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    objects = [one for text in examples for one in yaml.safe_load_all(text)]
+    pool = of_kind(objects, "InferencePool")["spec"]
+    manifests = render(name="pillion")
+    selected = [
+        one["metadata"]["name"]
+        for one in manifests
+        if one["kind"] in ("Deployment", "StatefulSet")
+        and pool["selector"]["matchLabels"].items() <= one["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert selected == ["pillion-gateway"]
+    ports = pod_of(of_kind(manifests, "Deployment", "gateway"))["containers"][0]["ports"]
+    assert pool["targetPorts"] == [{"number": one["containerPort"]} for one in ports if one["name"] == "http"]
+    assert of_kind(objects, "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0]["name"] == "pillion"

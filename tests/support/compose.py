@@ -1,0 +1,160 @@
+"""docker-compose.yml and the Dockerfile as data: what Docker would start, with which words and in which order.
+
+Only the parts of the compose specification that our files use: interpolation with defaults, anchors and merges (YAML's
+own), the short forms of volumes, tmpfs and ports, and depends_on with conditions.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMPOSE_FILE = ROOT / "docker-compose.yml"
+DOCKERFILE = ROOT / "Dockerfile"
+# The image that this repository builds; all others are somebody else's.
+OWN_IMAGE = "pillion"
+
+_VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}|(?P<dollar>\$))")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Health:
+    """A health check; ``test`` is the command without its leading CMD."""
+
+    test: tuple[str, ...]
+    interval_s: float
+    timeout_s: float
+    retries: int
+    start_period_s: float
+    start_interval_s: float
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service. ``mounts``: path in the container -> volume, host path, or "" for a tmpfs."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    depends_on: Mapping[str, str]
+    health: Health | None
+    mounts: Mapping[str, str]
+    profiles: tuple[str, ...]
+    replicas: int
+    stop_grace_s: float
+
+    @property
+    def own(self) -> bool:
+        """Whether it runs this repository's image."""
+        return self.image.partition(":")[0] == OWN_IMAGE
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a Dockerfile says of the containers of its last stage."""
+
+    environment: Mapping[str, str]
+    entrypoint: tuple[str, ...]
+    user: str
+
+
+def read_services(environ: Mapping[str, str], path: pathlib.Path = COMPOSE_FILE) -> dict[str, Service]:
+    """Every service of the file, those of profiles included; ``environ`` fills in its variables."""
+    said = _filled_in(yaml.safe_load(path.read_text()), environ)
+    return {name: _service(name, about) for name, about in said["services"].items()}
+
+
+def needed_for(services: Mapping[str, Service], names: Iterable[str]) -> dict[str, Service]:
+    """What ``docker compose up NAMES`` starts: they, and all that they depend on."""
+    found: dict[str, Service] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = services[name]
+            waiting += services[name].depends_on
+    return found
+
+
+def read_image(path: pathlib.Path = DOCKERFILE) -> Image:
+    """The last stage of a Dockerfile."""
+    environment: dict[str, str] = {}
+    entrypoint: tuple[str, ...] = ()
+    user = "root"
+    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
+    for line in text.replace("\\\n", " ").splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            environment, entrypoint, user = {}, (), "root"
+        elif word == "ENV":
+            environment |= dict(pair.split("=", 1) for pair in rest.split())
+        elif word == "ENTRYPOINT":
+            entrypoint = tuple(json.loads(rest))
+        elif word == "USER":
+            user = rest.strip()
+    return Image(environment, entrypoint, user)
+
+
+def _filled_in(said: Any, environ: Mapping[str, str]) -> Any:
+    if isinstance(said, dict):
+        return {key: _filled_in(value, environ) for key, value in said.items()}
+    if isinstance(said, list):
+        return [_filled_in(value, environ) for value in said]
+    if not isinstance(said, str):
+        return said
+
+    def value(match: re.Match[str]) -> str:
+        if match["dollar"]:
+            return "$"
+        # ":-" takes the default for an empty value, too.
+        return environ.get(match["name"]) or match["default"] or ""
+
+    return _VARIABLE.sub(value, said)
+
+
+def _service(name: str, said: Mapping[str, Any]) -> Service:
+    mounts = {path.partition(":")[0]: "" for path in said.get("tmpfs", ())}
+    for volume in said.get("volumes", ()):
+        source, target, *_ = volume.split(":")
+        mounts[target] = source
+    return Service(
+        name=name,
+        image=said["image"],
+        command=tuple(said.get("command", ())),
+        environment={key: str(value) for key, value in said.get("environment", {}).items()},
+        depends_on={key: about["condition"] for key, about in said.get("depends_on", {}).items()},
+        health=_health(said["healthcheck"]) if "healthcheck" in said else None,
+        mounts=mounts,
+        profiles=tuple(said.get("profiles", ())),
+        replicas=int(said.get("scale", 1)),
+        stop_grace_s=seconds(said.get("stop_grace_period", "10s")),
+    )
+
+
+def _health(said: Mapping[str, Any]) -> Health:
+    kind, *test = said["test"]
+    assert kind == "CMD", "no shell is needed to ask a part"
+    return Health(
+        test=tuple(test),
+        interval_s=seconds(said["interval"]),
+        timeout_s=seconds(said["timeout"]),
+        retries=int(said["retries"]),
+        start_period_s=seconds(said["start_period"]),
+        start_interval_s=seconds(said["start_interval"]),
+    )
+
+
+def seconds(text: str) -> float:
+    """Of a duration as compose files write it: 1m30s."""
+    parts = re.findall(r"(\d+)(ms|s|m|h)", text)
+    assert "".join(number + unit for number, unit in parts) == text, text
+    return sum(int(number) * _UNITS_S[unit] for number, unit in parts)

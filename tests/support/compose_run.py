@@ -1,0 +1,218 @@
+"""Services of a compose file as processes of this machine: the same words, environment, order and health checks.
+
+    up:    each service waits for the conditions of its depends_on -> its containers start -> their health check passes
+    down:  in the opposite order, SIGTERM, and SIGKILL after the service's stop_grace_period
+
+What a container would have of its own is translated, and nothing else. Its network is a loopback address of its own
+(127.x.y.n), which stands for 0.0.0.0 and for its own 127.0.0.1; a service's name is the address of its first container.
+Volumes, tmpfs and bind mounts are folders under one temporary folder. The image's entry point is this very Python.
+Users, capabilities, read-only file systems and restarts are Docker's alone, and so are images that are not this
+repository's, but for Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pillion.cli.child import Child
+from tests.support.compose import ROOT, Image, Service
+from tests.support.redis import redis_executable
+
+STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
+
+
+class UnhealthyError(AssertionError):
+    """A container ended, or never became healthy. The message has its last lines."""
+
+
+@dataclass
+class Container:
+    """One process that stands for a container. ``history``: its lines; ``exit_code``: None while it runs."""
+
+    name: str
+    service: Service
+    address: str
+    child: Child | None = None
+    exit_code: int | None = None
+    history: list[str] = field(default_factory=list)
+
+    def fail(self, why: str) -> UnhealthyError:
+        return UnhealthyError("\n".join([f"{self.name} {why}", *self.history[-25:]]))
+
+
+class ComposeRun:
+    """Use as an async context manager; ``scale``: service -> number of containers, as --scale says it."""
+
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        image: Image,
+        folder: pathlib.Path,
+        scale: Mapping[str, int] | None = None,
+    ) -> None:
+        self.services = services
+        self.started: list[str] = []
+        self._image = image
+        self._folder = folder
+        # Other runs on this machine have other addresses, and with them the same ports.
+        network = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}"
+        names = [
+            (name, number)
+            for name, service in services.items()
+            for number in range((scale or {}).get(name, service.replicas))
+        ]
+        assert len(names) < 250
+        self.containers = [
+            Container(f"{name}-{number + 1}", services[name], f"{network}.{place + 2}")
+            for place, (name, number) in enumerate(names)
+        ]
+        self._reached = {(name, at): asyncio.Event() for name in services for at in (STARTED, HEALTHY, DONE)}
+
+    def of(self, name: str) -> list[Container]:
+        """The containers of a service."""
+        return [container for container in self.containers if container.service.name == name]
+
+    async def up(self, timeout_s: float) -> None:
+        """Returns when everything is as healthy as it can say. Raises UnhealthyError."""
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+            for name in self.services:
+                group.create_task(self._bring_up(name), name=name)
+
+    async def down(self) -> dict[str, int | None]:
+        """Stops all, who depends before what it depends on; container -> exit code, None: it had to be killed."""
+        codes: dict[str, int | None] = {}
+        for name in reversed(self.started):
+            await asyncio.gather(*(self._stop(container, codes) for container in self.of(name)))
+        return codes
+
+    async def __aenter__(self) -> ComposeRun:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for container in self.containers:
+            if container.child is not None:
+                await container.child.stop(0.0)
+
+    async def _bring_up(self, name: str) -> None:
+        service, containers = self.services[name], self.of(name)
+        for needed, condition in service.depends_on.items():
+            # Docker does not wait for what has no containers.
+            if self.of(needed):
+                await self._reached[needed, condition].wait()
+        for container in containers:
+            await self._start(container)
+        self.started.append(name)
+        self._reached[name, STARTED].set()
+        if service.health is not None:
+            await asyncio.gather(*(self._until_healthy(container) for container in containers))
+            self._reached[name, HEALTHY].set()
+        elif service.own:
+            for container in containers:
+                assert container.child is not None
+                container.exit_code = await container.child.wait()
+                if container.exit_code:
+                    raise container.fail(f"ended with {container.exit_code}")
+            self._reached[name, DONE].set()
+
+    async def _start(self, container: Container) -> None:
+        service = container.service
+        environment = {key: os.environ[key] for key in ("PATH", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
+        environment |= {"PYTHONPATH": str(ROOT)}
+        image = {key: value for key, value in self._image.environment.items() if key != "PATH"} if service.own else {}
+        said = {**image, **service.environment}
+        environment |= {key: self._here(value, container) for key, value in said.items()}
+        entrypoint = self._image.entrypoint if service.own else ()
+        argv = self._command([*entrypoint, *service.command], container)
+        container.child = await Child.start(argv, environment, container.history.append)
+
+    async def _until_healthy(self, container: Container) -> None:
+        health, began_s, failures = container.service.health, time.monotonic(), 0
+        assert health is not None
+        assert container.child is not None
+        ended = asyncio.create_task(container.child.wait())
+        try:
+            while True:
+                starting = time.monotonic() - began_s < health.start_period_s
+                await asyncio.wait({ended}, timeout=health.start_interval_s if starting else health.interval_s)
+                if ended.done():
+                    raise container.fail(f"ended with {ended.result()}")
+                if await self._well(container):
+                    return
+                failures += not starting
+                if failures >= health.retries:
+                    raise container.fail("is unhealthy")
+        finally:
+            ended.cancel()
+
+    async def _well(self, container: Container) -> bool:
+        assert container.service.health is not None
+        argv = self._command(container.service.health.test, container)
+        # As inside the container: with TLS between parts the question needs the part's certificates.
+        environment = {key: self._here(value, container) for key, value in container.service.environment.items()}
+        lines: list[str] = []
+        child = await Child.start(argv, {**os.environ, **environment, "PYTHONPATH": str(ROOT)}, lines.append)
+        try:
+            return await asyncio.wait_for(child.wait(), container.service.health.timeout_s) == 0
+        except TimeoutError:
+            return False
+        finally:
+            await child.stop(0.0)
+
+    async def _stop(self, container: Container, codes: dict[str, int | None]) -> None:
+        child = container.child
+        if child is None or container.exit_code is not None:
+            return
+        ended = asyncio.create_task(child.wait())
+        stopped_s = time.monotonic()
+        await child.stop(container.service.stop_grace_s)
+        late = time.monotonic() - stopped_s >= container.service.stop_grace_s
+        codes[container.name] = container.exit_code = None if late else await ended
+
+    # Translation.
+
+    def _command(self, words: Sequence[str], container: Container) -> list[str]:
+        program, *rest = (self._here(word, container) for word in words)
+        if program == "pillion":
+            return [sys.executable, "-m", "pillion", *rest]
+        if program == "redis-server":
+            return [
+                redis_executable(),
+                "--bind",
+                container.address,
+                "--dir",
+                self._folder_of("/data", container),
+                *rest,
+            ]
+        if program == "redis-cli":
+            beside = pathlib.Path(redis_executable()).with_name("redis-cli")
+            return [str(beside if beside.exists() else shutil.which("redis-cli")), "-h", container.address, *rest]
+        raise AssertionError(f"no stand-in for {program}")
+
+    def _here(self, text: str, container: Container) -> str:
+        """What a text that was meant for the container says on this machine."""
+        text = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1|localhost)\b", container.address, text)
+        for name in self.services:
+            if self.of(name):
+                text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", self.of(name)[0].address, text)
+        for path in sorted(container.service.mounts, key=len, reverse=True):
+            if re.match(rf"{re.escape(path)}(?=/|$)", text):
+                return self._folder_of(path, container) + text[len(path) :]
+        return text
+
+    def _folder_of(self, path: str, container: Container) -> str:
+        source = container.service.mounts[path]
+        if "/" in source:
+            return str((ROOT / source).resolve())
+        # A volume is everybody's, a tmpfs its container's own.
+        folder = self._folder / (source or f"{container.name}{path.replace('/', '-')}")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return str(folder)
