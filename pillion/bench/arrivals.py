@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
 
 PROCESSES = ("poisson", "constant", "gamma")
 MIN_BURSTINESS = 1e-3
@@ -25,12 +24,21 @@ def burstiness_of(process: str, burstiness: float) -> float:
     return {"constant": math.inf, "poisson": 1.0}.get(process, burstiness)
 
 
-def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Seconds from the begin, without end, ``rate`` a second in the mean. Raises ValueError for a rate that is none."""
+def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s: float | None = None) -> list[float]:
+    """Seconds from the begin of at most ``count`` arrivals, ``rate`` a second.
+
+    Without ``until_s`` the gaps are scaled so that the last one is at ``count / rate``: few arrivals drawn at random
+    would else be of another rate than was asked for. Raises ValueError for a rate that is none.
+    """
     if not 0 < rate < math.inf:
         raise ValueError(f"a rate of {rate:g} requests a second is not above 0")
     draw = random.Random(f"arrivals {seed}")
-    if burstiness == math.inf:
-        # Not a running sum: its rounding would grow.
-        return (number / rate for number in itertools.count(1))
-    return itertools.accumulate(draw.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in itertools.count())
+    times = [number / rate for number in range(1, count + 1)]
+    if burstiness != math.inf:
+        gaps = (draw.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count))
+        times = list(itertools.accumulate(gaps))
+    if until_s is not None:
+        return [at_s for at_s in times if at_s <= until_s]
+    # Gaps of very bursty arrivals may all be too small for a number.
+    factor = count / rate / times[-1] if times and times[-1] > 0 else 1.0
+    return [at_s * factor for at_s in times]

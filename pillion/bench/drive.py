@@ -19,7 +19,7 @@ from pillion.bench.figures import OK, Record
 from pillion.bench.load import Session, Turn, text_of
 from pillion.bench.target import Ask, Counted, Message, Target, TargetError
 
-STALL_PERIOD_S = 0.02
+STALL_PERIOD_S = 0.05
 NO_CAP = 1 << 20
 
 
@@ -31,7 +31,7 @@ class Run:
         records: in order of their intended arrival.
         duration_s: from the begin to the end of the last answer.
         cpu_s: processor time of this process meanwhile.
-        stalls_s: how late a timer of the event loop was, each 20 ms.
+        stalls_s: how late a timer of the event loop was, each 50 ms.
         unsent: turns that were not sent because the one before them failed.
     """
 

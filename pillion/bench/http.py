@@ -9,10 +9,11 @@ One HTTP/1.1 connection for each stream under way; it is kept and used again whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from pillion.bench.target import Ask, Counted, Piece, TargetError
@@ -145,9 +146,10 @@ class OpenAITarget:
         kind = {"messages": ask.messages} if ask.messages else {"prompt": list(ask.ids)}
         said = {"model": self._model, **kind, "max_tokens": ask.output_tokens, **self._asked}
         path = "/chat/completions" if ask.messages else "/completions"
-        async for payload in self._exchange("POST", path, json.dumps(said).encode()):
-            if payload and payload != DONE:
-                yield piece_of(payload)
+        async with contextlib.aclosing(self._exchange("POST", path, json.dumps(said).encode())) as payloads:
+            async for payload in payloads:
+                if payload and payload != DONE:
+                    yield piece_of(payload)
 
     async def describe(self) -> dict[str, Any]:
         try:
@@ -164,7 +166,7 @@ class OpenAITarget:
             writer.close()
         self._idle.clear()
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
+    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fields}Content-Length: {len(body)}\r\n\r\n"
         events, reader, writer = EventReader(), None, None
         try:
@@ -216,8 +218,15 @@ class OpenAITarget:
 
 
 def piece_of(payload: bytes) -> Piece:
-    """One event. Raises TargetError for one that says an error, ValueError for what is no JSON."""
-    said: dict[str, Any] = json.loads(payload)
+    """One event. Raises TargetError for one that says an error, or is none of OpenAI's."""
+    try:
+        return _piece_of(json.loads(payload))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        said = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
+        raise TargetError("bad event", f"{error!r} in {said}") from None
+
+
+def _piece_of(said: dict[str, Any]) -> Piece:
     if said.get("error"):
         error = said["error"]
         raise TargetError("error event", str(error.get("message", error) if isinstance(error, dict) else error))

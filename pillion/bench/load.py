@@ -107,20 +107,12 @@ def _make(config: LoadConfig) -> list[Session]:
         return _from_trace(config)
     if config.rate is None and config.concurrency is None:
         raise ValueError("say --rate for an open loop or --concurrency for a closed one")
-    sessions = _chats(config) if config.workload == "chats" else _random(config)
-    return [replace(session, at_s=at_s) for session, at_s in zip(sessions, _times(config), strict=False)]
-
-
-def _times(config: LoadConfig) -> Iterator[float]:
-    """Of the sessions; 0 for all of a closed loop."""
-    times = iter(lambda: 0.0, None)
-    if config.rate is not None:
-        burstiness = burstiness_of(config.arrivals, config.burstiness)
-        times = arrival_times(config.rate, burstiness, config.seed)
-    for at_s in times:
-        if config.duration_s is not None and at_s > config.duration_s:
-            return
-        yield at_s
+    sessions = list(_chats(config) if config.workload == "chats" else _random(config))
+    if config.rate is None:
+        return sessions
+    burstiness = burstiness_of(config.arrivals, config.burstiness)
+    times = arrival_times(config.rate, burstiness, config.seed, len(sessions), config.duration_s)
+    return [replace(session, at_s=at_s) for session, at_s in zip(sessions, times, strict=False)]
 
 
 def _vocabulary(config: LoadConfig) -> list[int]:
@@ -133,18 +125,17 @@ def _vocabulary(config: LoadConfig) -> list[int]:
 def _random(config: LoadConfig) -> Iterator[Session]:
     inputs, outputs = parse_lengths(config.input_len), parse_lengths(config.output_len)
     lengths = random.Random(f"lengths {config.seed}")
-    vocabulary, room = _vocabulary(config), MAX_PREPARED_TOKENS
-    for number in range(config.requests):
-        asked, answered = inputs.draw(lengths), outputs.draw(lengths)
-        room = _take(room, asked)
+    vocabulary = _vocabulary(config)
+    drawn = [(inputs.draw(lengths), outputs.draw(lengths)) for _ in range(config.requests)]
+    _check_room(sum(asked for asked, _ in drawn))
+    for number, (asked, answered) in enumerate(drawn):
         draw = random.Random(f"prompt {config.seed} {number}")
         yield Session(0.0, (Turn(answered, array("I", draw.choices(vocabulary, k=asked))),))
 
 
-def _take(room: int, tokens: int) -> int:
-    if tokens > room:
+def _check_room(tokens: int) -> None:
+    if tokens > MAX_PREPARED_TOKENS:
         raise ValueError(f"the prompts have more than {MAX_PREPARED_TOKENS} tokens together: fewer --requests")
-    return room - tokens
 
 
 def _chats(config: LoadConfig) -> Iterator[Session]:
@@ -155,12 +146,13 @@ def _chats(config: LoadConfig) -> Iterator[Session]:
     draw = random.Random(f"chats {config.seed}")
     prompts = [" ".join(draw.choices(WORDS, k=systems.draw(draw))) for _ in range(config.system_prompts)]
     weights = [1 / rank for rank in range(1, len(prompts) + 1)]
-    left, room = config.requests, MAX_PREPARED_TOKENS
+    left, words = config.requests, 0
     while left > 0:
         made = []
         for turn in range(min(left, turns.draw(draw))):
             asked = asks.draw(draw)
-            room = _take(room, asked)
+            words += asked
+            _check_room(words)
             pause = draw.expovariate(1 / config.think_s) if turn and config.think_s else 0.0
             made.append(Turn(answers.draw(draw), text=" ".join(draw.choices(WORDS, k=asked)), think_s=pause))
         left -= len(made)
@@ -178,11 +170,12 @@ def _from_trace(config: LoadConfig) -> list[Session]:
         # The pattern stays, the mean rate is the one that was asked for.
         factor = (len(rows) - 1) / times[-1] / config.rate
         times = [at_s * factor for at_s in times]
-    maker, room, sessions = PromptMaker(config.seed, _vocabulary(config)), MAX_PREPARED_TOKENS, []
+    maker, sessions, tokens = PromptMaker(config.seed, _vocabulary(config)), [], 0
     for number, (at_s, row) in enumerate(zip(times, rows, strict=True)):
         if config.duration_s is not None and at_s > config.duration_s:
             break
-        room = _take(room, row.input_length)
+        tokens += row.input_length
+        _check_room(tokens)
         at_s = 0.0 if config.concurrency else at_s
         sessions.append(Session(at_s, (Turn(row.output_length, maker.prompt_of(number, row)),)))
     return sessions

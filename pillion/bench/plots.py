@@ -12,6 +12,7 @@ from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -48,7 +49,7 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
     """Distributions of the latencies, and gaps between tokens over time above the prompts that arrived."""
     figure = _figure(10, 6.4)
     figure.suptitle(title, fontsize=10)
-    grid = figure.add_gridspec(3, 2, height_ratios=(3, 2.4, 1))
+    grid = figure.add_gridspec(3, 2, height_ratios=(3, 2.6, 1.3))
     answered = [record for record in records if record.ok]
     bounds = {objective.measure: objective for objective in objectives}
     first, gaps = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
@@ -65,10 +66,21 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
                 axes.axvline(bounds[name].fixed_s * 1000, color=GREY, lw=1, ls=":", label=f"objective {name}")
         axes.set(xlabel="ms", ylabel="share of them", ylim=(0, 1.02))
         axes.set_xscale("log")
+        _plain_numbers(axes.xaxis)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     _timeline(figure.add_subplot(grid[1, :]), figure.add_subplot(grid[2, :]), records)
     _save(figure, path)
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Of a logarithmic axis: 50, not 5 x 10^1, and few enough to read."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(labelsize=8)
 
 
 def _cdf(axes: Axes, seconds: Sequence[float], label: str, colour: str, style: str) -> None:
@@ -85,8 +97,9 @@ def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
     ]
     dots = dots[:: len(dots) // MAX_DOTS + 1]
     gaps.plot([at for at, _ in dots], [gap for _, gap in dots], ".", ms=3, color=BLUE, alpha=0.5)
-    gaps.set(ylabel="ITL, ms", ylim=(0, None))
-    gaps.set_title("gaps between tokens, and prompts as they were sent", fontsize=10)
+    gaps.set(ylabel="ITL, ms", yscale="log")
+    _plain_numbers(gaps.yaxis)
+    gaps.set_title("gaps between tokens, and tokens to compute of the prompts that were sent", fontsize=10)
     gaps.grid(alpha=0.3)
     gaps.sharex(prompts)
     gaps.tick_params(labelbottom=False)
@@ -96,10 +109,10 @@ def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
     for at in times:
         gaps.axvline(at, color=ORANGE, lw=0.6, alpha=0.35, zorder=0)
     failed = [record.ended_s for record in records if not record.ok]
-    prompts.plot(failed, [0] * len(failed), "x", color="black", label="failed", clip_on=False)
-    prompts.set(xlabel="seconds", ylabel="new prompt\ntokens", ylim=(0, None), xlim=(0, None))
+    prompts.set(xlabel="seconds", ylabel="new tokens", ylim=(0, None), xlim=(0, None))
     prompts.grid(alpha=0.3)
     if failed:
+        prompts.plot(failed, [0] * len(failed), "x", color="black", label="failed", clip_on=False)
         prompts.legend(fontsize=8)
 
 
@@ -109,10 +122,11 @@ def plot_sweep(path: Path, rows: Sequence[dict[str, Any]], attainment: float, ti
     axes = figure.add_subplot()
     rows = sorted(rows, key=lambda row: float(row["rate"]))
     rates = [row["rate"] for row in rows]
-    axes.plot(rates, rates, color=GREY, lw=1, ls=":", label="all of them")
+    offered = [row["summary"]["offered_requests_per_s"] for row in rows]
+    axes.plot(rates, offered, color=GREY, lw=1, ls=":", label="arrived")
     axes.plot(rates, [row["summary"]["requests_per_s"] for row in rows], "s--", color=ORANGE, label="answered")
     axes.plot(rates, [row["goodput"]["requests_per_s"] for row in rows], "o-", color=BLUE, label="goodput")
-    axes.set(xlabel="offered requests/s", ylabel="requests/s", xlim=(0, None), ylim=(0, None))
+    axes.set(xlabel="rate, requests/s", ylabel="requests/s", xlim=(0, None), ylim=(0, None))
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     share = axes.twinx()
@@ -120,5 +134,5 @@ def plot_sweep(path: Path, rows: Sequence[dict[str, Any]], attainment: float, ti
     share.axhline(attainment, color=GREEN, lw=1, ls=":")
     share.set(ylabel="share that met all objectives", ylim=(0, 1.05))
     lines = [*axes.get_lines(), share.get_lines()[0]]
-    axes.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="lower right")
+    axes.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="lower left")
     _save(figure, path)

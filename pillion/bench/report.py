@@ -30,6 +30,9 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
     """Everything that one run says, ready for JSON. The key ``warning`` is empty where nothing is to be said."""
     summary = summarize(run.records, run.duration_s)
+    if config["load"]["concurrency"]:
+        # In a closed loop the server's pace is the load's.
+        summary["offered_requests_per_s"] = None
     client = client_figures(run.records, run.cpu_s, run.duration_s, run.stalls_s)
     met = good(objectives, run.records)
     attainment = sum(met) / len(met) if met else 0.0

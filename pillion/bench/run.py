@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pillion.bench.drive import Driver, Run
 from pillion.bench.figures import Record
-from pillion.bench.load import LoadConfig, make_sessions
+from pillion.bench.load import LoadConfig, Session, make_sessions
 from pillion.bench.report import SCHEMA, environment, result_of
 from pillion.bench.slo import Objective
 from pillion.bench.sweep import Tried, best_rate, next_rate
@@ -88,13 +88,25 @@ async def opened(server: Server) -> AsyncIterator[tuple[Target, dict[str, Any]]]
         await target.aclose()
 
 
-async def run_plan(
-    target: Target, plan: Plan, on_done: Callable[[Record], None] = lambda record: None
-) -> tuple[Run, dict[str, Any]]:
-    """The run and its result. Raises ConfigError for a load that cannot be."""
+def sessions_of(plan: Plan) -> list[Session]:
+    """What a run sends. Raises ConfigError for a plan that cannot be."""
     if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
         raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
-    sessions = make_sessions(plan.load)
+    if plan.max_concurrency is not None and plan.max_concurrency < 1:
+        raise ConfigError("--max-concurrency is at least 1")
+    if plan.server.timeout_s <= 0:
+        raise ConfigError("--timeout-s is above 0")
+    return make_sessions(plan.load)
+
+
+async def run_plan(
+    target: Target,
+    plan: Plan,
+    on_done: Callable[[Record], None] = lambda record: None,
+    sessions: Sequence[Session] | None = None,
+) -> tuple[Run, dict[str, Any]]:
+    """The run and its result; ``sessions`` where they are made already. Raises ConfigError."""
+    sessions = sessions_of(plan) if sessions is None else sessions
     common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
     if plan.warm_up_requests:
         # Its prompts are others: what it leaves in a cache is not found.
@@ -112,6 +124,14 @@ async def run_plan(
     )
     run = await driver.run()
     return run, {"kind": "run", **result_of(run, plan.objectives, plan.described())}
+
+
+def check_sweep(plan: Plan) -> float:
+    """The rate to begin with. Raises ConfigError for a plan without a rate or objectives, or that cannot be."""
+    if plan.load.rate is None or not plan.objectives:
+        raise ConfigError("a sweep needs --rate, where it begins, and --slo")
+    sessions_of(replace(plan, load=replace(plan.load, requests=1)))
+    return plan.load.rate
 
 
 async def run_sweep(
@@ -133,11 +153,9 @@ async def run_sweep(
         on_run: told a run's rate and its number of requests, gives its ``on_done``.
         on_result: told each run's row.
 
-    Raises ConfigError for a load without a rate or objectives.
+    Raises ConfigError, as :func:`check_sweep`.
     """
-    start = plan.load.rate
-    if start is None or not plan.objectives:
-        raise ConfigError("a sweep needs --rate, where it begins, and --slo")
+    start = check_sweep(plan)
     tried: list[Tried] = []
     rows: list[dict[str, Any]] = []
     while (rate := next_rate(tried, start, tolerance, max_runs)) is not None:

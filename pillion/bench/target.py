@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -88,12 +89,13 @@ class PillionTarget:
                 stream = self._client.chat(ask.messages, model=self._model, sampling=sampling)
             else:
                 stream = self._client.generate(ask.ids, model=self._model, sampling=sampling)
-            async for delta in stream:
-                usage = delta.usage
-                counted = None
-                if usage is not None:
-                    counted = Counted(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-                yield Piece(delta.text, len(delta.token_ids), counted)
+            async with contextlib.aclosing(stream):
+                async for delta in stream:
+                    usage = delta.usage
+                    counted = None
+                    if usage is not None:
+                        counted = Counted(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+                    yield Piece(delta.text, len(delta.token_ids), counted)
         except PillionError as error:
             raise TargetError(type(error).__name__, error.message) from None
 

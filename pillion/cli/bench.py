@@ -123,14 +123,16 @@ def run(**said: Any) -> int:
         from pillion.bench.plots import check_plot, plot_run
 
         check_plot(picture)
-    console = _console()
+    from pillion.bench.run import opened, run_plan, sessions_of, with_environment
+
+    console, sessions = _console(), sessions_of(plan)
+    requests = sum(len(session.turns) for session in sessions)
 
     async def measure() -> Any:
-        from pillion.bench.run import opened, run_plan, with_environment
 
         async with opened(plan.server) as (target, about):
             with _bar(said["progress"]) as begin:
-                found, result = await run_plan(target, plan, begin("requests", plan.load.requests))
+                found, result = await run_plan(target, plan, begin("requests", requests), sessions)
         return found, with_environment(result, about)
 
     found, result = asyncio.run(measure())
@@ -158,6 +160,9 @@ def sweep(**said: Any) -> int:
         from pillion.bench.plots import check_plot, plot_sweep
 
         check_plot(picture)
+    from pillion.bench.run import check_sweep, opened, run_sweep, with_environment
+
+    check_sweep(plan)
     console = _console()
 
     def tell(row: dict[str, Any]) -> None:
@@ -166,8 +171,6 @@ def sweep(**said: Any) -> int:
         console.print(f"{line}\n{row['warning']}" if row["warning"] else line, highlight=False)
 
     async def measure() -> Any:
-        from pillion.bench.run import opened, run_sweep, with_environment
-
         search = {name: said[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
         async with opened(plan.server) as (target, about):
             with _bar(said["progress"]) as begin:
@@ -183,7 +186,7 @@ def sweep(**said: Any) -> int:
     if path:
         report.write_json(path, result)
     if picture:
-        plot_sweep(picture, result["runs"], said["attainment"], title_of(plan))
+        plot_sweep(picture, result["runs"], said["attainment"], f"{title_of(plan)}: {said['slo']}")
     return 0 if best else EXIT_FAILED
 
 
@@ -202,8 +205,6 @@ def plan_of(said: dict[str, Any]) -> Plan:
         objectives = parse_slo(said["slo"])
     except ValueError as error:
         raise ConfigError(f"--slo: {error}") from None
-    if said["max_concurrency"] is not None and said["max_concurrency"] < 1:
-        raise ConfigError("--max-concurrency is at least 1")
     return Plan(
         server=Server(**part(Server)),
         load=LoadConfig(**part(LoadConfig)),
@@ -216,7 +217,7 @@ def plan_of(said: dict[str, Any]) -> Plan:
 def title_of(plan: Plan) -> str:
     """Of a picture."""
     load = plan.load
-    pace = "a trace's own times" if load.rate is None else f"{load.rate:g}/s, {load.arrivals}"
+    pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"
     pace = f"{load.concurrency} at a time" if load.concurrency else pace
     return f"{plan.server.backend}, {load.workload}, {pace}, seed {load.seed}"
 
@@ -237,8 +238,8 @@ def _bar(wanted: bool) -> Iterator[Callable[[str, int], Callable[[Record], None]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Four times a second: what draws it shares a core with what measures.
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4, disable=not wanted) as progress:
+    # Once a second: what draws it shares a core with what measures.
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, disable=not wanted) as progress:
 
         def begin(title: str, total: int) -> Callable[[Record], None]:
             for old in progress.task_ids:
