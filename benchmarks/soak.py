@@ -35,6 +35,7 @@ from benchmarks.load_test import (
     add_flags,
     complaints,
     idle_complaints,
+    part_of,
     pids,
     run_stage,
     stages,
@@ -91,7 +92,7 @@ class Watch:
         sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
         self._node = NodeClient(f"unix:{next(path for path in sockets if path.name.startswith('kvnode'))}", "soak")
         self._redis = Redis(unix_socket_path=str(next(path for path in sockets if path.name.startswith("redis"))))
-        self._parts = {role: part for role in ROLES if (part := cluster.part(role))}
+        self._parts = {role: part for role in ROLES if (part := part_of(cluster, role))}
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:

@@ -70,9 +70,10 @@ def test_a_summary_is_what_numpy_finds(gaps, duration_s):
         for n, said in enumerate(gaps)
     ]
     failed = record(len(gaps), due=99.0, messages=(), status="Overloaded", error="full")
-    summary = summarize([*records, failed], duration_s)
+    again = record(len(gaps) + 1, due=99.5, messages=(), status="Overloaded", error="still full")
+    summary = summarize([*records, failed, again], duration_s)
     assert summary["ok"] == len(gaps)
-    assert summary["errors"] == {"Overloaded": {"count": 1, "first": "full"}}
+    assert summary["errors"] == {"Overloaded": {"count": 2, "first": "full"}}
     assert summary["hit_rate"] == 0.25
     assert summary["output_tokens_per_s"] == pytest.approx(sum(map(len, gaps)) / duration_s)
     assert summary["ttft_ms"]["p90"] == pytest.approx(np.percentile([said[0] for said in gaps], 90) * 1000)

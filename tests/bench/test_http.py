@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 
 import pytest
 from hypothesis import given
@@ -93,6 +95,10 @@ class Closing(bytes):
     """An answer after which the server closes the connection, without having said so."""
 
 
+class Reset(bytes):
+    """No answer but a TCP reset."""
+
+
 @contextlib.asynccontextmanager
 async def server(*answers):
     """Gives each request, over all connections, the next of ``answers``, and keeps what was asked."""
@@ -106,6 +112,11 @@ async def server(*answers):
                 length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
                 requests.append((head.decode(), await reader.readexactly(length)))
                 answer = left.pop(0)
+                if isinstance(answer, Reset):
+                    linger = struct.pack("ii", 1, 0)
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    writer.transport.abort()
+                    return
                 writer.write(answer)
                 if isinstance(answer, Closing):
                     writer.close()
@@ -151,11 +162,12 @@ async def test_conversations_go_to_the_chat_page():
 
 
 async def test_a_kept_connection_that_the_server_closed_is_replaced():
-    async with server(Closing(ANSWER), ANSWER) as (target, _, connections):
-        await pieces(target)
-        # Whether its end is known here yet or not.
-        assert len(await pieces(target)) == 3
-        assert len(connections) == 2
+    for answers in ((Closing(ANSWER), ANSWER), (ANSWER, Reset(), ANSWER)):
+        async with server(*answers) as (target, _, connections):
+            await pieces(target)
+            # Whether its end is known here yet or not.
+            assert len(await pieces(target)) == 3
+            assert len(connections) == 2
 
 
 @pytest.mark.parametrize(
@@ -168,6 +180,7 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced():
         (EVENT_HEAD + chunked(b'data: {"choices": 5}\n\n'), "bad event", "TypeError"),
         (b"nonsense\r\n\r\n", "connection", "ValueError"),
         (Closing(b""), "connection", "without an answer"),
+        (Reset(), "connection", "ConnectionResetError"),
     ],
 )
 async def test_failures_are_typed_and_spoil_no_later_request(answer, status, words):

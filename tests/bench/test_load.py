@@ -82,8 +82,15 @@ def test_the_seed_makes_the_load_and_another_one_another():
     assert sessions == make_sessions(config)
     assert {len(session.turns[0].ids) for session in sessions} <= set(range(5, 51))
     other = make_sessions(dataclasses.replace(config, seed=4))
-    assert [s.turns[0].ids for s in sessions] != [s.turns[0].ids for s in other]
+    assert [len(s.turns[0].ids) for s in sessions] != [len(s.turns[0].ids) for s in other]
     assert [s.at_s for s in sessions] != [s.at_s for s in other]
+    same_length = dataclasses.replace(config, input_len="40")
+    beginnings = {
+        tuple(session.turns[0].ids[:8])
+        for seed in (3, 4)
+        for session in make_sessions(dataclasses.replace(same_length, seed=seed))
+    }
+    assert len(beginnings) == 40
 
 
 def test_chats_share_system_prompts_and_count_turns():
