@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pillion.bench.figures import Record
+from pillion.bench.figures import Record, percentile
 from pillion.bench.slo import Objective
 from pillion.errors import ConfigError
 
@@ -19,6 +19,8 @@ SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
 MAX_DOTS = 20_000
+# A logarithmic axis has no place for nothing.
+LEAST_MS = 0.01
 
 
 def check_plot(path: Path) -> None:
@@ -69,6 +71,10 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
         _plain_numbers(axes.xaxis)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    between = [gap for record in answered for gap in record.itl_s]
+    if between:
+        # Messages that were read together have gaps of nothing; on a logarithmic axis they would take most of it.
+        gaps.set_xlim(left=max(percentile(between, 2) * 1000, LEAST_MS) / 2)
     _timeline(figure.add_subplot(grid[1, :]), figure.add_subplot(grid[2, :]), records)
     _save(figure, path)
 
@@ -84,20 +90,23 @@ def _plain_numbers(axis: Axis) -> None:
 
 
 def _cdf(axes: Axes, seconds: Sequence[float], label: str, colour: str, style: str) -> None:
-    ordered = sorted(value * 1000 for value in seconds)
-    shares = [(rank + 1) / len(ordered) for rank in range(len(ordered))]
-    axes.step(ordered, shares, where="post", color=colour, ls=style, label=label)
+    ordered = sorted(max(value * 1000, LEAST_MS) for value in seconds)
+    # From nothing upwards, so that a single value is a line too.
+    shares = [rank / len(ordered) for rank in range(len(ordered) + 1)] if ordered else []
+    axes.step([*ordered[:1], *ordered], shares, where="post", color=colour, ls=style, label=label)
 
 
 def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
     dots = [
-        (after[0], (after[0] - before[0]) * 1000)
+        (after[0], max((after[0] - before[0]) * 1000, LEAST_MS))
         for record in records
         for before, after in zip(record.messages, record.messages[1:], strict=False)
     ]
     dots = dots[:: len(dots) // MAX_DOTS + 1]
     gaps.plot([at for at, _ in dots], [gap for _, gap in dots], ".", ms=3, color=BLUE, alpha=0.5)
     gaps.set(ylabel="ITL, ms", yscale="log")
+    if dots:
+        gaps.set_ylim(bottom=percentile([gap for _, gap in dots], 2) / 2)
     _plain_numbers(gaps.yaxis)
     gaps.set_title("gaps between tokens, and tokens to compute of the prompts that were sent", fontsize=10)
     gaps.grid(alpha=0.3)
@@ -109,11 +118,12 @@ def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
     for at in times:
         gaps.axvline(at, color=ORANGE, lw=0.6, alpha=0.35, zorder=0)
     failed = [record.ended_s for record in records if not record.ok]
+    if failed:
+        prompts.plot(failed, [0] * len(failed), "x", color="black", label="failed")
+        prompts.legend(fontsize=8)
+    # Limits last: they end the axes' own choice.
     prompts.set(xlabel="seconds", ylabel="new tokens", ylim=(0, None), xlim=(0, None))
     prompts.grid(alpha=0.3)
-    if failed:
-        prompts.plot(failed, [0] * len(failed), "x", color="black", label="failed", clip_on=False)
-        prompts.legend(fontsize=8)
 
 
 def plot_sweep(path: Path, rows: Sequence[dict[str, Any]], attainment: float, title: str) -> None:

@@ -42,7 +42,7 @@ def token_range(ctx: click.Context, param: click.Parameter, said: str) -> tuple[
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
     """An option with its default in the help."""
-    return click.option(name, default=default, show_default=default is not None, help=about, **more)
+    return click.option(name, default=default, show_default=default not in (None, ""), help=about, **more)
 
 
 BACKENDS, ENDPOINTS = click.Choice(("pillion", "openai")), click.Choice(("completions", "chat"))
@@ -152,7 +152,10 @@ def run(**said: Any) -> int:
 @option("--tolerance", "How near the answer is to be; 0.1 is 10 %.", 0.1)
 @options(OUTPUT)
 def sweep(**said: Any) -> int:
-    """Find the highest rate that meets the objectives, from --rate: doubling, then bisection. 1 if none did."""
+    """Find the highest rate that meets --slo.
+
+    From --rate by doubling, then bisection, each run with its own seed. The exit status is 1 if no rate met them.
+    """
     from pillion.bench import report
 
     plan, path, picture = plan_of(said), said["json"], said["plot"]

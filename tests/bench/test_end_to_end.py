@@ -66,6 +66,8 @@ def test_both_backends_measure_the_same_load(cluster, tmp_path):
     assert ours["input_tokens"] == theirs["input_tokens"]
     # The second of the two meets the first one's blocks: the same seed makes the same prompts.
     assert theirs["cached_tokens"] > ours["cached_tokens"]
+    # gRPC's deltas say how many tokens they bring.
+    assert sum(tokens for record in seen["pillion"]["records"] for _, tokens in record["messages"]) == 60
     due = [[record["due_s"] for record in seen[name]["records"]] for name in seen]
     assert due[0] == due[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from pillion.bench.drive import Run
 from pillion.bench.figures import Record, bottleneck, client_figures, distribution, percentile, summarize
-from pillion.bench.report import result_of
+from pillion.bench.plots import check_plot, plot_run, plot_sweep
+from pillion.bench.report import result_of, tables
 from pillion.bench.slo import MEASURES, Objective, good, measured_s, parse_slo
+from pillion.errors import ConfigError
 
 SECONDS = st.floats(0, 1e4)
 
@@ -155,3 +159,33 @@ def test_a_result_is_json_and_says_when_the_client_was_slow():
     held = client_figures([record(due=0.0, sent_s=0.2, held_s=0.2)], 0.0, 1.0, ())
     assert bottleneck(held, None) == ""
     assert held["held_requests"] == 1
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures_of_runs_in_which_little_or_nothing_came(tmp_path, suffix):
+    failed = record(messages=(), status="timeout", ended_s=3.0)
+    for number, records in enumerate(((), (failed,), (record(),), (record(messages=((1.0, 1), (1.0, 1))), failed))):
+        path = tmp_path / f"{number}{suffix}"
+        plot_run(path, records, parse_slo("ttft=1,itl_p99=1,e2e=1+1*n"), "title")
+        assert path.stat().st_size > 1000
+
+
+def test_a_picture_of_a_sweep_has_a_point_for_each_run(tmp_path):
+    result = result_of(Run((record(),), 4.0, 0.4, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}})
+    path = tmp_path / "new" / "sweep.svg"
+    plot_sweep(path, [{"rate": rate, "passed": True, **result} for rate in (2.0, 1.0, 4.0)], 0.9, "a < b")
+    assert "a &lt; b" in path.read_text()
+    with pytest.raises(ConfigError, match=r"\.png"):
+        check_plot(tmp_path / "x.bmp")
+
+
+def test_a_table_shows_failures_and_warnings():
+    records = (
+        record(0, due=1.0, messages=((2.0, 1), (3.0, 1))),
+        record(1, messages=(), status="HTTP 429", error="[slow]"),
+    )
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(tables(result_of(Run(records, 4.0, 3.9, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}})))
+    text = console.export_text()
+    for said in ("HTTP 429: 1 ([slow])", "1 of 2 answered", "50.0% met all", "warning: the client", "1,000.0"):
+        assert said in text

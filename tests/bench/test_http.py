@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
+import ssl
 import struct
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from pillion.bench.http import EventReader, OpenAITarget, piece_of
 from pillion.bench.target import Ask, Counted, Piece, TargetError
+from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -100,7 +103,7 @@ class Reset(bytes):
 
 
 @contextlib.asynccontextmanager
-async def server(*answers):
+async def server(*answers, tls=None):
     """Gives each request, over all connections, the next of ``answers``, and keeps what was asked."""
     left, requests, connections = list(answers), [], []
 
@@ -122,7 +125,7 @@ async def server(*answers):
                     writer.close()
         writer.close()
 
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     port = listening.sockets[0].getsockname()[1]
     target = OpenAITarget("m", True, 0.0, target=f"http://127.0.0.1:{port}", api_key="secret")
     try:
@@ -218,6 +221,23 @@ async def test_nobody_there(unused_tcp_port):
     target = OpenAITarget("m", True, 0.0, target=f"http://127.0.0.1:{unused_tcp_port}")
     with pytest.raises(TargetError, match="connection"):
         await pieces(target)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+async def test_tls_and_a_certificate_that_nobody_vouches_for(tmp_path):
+    make_certs(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "ca.pem"))
+    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+    names = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
+    files = {option: str(tmp_path / name) for option, name in names.items()}
+    async with server(ANSWER, tls=context) as (plain, _, _):
+        url = f"https://127.0.0.1:{plain._port}"
+        trusting = OpenAITarget("m", True, 0.0, target=url, **files)
+        assert len(await pieces(trusting)) == 3
+        await trusting.aclose()
+        with pytest.raises(TargetError, match="CERTIFICATE_VERIFY_FAILED"):
+            await pieces(OpenAITarget("m", True, 0.0, target=url))
 
 
 @pytest.mark.parametrize(
