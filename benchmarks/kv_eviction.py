@@ -18,18 +18,19 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import save, show_table
-from benchmarks.traces import Request, generate, read
+from benchmarks.traces import generate
 from kvstore.eviction import make_policy
 from kvstore.ledger import Ledger
 from kvstore.records import SESSION
 from kvstore.tree import Block
+from pillion.bench.traces import TraceRequest, read_trace
 from pillion.wire.kvnode import CommitRun
 
 POLICIES = ("lru", "lfu", "arc")
 COST_BLOCKS, COST_CHAIN = 200_000, 100
 
 
-def serve(trace: Sequence[Request], policy: str, num_slots: int, in_flight: int) -> float:
+def serve(trace: Sequence[TraceRequest], policy: str, num_slots: int, in_flight: int) -> float:
     """The share of blocks that were there when a request came."""
     ids = itertools.count(1)
     ledger = Ledger(ids.__next__, 0, make_policy(policy))
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.005, 0.01, 0.02, 0.05, 0.1, 0.2])
     parser.add_argument("--in-flight", type=int, default=8)
     args = parser.parse_args()
-    trace = read(args.trace) if args.trace else generate(args.seed, args.requests)
+    trace = read_trace(args.trace) if args.trace else generate(args.seed, args.requests)
     wanted = [number for request in trace for number in request.whole_blocks]
     unique = len(set(wanted))
     rows = []

@@ -1,7 +1,7 @@
 """Requests as a serving cluster sees them, in the form of the Mooncake traces (Qin et al., FAST 2025).
 
-One JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens) and ``hash_ids``, one number
-for each block of 512 tokens of the input, the same where two inputs are equal up to that block's end.
+The form, and its reader, are those of :mod:`pillion.bench.traces`: `pillion bench --workload trace` replays what is
+written here.
 
     chat       one of some system prompts (Zipf), then turns: each repeats what was said and answered, and adds to it
     document   a long text of its own, asked about once or a few times soon after each other
@@ -14,29 +14,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import pathlib
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-TRACE_BLOCK_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One line of a trace. ``hash_ids`` covers the input, its last and maybe partial block included."""
-
-    timestamp: int
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-    @property
-    def whole_blocks(self) -> tuple[int, ...]:
-        """Blocks that can be cached."""
-        return self.hash_ids[: self.input_length // TRACE_BLOCK_TOKENS]
+from pillion.bench.traces import TRACE_BLOCK_TOKENS, TraceRequest, write_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +71,7 @@ class _Text:
         return (*self.blocks, *partial)
 
 
-def generate(seed: int, requests: int, mix: Mix | None = None) -> list[Request]:
+def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequest]:
     """``requests`` lines in order of time."""
     mix = mix or Mix()
     rng, ids = random.Random(seed), itertools.count()
@@ -97,7 +81,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[Request]:
         shared = tuple(itertools.islice(ids, tokens // TRACE_BLOCK_TOKENS))
         prompts.append((shared, tokens - len(shared) * TRACE_BLOCK_TOKENS))
     weights = [1 / rank**mix.zipf for rank in range(1, mix.system_prompts + 1)]
-    made: list[Request] = []
+    made: list[TraceRequest] = []
     begin_s = 0.0
     while len(made) < 2 * requests:
         begin_s += rng.expovariate(mix.sessions_per_s)
@@ -114,19 +98,19 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[Request]:
 
 def _session(
     rng: random.Random, mix: Mix, text: _Text, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """``mean`` requests in the mean, each about all of ``text``."""
     while True:
         asked = _length(rng, mix.turn_tokens, mix.sigma)
         answered = _length(rng, mix.answer_tokens, mix.sigma)
         if keeps_growing:
             text.grow(asked)
-            yield Request(round(at_s * 1000), text.tokens, answered, text.hash_ids())
+            yield TraceRequest(round(at_s * 1000), text.tokens, answered, text.hash_ids())
             text.grow(answered)
         else:
             # Every question follows the same document, so it shares the document's blocks and nothing behind them.
             question = _Text(text._ids, tuple(text.blocks), text.tokens % TRACE_BLOCK_TOKENS + asked)
-            yield Request(round(at_s * 1000), question.tokens, answered, question.hash_ids())
+            yield TraceRequest(round(at_s * 1000), question.tokens, answered, question.hash_ids())
         if rng.random() < 1 / mean or text.tokens > mix.max_tokens:
             return
         at_s += rng.expovariate(1 / gap_s)
@@ -136,19 +120,6 @@ def _length(rng: random.Random, median: int, sigma: float) -> int:
     return max(1, round(rng.lognormvariate(math.log(median), sigma)))
 
 
-def read(path: pathlib.Path) -> list[Request]:
-    """A trace in this form, ours or a real one."""
-    rows = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
-    return [
-        Request(row["timestamp"], row["input_length"], row["output_length"], tuple(row["hash_ids"])) for row in rows
-    ]
-
-
-def write(path: pathlib.Path, requests: list[Request]) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
-
-
 def main() -> None:
     """Write a trace."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -156,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=10_000)
     args = parser.parse_args()
-    write(args.path, generate(args.seed, args.requests))
+    write_trace(args.path, generate(args.seed, args.requests))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,13 @@ SANS_IO = (
     "kvstore/integrity.py",
     "kvstore/records.py",
     "kvstore/tree.py",
+    "pillion/bench/arrivals.py",
+    "pillion/bench/figures.py",
+    "pillion/bench/lengths.py",
+    "pillion/bench/load.py",
+    "pillion/bench/slo.py",
+    "pillion/bench/sweep.py",
+    "pillion/bench/traces.py",
     "pillion/cli/restarts.py",
 )
 IO_MODULES = {"asyncio", "grpc", "redis", "socket", "threading", "time", "subprocess", "torch", "queue"}

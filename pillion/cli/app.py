@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from pillion._version import PROTOCOL, VERSION
+from pillion.cli.bench import bench
 from pillion.cli.flags import flag_options
 from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
@@ -56,6 +57,9 @@ def main(argv: list[str] | None = None) -> None:
 @click.version_option(VERSION, prog_name="pillion")
 def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
+
+
+cli.add_command(bench)
 
 
 def takes_model(function: F) -> F:

@@ -1,0 +1,222 @@
+"""`make soak`: load for a long time, and nothing may grow. MINUTES=10 unless said otherwise.
+
+A cluster with a small KV pool (so that caches are soon as full as they get) serves the mixed load over and over, with
+fresh seeds. Every few seconds each part's private memory and open files, the node's slots and tickets and Redis' keys
+are read.
+
+The criterion: after a warm-up (the first third), the slope of each series by Theil and Sen, the median of the slopes
+of all pairs of points, times the time looked at, must be below the larger of an absolute allowance and a share of the
+series' median (ALLOWED). A leak slower than that is not found: run longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.load_test import (
+    MAX_MODEL_LEN_TOKENS,
+    ROLES,
+    add_flags,
+    complaints,
+    idle_complaints,
+    part_of,
+    pids,
+    run_stage,
+    stages,
+)
+from benchmarks.plot import Chart, line_charts
+from benchmarks.report import save, show_table
+from benchmarks.traces import Mix, generate
+from kvstore.client import NodeClient
+from pillion.bench.traces import write_trace
+
+if TYPE_CHECKING:
+    from tests.support.cluster import ServedCluster
+
+WARM_UP_SHARE = 1 / 3
+SAMPLE_PERIOD_S = 5.0
+# Of a series; more are thinned, since the slopes are of all pairs.
+MAX_POINTS = 400
+STAGE_S = 20.0
+POOL = "64MiB"
+# What a series may grow by in the time looked at: so much, or such a share of its median.
+ALLOWED = {
+    "memory MiB": (24.0, 0.10),
+    "open files": (8.0, 0.10),
+    "held blocks": (64.0, 0.10),
+    "tickets": (8.0, 0.50),
+    "redis keys": (256.0, 0.10),
+}
+
+Points = list[tuple[float, float]]
+
+
+def growth(points: Sequence[tuple[float, float]]) -> float:
+    """By how much a series of (time, value) grew: its Theil-Sen slope times its span; 0 for less than two points.
+
+    Up to 29 % of the points may be anything without moving it (Sen 1968).
+    """
+    kept = points[:: len(points) // MAX_POINTS + 1]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(kept, 2) if b[0] > a[0]]
+    return statistics.median(slopes) * (kept[-1][0] - kept[0][0]) if slopes else 0.0
+
+
+def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """What a series of a kind of ALLOWED grew by after its warm-up, and what it may."""
+    begin = points[0][0] + (points[-1][0] - points[0][0]) * WARM_UP_SHARE
+    later = [point for point in points if point[0] >= begin]
+    absolute, share = ALLOWED[kind]
+    return growth(later), max(absolute, share * statistics.median(value for _, value in later))
+
+
+class Watch:
+    """Reads the series of a running cluster; ``series`` is by (kind, part)."""
+
+    def __init__(self, cluster: ServedCluster) -> None:
+        sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
+        self._node = NodeClient(f"unix:{next(path for path in sockets if path.name.startswith('kvnode'))}", "soak")
+        self._redis = Redis(unix_socket_path=str(next(path for path in sockets if path.name.startswith("redis"))))
+        self._parts = {role: part for role in ROLES if (part := part_of(cluster, role))}
+        self.series: dict[tuple[str, str], Points] = {}
+
+    async def run(self, until_s: float) -> None:
+        """Until ``until_s`` of the monotonic clock, or cancelled. Raises what a part that is gone makes it raise."""
+        while time.monotonic() < until_s:
+            await self.sample()
+            await asyncio.sleep(SAMPLE_PERIOD_S)
+
+    async def sample(self) -> None:
+        """One point of each series."""
+        for role, part in self._parts.items():
+            memory = part.memory_info()
+            # The pool is shared and mapped by all: it fills as it should.
+            self._add("memory MiB", role, (memory.rss - getattr(memory, "shared", 0)) / 2**20)
+            self._add("open files", role, part.num_fds())
+        books = await self._node.status()
+        self._add("held blocks", "kvnode", books.total_blocks - books.free_blocks - books.committed_blocks)
+        self._add("tickets", "kvnode", books.tickets + books.waiting_tickets)
+        self._add("redis keys", "redis-server", await self._redis.dbsize())
+
+    def _add(self, kind: str, part: str, value: float) -> None:
+        self.series.setdefault((kind, part), []).append((time.monotonic(), float(value)))
+
+    async def aclose(self) -> None:
+        """Ends both connections."""
+        await self._node.aclose()
+        await self._redis.aclose()
+
+
+async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[Watch, list[str], int]:
+    """Loads and watches. Returns what was seen, what failed, and how many requests there were."""
+    trace = cluster.folder / "trace.jsonl"
+    write_trace(trace, generate(1, 1000, Mix(system_tokens=700, turn_tokens=60, answer_tokens=12, document_tokens=500)))
+    plans = list(stages(cluster.target, http, trace, STAGE_S, args.rate, tuple(args.token_range)))
+    watch, wrong, requests = Watch(cluster), [], 0
+    until_s = time.monotonic() + args.minutes * 60
+    watching = asyncio.create_task(watch.run(until_s))
+    try:
+        for number in itertools.count():
+            if time.monotonic() >= until_s or watching.done():
+                break
+            name, plan = plans[number % len(plans)]
+            fresh = dataclasses.replace(plan.load, seed=1000 + number)
+            result = await run_stage(dataclasses.replace(plan, load=fresh))
+            wrong += complaints(name, result)
+            requests += result["summary"]["requests"]
+        await watching
+    except (psutil.Error, OSError) as error:
+        wrong.append(f"a part is gone: {error!r}")
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        trace.unlink()
+        with contextlib.suppress(Exception):
+            await watch.aclose()
+    return watch, wrong, requests
+
+
+def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for each series, and a complaint for each that grew."""
+    rows, wrong = [], []
+    for (kind, part), points in sorted(series.items()):
+        grew, allowed = verdict(kind, points)
+        last = points[-1][1]
+        rows.append({"part": part, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points})
+        if grew > allowed:
+            wrong.append(f"{part}: {kind} grew by {grew:.1f} to {last:.1f}, allowed are {allowed:.1f}")
+    return rows, wrong
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table on the terminal."""
+    table = Table(title="growth after the warm-up")
+    for heading in ("part", "series", "last", "grew by", "allowed"):
+        table.add_column(heading, justify="left" if heading in ("part", "series") else "right")
+    for row in rows:
+        table.add_row(row["part"], row["kind"], *(f"{row[name]:,.1f}" for name in ("last", "grew", "allowed")))
+    show_table(table)
+
+
+def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
+    """Each kind's lines over the minutes."""
+    first = min(points[0][0] for points in series.values())
+    charts = []
+    for kind in ("memory MiB", "open files", "redis keys"):
+        lines = {
+            part: [((at - first) / 60, value) for at, value in points]
+            for (of, part), points in series.items()
+            if of == kind
+        }
+        charts.append(Chart(kind, "minutes", kind, lines))
+    line_charts(path, charts)
+
+
+def main() -> int:
+    """Start the cluster, soak it, write results/soak.json; 1 where a request failed or something grew."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--plot", type=pathlib.Path, help="an SVG of the series")
+    add_flags(parser)
+    args = parser.parse_args()
+    from tests.support.cluster import free_port, served
+
+    port = free_port()
+    flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", f"--kv-pool-bytes={POOL}", *args.flags)
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), args.model, "--split-policy=auto", *flags) as cluster,
+    ):
+        before = pids(cluster)
+        watch, wrong, requests = asyncio.run(soak(cluster, f"http://127.0.0.1:{port}", args))
+        wrong += idle_complaints(cluster)
+        wrong += [f"{role} was started again" for role, pid in pids(cluster).items() if pid != before[role]]
+    rows, grew = judge(watch.series)
+    wrong += grew
+    show(rows)
+    for line in wrong:
+        Console().print(f"FAILED {line}", style="bold red", markup=False)
+    if args.plot:
+        draw(args.plot, watch.series)
+    save("soak", {"minutes": args.minutes, "requests": requests, "series": rows, "failed": wrong})
+    Console().print(f"{requests} requests in {args.minutes:g} minutes:", "passed" if not wrong else "failed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""What one request's client saw, and what many such records say together. Sans-IO.
+
+    due --- lag, held by the cap ---> sent ------> first token -- gap -- next message ... last token
+    |<--------------------- TTFT ---------------------->|<------------- decode ------------>|
+    |<--------------------------------------- e2e ----------------------------------------->|
+
+Every latency is counted from ``due``, the intended arrival. A client that is late, or a cap on requests under way,
+lengthens latencies and hides nothing: the omission that Gil Tene calls coordinated cannot happen. How late the client
+itself was is reported beside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+OK = "ok"
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One request. Times in seconds since the run's begin.
+
+    Attributes:
+        held_s: how long a cap on requests under way held it back.
+        messages: (time, tokens) of each message that brought tokens; tokens are 1 where the server does not say.
+        prompt_tokens, cached_tokens, output_tokens: as the server counted them, else as asked and as seen.
+        asked_tokens: length of the answer that was asked for.
+        status: "ok", or the kind of failure; ``error`` has its words.
+    """
+
+    number: int
+    session: int
+    turn: int
+    due_s: float
+    held_s: float
+    sent_s: float
+    ended_s: float
+    messages: tuple[tuple[float, int], ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    asked_tokens: int = 0
+    status: str = OK
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Answered, with at least one token."""
+        return self.status == OK
+
+    @property
+    def ttft_s(self) -> float:
+        """From the intended arrival to the first token; infinite where none came."""
+        return self.messages[0][0] - self.due_s if self.messages else math.inf
+
+    @property
+    def e2e_s(self) -> float:
+        """From the intended arrival to the last token; infinite where the request failed."""
+        return self.messages[-1][0] - self.due_s if self.ok and self.messages else math.inf
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Gaps between messages. One with several tokens is one gap: its reader waits for all of them at once."""
+        return [after[0] - before[0] for before, after in itertools.pairwise(self.messages)]
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of an output token after the first message; 0 where there was no other."""
+        if len(self.messages) < 2:
+            return 0.0
+        later = max(1, self.output_tokens - self.messages[0][1])
+        return (self.messages[-1][0] - self.messages[0][0]) / later
+
+    @property
+    def lag_s(self) -> float:
+        """How late the client itself was."""
+        return self.sent_s - self.due_s - self.held_s
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the closest ranks, as numpy's default. Raises ValueError for no value."""
+    if not values:
+        raise ValueError("no value has no percentile")
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    low = min(int(rank), len(ordered) - 1)
+    if ordered[low] == (above := ordered[min(low + 1, len(ordered) - 1)]):
+        return ordered[low]
+    return ordered[low] + (above - ordered[low]) * (rank - low)
+
+
+def distribution(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles and the greatest, of seconds, in ms; None for no value."""
+    if not values:
+        return None
+    found = {f"p{percent}": percentile(values, percent) * 1000 for percent in PERCENTILES}
+    return {"mean": statistics.fmean(values) * 1000, **found, "max": max(values) * 1000}
+
+
+def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
+    """The run in numbers: rates over ``duration_s``, latencies in ms over the requests that were answered."""
+    answered = [record for record in records if record.ok]
+    tokens_in = sum(record.prompt_tokens for record in answered)
+    tokens_out = sum(record.output_tokens for record in answered)
+    cached = sum(record.cached_tokens for record in answered)
+    seconds = max(duration_s, 1e-9)
+    span_s = max((record.due_s for record in records), default=0.0)
+    return {
+        "requests": len(records),
+        "ok": len(answered),
+        "errors": errors(records),
+        "short_answers": sum(0 < record.output_tokens < record.asked_tokens for record in answered),
+        "duration_s": duration_s,
+        "offered_requests_per_s": len(records) / span_s if span_s else None,
+        "requests_per_s": len(answered) / seconds,
+        "input_tokens": tokens_in,
+        "output_tokens": tokens_out,
+        "input_tokens_per_s": tokens_in / seconds,
+        "output_tokens_per_s": tokens_out / seconds,
+        "cached_tokens": cached,
+        "hit_rate": cached / tokens_in if tokens_in else 0.0,
+        "ttft_ms": distribution([record.ttft_s for record in answered]),
+        "itl_ms": distribution([gap for record in answered for gap in record.itl_s]),
+        "tpot_ms": distribution([record.tpot_s for record in answered if len(record.messages) > 1]),
+        "e2e_ms": distribution([record.e2e_s for record in answered]),
+    }
+
+
+def errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """How many of each kind, and the words of the first."""
+    counts = Counter(record.status for record in records if not record.ok)
+    first = {record.status: record.error for record in reversed(records)}
+    return {status: {"count": count, "first": first[status]} for status, count in counts.most_common()}
+
+
+def client_figures(records: Sequence[Record], cpu_s: float, duration_s: float, stalls_s: Sequence[float]) -> Any:
+    """What the client itself cost and how late it was.
+
+    Args:
+        cpu_s: processor time of this process during the run.
+        stalls_s: how late a timer of the event loop was, sampled.
+    """
+    tokens = sum(tokens for record in records for _, tokens in record.messages)
+    held = [record.held_s for record in records]
+    return {
+        "cpu_share": cpu_s / max(duration_s, 1e-9),
+        "cpu_us_per_token": cpu_s / tokens * 1e6 if tokens else None,
+        "lag_ms": distribution([record.lag_s for record in records]),
+        "loop_stall_ms": distribution(stalls_s),
+        "held_ms": distribution(held),
+        "held_requests": sum(wait > HELD_S for wait in held),
+    }
+
+
+# From here on a request counts as held back by the cap, and a lag as one that shows in the figures.
+HELD_S = 0.005
+MAX_LAG_MS = 10.0
+MAX_CPU_SHARE = 0.8
+MAX_LAG_OF_TTFT = 0.1
+
+
+def bottleneck(client: dict[str, Any], ttft_ms: dict[str, float] | None) -> str:
+    """Why the client, not the server, may have been measured; empty where nothing says so."""
+    reasons = []
+    if client["cpu_share"] > MAX_CPU_SHARE:
+        reasons.append(f"it used {client['cpu_share']:.0%} of one core")
+    late = max((client[name] or {"p99": 0.0})["p99"] for name in ("lag_ms", "loop_stall_ms"))
+    if late > max(MAX_LAG_MS, MAX_LAG_OF_TTFT * (ttft_ms["p50"] if ttft_ms else 0.0)):
+        reasons.append(f"it was late by {late:.0f} ms (p99)")
+    return " and ".join(reasons)

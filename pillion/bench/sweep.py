@@ -1,0 +1,47 @@
+"""The highest rate that meets the objectives: doubling until one fails, then bisection. Sans-IO.
+
+start --passes--> 2x --passes--> 4x --fails--> between the two, until they are near each other
+start --fails---> /2 --fails---> /4 --passes-> likewise
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One run: its rate, and whether enough of its requests met the objectives."""
+
+    rate: float
+    passed: bool
+
+
+def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: int) -> float | None:
+    """What to try next; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are spent.
+
+    The middle is the geometric one: a rate's error counts in parts of it.
+    """
+    if len(tried) >= max_runs:
+        return None
+    if not tried:
+        return start
+    low, high = best_rate(tried), lowest_failed(tried)
+    if high is None:
+        return 2 * max(run.rate for run in tried)
+    if low is None:
+        return high / 2
+    return math.sqrt(low * high) if high > low * (1 + tolerance) else None
+
+
+def best_rate(tried: Sequence[Tried]) -> float | None:
+    """The highest rate that passed below all that failed; None for none."""
+    failed = lowest_failed(tried)
+    return max((run.rate for run in tried if run.passed and (failed is None or run.rate < failed)), default=None)
+
+
+def lowest_failed(tried: Sequence[Tried]) -> float | None:
+    """None where none failed."""
+    return min((run.rate for run in tried if not run.passed), default=None)
