@@ -47,7 +47,7 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore or edge
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 compose-check: setup-dev ## docker-compose.yml by its schema, then its parts as processes, without an engine (ARGS=--model ...)
