@@ -156,7 +156,9 @@ def _service() -> Dashboard:
 
 
 def _engine() -> Dashboard:
-    guessed = rate("pillion_step_budget_tokens_total", 'use="speculative"')
+    uses = "pillion_step_budget_tokens_total"
+    by_use, budget = f"{rate(uses)} {OWNER}", rate_by_part(uses, "use")
+    worked, guessed = rate(uses, 'use!="idle"'), rate(uses, 'use="speculative"')
     share = f"{rate_by_part('pillion_step_accepted_tokens_total')} / sum by (part) ({guessed} {OWNER})"
     steps = (
         latency_by_part(
@@ -166,11 +168,18 @@ def _engine() -> Dashboard:
         ),
         Panel(
             "Step budget by use",
-            TOKENS_PER_S,
-            (Query(rate_by_part("pillion_step_budget_tokens_total", "use"), "{{use}}"),),
+            "percentunit",
+            (Query(f"{budget} / ignoring (use) group_left () sum({by_use})", "{{use}}"),),
             "Decodes go first, remnants ride in what is left. Much idle beside a long queue: no memory, or no seats.",
             stacked=True,
-            width=16,
+            maximum=1,
+        ),
+        Panel(
+            "Tokens by use",
+            TOKENS_PER_S,
+            (Query(f"sum by (use) ({worked} {OWNER})", "{{use}}"),),
+            "The same without what stayed free, which is much where a prefill worker has little to do.",
+            stacked=True,
         ),
         Panel(
             "Steps",
