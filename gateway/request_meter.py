@@ -103,8 +103,8 @@ class RequestMeter:
                 meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
         outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
         meters.counter(names.REQUESTS, model, outcome).add()
-        if timings.replays:
-            meters.counter(names.REPLAYS, model).add(timings.replays)
+        # Of none too: an increase is seen only from a value that was there before.
+        meters.counter(names.REPLAYS, model).add(timings.replays)
         self._prompt(usage, timings, brought)
 
     def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:
