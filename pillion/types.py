@@ -153,7 +153,9 @@ class ModelInfo:
 class PartStatus:
     """One part of the cluster as its last heartbeat described it; block counts are a KV node's.
 
-    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch".
+    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch". ``queued_tokens``, ``free_seqs``:
+    prompt tokens that a worker has yet to compute, and seats that are free. ``fenced_parts``: workers that a node has
+    fenced.
     """
 
     part_id: str
@@ -171,6 +173,9 @@ class PartStatus:
     block_size_tokens: int = 0
     heartbeat_age_ms: int = 0
     kernels: str = ""
+    queued_tokens: int = 0
+    free_seqs: int = 0
+    fenced_parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,9 @@ SANS_IO = (
     "pillion/bench/sweep.py",
     "pillion/bench/traces.py",
     "pillion/cli/restarts.py",
+    "pillion/cli/top_figures.py",
+    "pillion/cli/top_pages.py",
+    "pillion/cli/top_view.py",
 )
 IO_MODULES = {"asyncio", "grpc", "redis", "socket", "threading", "time", "subprocess", "torch", "queue"}
 FORBIDDEN = {

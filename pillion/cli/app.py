@@ -263,6 +263,35 @@ def status(as_json: bool, **said: Any) -> None:
 
 
 @cli.command()
+@click.option(
+    "--pages",
+    metavar="PLACE",
+    multiple=True,
+    help="Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Again for more. `pillion "
+    "serve --metrics-port 9500` has its pages from 9500 on: the gateways', the KV node's, the workers'. Default: the "
+    "gateway's own, http://HOST:8000/metrics, HOST being the target's.",
+)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.2, 60),
+    default=1.0,
+    show_default=True,
+    help="Seconds between frames. Rates are those of the last 10 s.",
+)
+@click.option("--once", is_flag=True, help="Print one frame, with the rates of one interval, and exit.")
+@talks_to_gateway
+def top(pages: tuple[str, ...], interval_s: float, once: bool, **said: Any) -> int:
+    """Watch a running cluster: parts, queues, step budgets, pool, hits, latencies.
+
+    Without pages of metrics it shows what `pillion status` knows, and a dash for the rest. Ctrl-C ends it.
+    """
+    from pillion.cli.top import run_top
+
+    return run_top(reach_of(said), pages, interval_s, once)
+
+
+@cli.command()
 @click.argument("address")
 @options(
     click.option(

@@ -246,6 +246,9 @@ class PartStatus(_message.Message):
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    FREE_SEQS_FIELD_NUMBER: _builtins.int
+    FENCED_PARTS_FIELD_NUMBER: _builtins.int
     part_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"."""
@@ -265,6 +268,13 @@ class PartStatus(_message.Message):
     """Time since the part's last heartbeat."""
     kernels: _builtins.str
     """Workers only: what they compute with, such as "cpu/avx512_bf16" or "torch"."""
+    queued_tokens: _builtins.int
+    """Workers only: prompt tokens that it has yet to compute, those of begun prompts included, and seats that are free."""
+    free_seqs: _builtins.int
+    @_builtins.property
+    def fenced_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """KV nodes only: workers that it has fenced and that have not drained."""
+
     def __init__(
         self,
         *,
@@ -283,10 +293,13 @@ class PartStatus(_message.Message):
         block_size_tokens: _builtins.int = ...,
         heartbeat_age_ms: _builtins.int = ...,
         kernels: _builtins.str = ...,
+        queued_tokens: _builtins.int = ...,
+        free_seqs: _builtins.int = ...,
+        fenced_parts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "free_blocks", b"free_blocks", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "part_id", b"part_id", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "fenced_parts", b"fenced_parts", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "part_id", b"part_id", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

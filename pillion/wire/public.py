@@ -191,7 +191,9 @@ def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
     """The whole cluster."""
     said = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "parts"}
-    parts = (
-        PartStatus(**{name: getattr(part, name) for name in PartStatus.__dataclass_fields__}) for part in message.parts
-    )
-    return ClusterStatus(parts=tuple(parts), **said)
+    return ClusterStatus(parts=tuple(map(_part_from_pb, message.parts)), **said)
+
+
+def _part_from_pb(message: gateway_pb2.PartStatus) -> PartStatus:
+    said = {name: getattr(message, name) for name in PartStatus.__dataclass_fields__}
+    return PartStatus(**said | {"fenced_parts": tuple(message.fenced_parts)})
