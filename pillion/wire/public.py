@@ -139,7 +139,7 @@ class DeltaWriter:
 
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
         """The same as :func:`delta_to_pb`."""
-        if delta.finish_reason is not None or delta.usage is not None or delta.logprobs:
+        if delta.finish_reason is not None or delta.usage is not None or delta.timings is not None or delta.logprobs:
             return delta_to_pb(delta)
         plain = self._plain
         plain.text = delta.text

@@ -208,8 +208,10 @@ import asyncio, sys
 from pillion.cli import parts
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
+from pillion.metrics import Meters
 class Part:
     address = "here"
+    meters = Meters()
     async def stop(self, grace_s=2.0): print("stopped", flush=True)
     async def wait_failed(self):
         if sys.argv[1] == "fails": return "the node went away"

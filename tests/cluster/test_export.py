@@ -1,12 +1,19 @@
-"""Real processes export one connected trace by OTLP when the standard variables say where to."""
+"""Real processes export one connected trace, and their metrics, by OTLP when the standard variables say where to, and
+show their metrics to Prometheus."""
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import random
+import socket
 import tempfile
+import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pillion import Client
 from tests.support.cluster import served, wait_for
@@ -24,22 +31,74 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         yield made
 
 
-def test_processes_export_one_trace(receiver: Receiver, tmp_path: pathlib.Path) -> None:
-    model = str(save_model(tmp_path / "tiny"))
+# Of a streamed prompt of three chunks and a remnant.
+EDGE = ("generate tiny", "tokenize", "admission", "plan", "lookup", "kv.pin")
+WANTED = {
+    "pillion-gateway": set(EDGE),
+    "pillion-prefill": {"prefill.chunk", "kv.commit"},
+    "pillion-decode": {"decode.queue", "decode.remnant", "decode"},
+}
+
+
+def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Path) -> None:
+    model, page = str(save_model(tmp_path / "tiny")), _four_ports()
     flags = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB", "--chunk-size", "32")
+    flags += ("--split-policy", "disaggregated", "--metrics-port", str(page))
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
         with Client(cluster.target) as client:
             list(client.generate(list(range(2, 102)), temperature=0.0, max_tokens=3, ignore_eos=True))
-        wanted = {
-            ("pillion-gateway", "plan"),
-            ("pillion-gateway", "kv.pin"),
-            ("pillion-prefill", "prefill.chunk"),
-            ("pillion-decode", "decode.remnant"),
-            ("pillion-decode", "decode"),
-        }
+        wait_for("one trace with the spans of all services", lambda: any(_whole(t) for t in receiver.traces().values()))
+        wait_for("a step that names the request", lambda: _linked(receiver))
+        gateway, _, prefill, decode = (_scrape(page + number) for number in range(4))
+        wait_for("metrics of all parts", lambda: len(receiver.metrics) == 4)
+    model_name = (("gen_ai_request_model", "tiny"),)
+    assert gateway["gen_ai_server_time_to_first_token_seconds_count", (OPERATION, *model_name)] == 1
+    assert gateway["pillion_inter_token_latency_seconds_count", model_name] == 2
+    assert gateway["pillion_prompt_tokens_total", (*model_name, ("source", "prefill"))] == 96
+    assert gateway["pillion_prompt_tokens_total", (*model_name, ("source", "remnant"))] == 4
+    assert gateway["vllm:generation_tokens_total", (("model_name", "tiny"),)] == 3
+    assert prefill["pillion_step_budget_tokens_total", (("use", "prefill"),)] == 96
+    assert decode["pillion_step_budget_tokens_total", (("use", "remnant"),)] == 4
+    assert decode["pillion_step_budget_tokens_total", (("use", "decode"),)] == 2
+    # What filled the steps and what stayed free are their budgets.
+    spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")
+    assert spent == 256 * decode["pillion_steps_total", (("outcome", "ok"),)]
+    (latest,) = (kept for said, kept in receiver.metrics.items() if said["service.name"] == "pillion-gateway")
+    assert latest["gen_ai.server.time_to_first_token"].histogram.data_points[0].count == 1
 
-        def connected() -> bool:
-            traces = receiver.traces().values()
-            return any(wanted <= {(service, span.name) for service, span in trace} for trace in traces)
 
-        wait_for("one trace with spans of all services", connected)
+OPERATION = ("gen_ai_operation_name", "text_completion")
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def _four_ports() -> int:
+    """The first of four in a row that nobody uses, below those that the system gives to connections."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + 4):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def _scrape(port: int) -> Samples:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+        samples = (sample for family in families for sample in family.samples)
+        return {(each.name, tuple(sorted(each.labels.items()))): each.value for each in samples}
+
+
+def _whole(trace: list[tuple[str, Any]]) -> bool:
+    """All spans are there, and hang together under one."""
+    found = {service: {span.name for name, span in trace if name == service} for service, _ in trace}
+    ids = {span.span_id for _, span in trace}
+    roots = [span.name for _, span in trace if span.parent_span_id not in ids]
+    chunks = [span for _, span in trace if span.name == "prefill.chunk"]
+    whole = all(names <= found.get(service, set()) for service, names in WANTED.items())
+    return whole and roots == ["generate tiny"] and len(chunks) == 3
+
+
+def _linked(receiver: Receiver) -> bool:
+    requests = {span.span_id for trace in receiver.traces().values() for _, span in trace if span.name == EDGE[0]}
+    steps = [span for trace in receiver.traces().values() for _, span in trace if span.name == "step"]
+    return bool(requests & {link.span_id for step in steps for link in step.links})

@@ -315,6 +315,8 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
         with provider.get_tracer("client").start_as_current_span("client") as client_span:
             await read(line.client.generate(PROMPT, request_id="r-9", max_tokens=4))
         await line.settled()
+        # The client's span ends in a task of its own.
+        await until(lambda: "text_completion" in {span.name for span in exporter.get_finished_spans()})
         spans = {span.name: span for span in exporter.get_finished_spans()}
         root = spans["generate toy"]
         asked = spans["text_completion"]

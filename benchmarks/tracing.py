@@ -1,0 +1,89 @@
+"""`python -m benchmarks.tracing`: what tracing every request costs, by throughput, against the same cluster without it.
+
+Two real clusters stand side by side, one exports every span to a receiver in this process; the same load goes to one,
+then to the other, round after round, so that a noisy machine disturbs both. Reported is the ratio of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.table import Table
+
+from benchmarks.cluster import prompts
+from benchmarks.kv_handoff import exporting
+from benchmarks.report import save, show_table
+from pillion import AsyncClient
+from tests.support.cluster import served
+
+MODEL = "demo"
+
+
+async def tokens_per_s(target: str, seed: int, streams: int, input_len: int, output_len: int) -> float:
+    """Generated tokens a second of ``streams`` streams that begin together."""
+    async with AsyncClient(target) as client:
+
+        async def one(ids: list[int]) -> None:
+            async for _ in client.generate(ids, temperature=0.0, max_tokens=output_len, ignore_eos=True):
+                pass
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one(ids) for ids in prompts(seed, streams, input_len)))
+        return streams * output_len / (time.perf_counter() - began)
+
+
+@contextmanager
+def clusters() -> Iterator[tuple[str, str, list[int]]]:
+    """Addresses of a cluster without tracing and of one with it, and the latter's spans so far as a list of one."""
+    # In this order: what starts after the receiver exports. Metrics are pushed as well.
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as plain,
+        tempfile.TemporaryDirectory(prefix="pil-") as traced,
+        served(pathlib.Path(plain), MODEL) as quiet,
+        exporting() as receiver,
+        served(pathlib.Path(traced), MODEL) as loud,
+    ):
+        spans: list[int] = []
+        yield quiet.target, loud.target, spans
+        spans.append(len(receiver.spans))
+
+
+def main() -> None:
+    """Alternate, and write results/tracing.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--input-len", type=int, default=200)
+    parser.add_argument("--output-len", type=int, default=64)
+    args = parser.parse_args()
+    shape = (args.streams, args.input_len, args.output_len)
+    rounds: list[dict[str, float]] = []
+    with clusters() as (plain, traced, spans):
+        for target in (plain, traced):
+            asyncio.run(tokens_per_s(target, 1, *shape))
+        for number in range(args.rounds):
+            # Each goes first in every other round.
+            order = [("plain", plain), ("traced", traced)][:: 1 if number % 2 else -1]
+            found = {name: asyncio.run(tokens_per_s(target, 100 + number, *shape)) for name, target in order}
+            rounds.append(found | {"ratio": found["traced"] / found["plain"]})
+    ratios = [each["ratio"] for each in rounds]
+    table = Table(title="Generated tokens/s with every request traced")
+    for name in ("", "median", "least", "most"):
+        table.add_column(name, justify="right" if name else "left")
+    for name in ("plain", "traced", "ratio"):
+        values = [each[name] for each in rounds]
+        table.add_row(name, *(f"{value:.3g}" for value in (statistics.median(values), min(values), max(values))))
+    show_table(table)
+    result = {"rounds": rounds, "ratio_median": statistics.median(ratios), "spans": spans[0], **vars(args)}
+    print(f"{spans[0]} spans; written to {save('tracing', result)}")
+
+
+if __name__ == "__main__":
+    main()

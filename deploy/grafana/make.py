@@ -1,0 +1,348 @@
+"""Writes dashboards/*.json, which Grafana reads: ``python -m deploy.grafana.make``, or ``make dashboards``.
+
+    the dashboards below --build--> Grafana's JSON --render--> text --main--> a file each
+
+The same input gives the same bytes; a test compares, and checks every query against the metrics that exist. Edit here,
+never there: Grafana is told not to save changes.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from deploy.grafana.model import Dashboard, Panel, Query, Variable, build
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "dashboards"
+MODEL = 'gen_ai_request_model=~"$model"'
+TOKENS_PER_S = "suffix: tokens/s"
+# A series of a worker or node gets its part's name from the part's own line about itself.
+OWNER = '* on (job, instance) group_left (part) pillion_build_info{part=~"$part"}'
+_PARTS = ((0.5, "p50"), (0.99, "p99"))
+
+
+# Queries that come again and again.
+
+
+def rate(metric: str, where: str = "") -> str:
+    """Per second."""
+    chosen = f"{{{where}}}" if where else ""
+    return f"rate({metric}{chosen}[$__rate_interval])"
+
+
+def rate_by(metric: str, by: str, where: str = "") -> str:
+    """Per second, summed over everything but ``by``."""
+    return f"sum by ({by}) ({rate(metric, where)})"
+
+
+def latency(title: str, metric: str, text: str, where: str = MODEL) -> Panel:
+    """p50 and p99 of a histogram in seconds."""
+    inside = rate_by(f"{metric}_bucket", "le", where)
+    queries = tuple(Query(f"histogram_quantile({part}, {inside})", name) for part, name in _PARTS)
+    return Panel(title, "s", queries, text)
+
+
+def latency_by_part(title: str, metric: str, text: str) -> Panel:
+    """The same for each part."""
+    inside = f"sum by (le, part) ({rate(f'{metric}_bucket')} {OWNER})"
+    queries = tuple(Query(f"histogram_quantile({part}, {inside})", f"{name} {{{{part}}}}") for part, name in _PARTS)
+    return Panel(title, "s", queries, text)
+
+
+def by_part(metric: str) -> str:
+    """A gauge of each part."""
+    return f"sum by (part) ({metric} {OWNER})"
+
+
+def rate_by_part(metric: str, *labels: str) -> str:
+    """A counter's rate, by part or by other labels that are named."""
+    return f"sum by ({', '.join(labels or ('part',))}) ({rate(metric)} {OWNER})"
+
+
+def mean(metric: str, where: str) -> str:
+    """Of a histogram."""
+    return f"sum({rate(f'{metric}_sum', where)}) / sum({rate(f'{metric}_count', where)})"
+
+
+def _service() -> Dashboard:
+    sources = "pillion_prompt_tokens_total"
+    share = f"{rate_by(sources, 'source', MODEL)} / ignoring (source) group_left () sum({rate(sources, MODEL)})"
+    latencies = (
+        latency(
+            "Time to first token",
+            "gen_ai_server_time_to_first_token_seconds",
+            "Waiting, computing the prompt, one step. Rises first when prefill is short.",
+        ),
+        latency(
+            "Inter-token latency",
+            "pillion_inter_token_latency_seconds",
+            "What a reader of a stream feels. Rises with decodes per worker and with the token budget.",
+        ),
+        latency(
+            "Time per output token",
+            "gen_ai_server_time_per_output_token_seconds",
+            "An answer's mean after its first token: a pause in a long answer hardly shows.",
+        ),
+        latency("Whole request", "gen_ai_server_request_duration_seconds", "From arrival to end, failed ones too."),
+        latency(
+            "Queue time",
+            "pillion_request_queue_time_seconds",
+            "In the tenants' line, for KV memory, in the decode worker's line.",
+        ),
+        Panel(
+            "Requests now",
+            "short",
+            (Query("sum by (state) (pillion_requests_now)", "{{state}}"),),
+            "Waiting ones are in the gateways' lines between tenants.",
+            stacked=True,
+        ),
+    )
+    traffic = (
+        Panel(
+            "Tokens",
+            TOKENS_PER_S,
+            (
+                Query(f"sum({rate(sources, MODEL)})", "in"),
+                Query(f"sum({rate('pillion_generated_tokens_total', MODEL)})", "out"),
+            ),
+            "Prompts' tokens are counted at a request's end, cached ones too; generated ones as they come.",
+        ),
+        Panel(
+            "Requests by outcome",
+            "reqps",
+            (Query(rate_by("pillion_requests_total", "outcome", MODEL), "{{outcome}}"),),
+            "stop, length and cancelled are well; everything else is an error's name.",
+            stacked=True,
+        ),
+        Panel(
+            "Refusals by reason",
+            "reqps",
+            (Query(rate_by("pillion_rejected_requests_total", "reason"), "{{reason}}"),),
+            "At the edge. Overloaded names the bound or quota that was met.",
+            stacked=True,
+        ),
+    )
+    line = (
+        Panel(
+            "Prompt tokens by source",
+            "percentunit",
+            (Query(share, "{{source}}"),),
+            "pool, fetched and restored are hits; prefill and remnant were computed.",
+            stacked=True,
+            maximum=1,
+        ),
+        Panel(
+            "Split fraction",
+            "percentunit",
+            (Query(mean("pillion_request_split_fraction", MODEL), "mean"),),
+            "Of the tokens that had to be computed: the share that prefill workers did. The rest rode with decodes.",
+            maximum=1,
+        ),
+        Panel(
+            "Replays",
+            "ops",
+            (Query(rate_by("pillion_replays_total", "gen_ai_request_model", MODEL), "{{gen_ai_request_model}}"),),
+            "Answers that went on elsewhere after a part was lost.",
+        ),
+    )
+    models = "label_values(pillion_inter_token_latency_seconds_count, gen_ai_request_model)"
+    return Dashboard(
+        "pillion-service",
+        "Pillion: service",
+        "What clients get.",
+        (Variable("model", "Model", models),),
+        (("Latency", latencies), ("Traffic", traffic), ("The line", line)),
+    )
+
+
+def _engine() -> Dashboard:
+    guessed = rate("pillion_step_budget_tokens_total", 'use="speculative"')
+    share = f"{rate_by_part('pillion_step_accepted_tokens_total')} / sum by (part) ({guessed} {OWNER})"
+    steps = (
+        latency_by_part(
+            "Step duration",
+            "pillion_step_duration_seconds",
+            "Forward pass and sampling. A decode worker's step is the inter-token latency of everybody in it.",
+        ),
+        Panel(
+            "Step budget by use",
+            TOKENS_PER_S,
+            (Query(rate_by_part("pillion_step_budget_tokens_total", "use"), "{{use}}"),),
+            "Decodes go first, remnants ride in what is left. Much idle beside a long queue: no memory, or no seats.",
+            stacked=True,
+            width=16,
+        ),
+        Panel(
+            "Steps",
+            "ops",
+            (Query(rate_by_part("pillion_steps_total", "part", "outcome"), "{{part}} {{outcome}}"),),
+            "failed: the backend raised. Its streams are replayed elsewhere.",
+        ),
+        Panel(
+            "Accepted guesses",
+            "percentunit",
+            (Query(share, "{{part}}"),),
+            "Of the guessed tokens. Below a tenth, --num-speculative-tokens costs more than it brings.",
+            maximum=1,
+        ),
+        Panel(
+            "Preemptions",
+            "ops",
+            (Query(rate_by_part("pillion_preemptions_total"), "{{part}}"),),
+            "Streams that gave up their memory for a while: the pool is too small for what is let in.",
+        ),
+    )
+    states = f"sum by (part, state) (pillion_sequences {OWNER})"
+    lines = (
+        Panel(
+            "Sequences",
+            "short",
+            (Query(states, "{{part}} {{state}}"),),
+            "running holds decoding; the difference is prompts under way. waiting have no seat.",
+        ),
+        Panel("Free seats", "short", (Query(by_part("pillion_free_seats"), "{{part}}"),), "0 long: add workers."),
+        Panel(
+            "Queued prompt tokens",
+            "short",
+            (Query(by_part("pillion_queued_tokens"), "{{part}}"),),
+            "Yet to be computed. What prefill workers are scaled by.",
+        ),
+    )
+    return Dashboard(
+        "pillion-engine",
+        "Pillion: engine",
+        "What prefill and decode workers do, and what all but KV nodes use of their machines.",
+        (Variable("part", "Part", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, part)'),),
+        (("Steps", steps), ("Lines", lines), ("Processes", _processes())),
+    )
+
+
+def _processes() -> tuple[Panel, ...]:
+    cpu = rate_by_part("process_cpu_seconds_total")
+    return (
+        Panel(
+            "Memory",
+            "bytes",
+            (Query(by_part("process_resident_memory_bytes"), "{{part}}"),),
+            "Resident. The KV pool's pages are shared: each process that has touched one shows it.",
+        ),
+        Panel("Processor", "short", (Query(cpu, "{{part}}"),), "Cores in use."),
+        Panel("Open files", "short", (Query(by_part("process_open_fds"), "{{part}}"),), "Connections are files too."),
+    )
+
+
+def _kv() -> Dashboard:
+    state_of = f"sum by (state) (pillion_kv_blocks {OWNER})"
+    disk_bytes = f"sum by (part) (pillion_kv_disk_blocks * pillion_kv_block_size_bytes {OWNER})"
+    pool = (
+        Panel(
+            "Blocks by state",
+            "short",
+            (Query(state_of, "{{state}}"),),
+            "They add up to the pool. committed ones are the cache, and go when memory is wanted.",
+            stacked=True,
+        ),
+        Panel(
+            "Usage",
+            "percentunit",
+            (Query(by_part("pillion_kv_usage_ratio"), "{{part}}"),),
+            "What a new prompt cannot have. At 1 requests wait for tickets.",
+            maximum=1,
+        ),
+        Panel(
+            "Held blocks",
+            "short",
+            (Query(f"sum by (part, state) (pillion_kv_held_blocks {OWNER})", "{{part}} {{state}}"),),
+            "Committed blocks that are pinned, and slots that are promised.",
+        ),
+        Panel(
+            "Tickets",
+            "short",
+            (Query(f"sum by (part, state) (pillion_kv_tickets {OWNER})", "{{part}} {{state}}"),),
+            "waiting: for memory.",
+        ),
+        latency_by_part("Ticket wait", "pillion_kv_ticket_wait_seconds", "From asking to having."),
+        Panel(
+            "Committed and evicted",
+            "suffix: blocks/s",
+            (
+                Query(rate_by_part("pillion_kv_committed_blocks_total"), "committed {{part}}"),
+                Query(rate_by_part("pillion_kv_evicted_blocks_total"), "evicted {{part}}"),
+            ),
+            "Evicted as fast as committed, with few hits: what comes again is gone by then.",
+        ),
+    )
+    moves = (
+        Panel(
+            "Moved blocks",
+            "suffix: blocks/s",
+            (Query(rate_by_part("pillion_kv_moved_blocks_total", "part", "way"), "{{part}} {{way}}"),),
+            "fetched and served between nodes; restored and spilled between pool and disk.",
+        ),
+        Panel(
+            "Fetched bytes",
+            "Bps",
+            (Query(rate_by_part("pillion_kv_fetched_bytes_total", "source"), "{{source}}"),),
+            "From other nodes, and from disk.",
+            stacked=True,
+        ),
+        latency_by_part("Fetch time", "pillion_kv_fetch_time_seconds", "Of a fetch, whatever it brought."),
+        Panel(
+            "Short fetches",
+            "ops",
+            (Query(rate_by_part("pillion_kv_short_fetches_total"), "{{part}}"),),
+            "Brought less than was asked: the rest is computed again. Some are normal, the index is a hint.",
+        ),
+        Panel(
+            "Corrupt blocks",
+            "suffix: blocks/s",
+            (Query(rate_by_part("pillion_kv_corrupt_blocks_total"), "{{part}}"),),
+            "Did not fit their checksum, and were thrown away. More than none: memory, disk or network is bad.",
+        ),
+        Panel("On disk", "bytes", (Query(disk_bytes, "{{part}}"),), "The disk tier's blocks."),
+    )
+    health = (
+        Panel(
+            "Index answers",
+            "bool_yes_no",
+            (Query("min(pillion_index_available)", "every gateway"),),
+            "No: nothing is found again, everything is computed, requests are served.",
+            maximum=1,
+        ),
+        Panel(
+            "Fenced parts",
+            "short",
+            (Query(by_part("pillion_kv_fenced_parts"), "{{part}}"),),
+            "Workers that were silent too long; their slots are in quarantine until they are gone.",
+        ),
+    )
+    return Dashboard(
+        "pillion-kv",
+        "Pillion: KV store",
+        "What KV nodes hold and move.",
+        (Variable("part", "Node", 'label_values(pillion_build_info{role="kvnode"}, part)'),),
+        (("Pool", pool), ("Moves", moves), ("Health", health), ("Processes", _processes())),
+    )
+
+
+DASHBOARDS = (_service(), _engine(), _kv())
+
+
+def render() -> dict[str, str]:
+    """Each file's text by its name."""
+    return {f"{each.uid}.json": json.dumps(build(each), indent=2) + "\n" for each in DASHBOARDS}
+
+
+def main() -> None:
+    """Every file anew; one that is no dashboard any more goes."""
+    FOLDER.mkdir(exist_ok=True)
+    files = render()
+    for old in FOLDER.glob("*.json"):
+        if old.name not in files:
+            old.unlink()
+    for name, text in files.items():
+        (FOLDER / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Writes the table of metrics in operations.md from the catalog: ``python -m docs.make``, or ``make dashboards``."""
+
+from __future__ import annotations
+
+import pathlib
+
+from pillion.metric_catalog import CATALOG
+from pillion.metrics_prometheus import prometheus_name, sample_names
+
+PAGE = pathlib.Path(__file__).resolve().parent / "operations.md"
+BEGIN, END = "<!-- metrics: written by docs/make.py -->\n", "<!-- end of metrics -->\n"
+
+
+def table() -> str:
+    """Every metric by its name on the page; a histogram's without ``_bucket``, ``_sum``, ``_count``."""
+    rows = ["| on the page | kind | labels | what |", "|---|---|---|---|"]
+    for metric in CATALOG:
+        name = prometheus_name(metric) if metric.kind == "histogram" else sample_names(metric)[0]
+        labels = ", ".join(f"`{label.replace('.', '_')}`" for label in metric.labels)
+        rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def render(text: str) -> str:
+    """``text`` with the table of now between the markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text()))
