@@ -130,9 +130,10 @@ def run_top(reach: dict[str, Any], said: Sequence[str], interval_s: float, once:
     with Client(**reach) as client:
 
         def look() -> Look:
-            status = client.status()
+            # Before the pages are asked: one that hangs delays the answer, not what the others say.
+            status, at_s = client.status(), time.monotonic()
             read, troubles = pages.read()
-            return Look(time.monotonic(), status, read, tuple(troubles))
+            return Look(at_s, status, read, tuple(troubles))
 
         first = look()
         history.add(first)

@@ -20,8 +20,8 @@ from pillion import metric_catalog as names
 from pillion.cli.top_figures import SOURCES, USES, Flow, Look, Quantiles, Steps, flow, steps
 from pillion.types import PartStatus
 
-# A part that has been silent for so long is shown as late.
-LATE_MS = 5000
+# A part that has been silent for so long is shown as late; a few seconds later its record is gone from the registry.
+LATE_MS = 3000
 COLOURS = ("green", "cyan", "blue", "magenta", "bright_black")
 GLYPHS, ASCII_GLYPHS = "█▓▒◆·", "#+=*."
 MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 60
@@ -82,14 +82,15 @@ def frame(before: Look | None, now: Look, target: str, clock: str, style: Style)
     """
     streams = flow(before, now) if before else Flow(False, 0)
     notes = _notes(before, now, streams)
-    parts = sorted(now.status.parts, key=lambda part: _urgency(part, _fenced(now)))
+    fences = _fences(now)
+    parts = sorted((*now.status.parts, *fences.gone), key=lambda part: _urgency(part, fences.named))
     workers = [part for part in parts if part.role in ("prefill", "decode")]
     nodes = [part for part in parts if part.role == "kvnode"]
     room = None if style.height_lines is None else style.height_lines - FIXED_LINES - len(notes)
     rows = _share_out(room, [len(parts), len(workers), len(nodes)])
     return Group(
         _header(before, now, target, clock),
-        _parts_table(parts, rows[0], now, style),
+        _parts_table(parts, rows[0], now, fences.named, style),
         _steps_table(workers, rows[1], before, now, style),
         _pool_table(nodes, rows[2], now, style),
         *_flow_lines(streams, style),
@@ -105,8 +106,19 @@ def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-def _fenced(now: Look) -> frozenset[str]:
-    return frozenset(fenced for part in now.status.parts for fenced in part.fenced_parts)
+@dataclass(frozen=True, slots=True)
+class _Fences:
+    """``named``: who is fenced. ``gone``: those of them whose record has run out, as far as their node knows them."""
+
+    named: frozenset[str]
+    gone: tuple[PartStatus, ...]
+
+
+def _fences(now: Look) -> _Fences:
+    known = {part.part_id for part in now.status.parts}
+    nodes = {name: node.part_id for node in now.status.parts for name in node.fenced_parts}
+    gone = tuple(PartStatus(part_id=name, role="", node_id=node) for name, node in nodes.items() if name not in known)
+    return _Fences(frozenset(nodes), gone)
 
 
 def _urgency(part: PartStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
@@ -137,10 +149,10 @@ def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, boo
     return table
 
 
-def _parts_table(parts: Sequence[PartStatus], rows: int, now: Look, style: Style) -> Table:
+def _parts_table(parts: Sequence[PartStatus], rows: int, now: Look, fenced: frozenset[str], style: Style) -> Table:
     right = ("running", "waiting", "queued tok", "seats", "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
-    table, fenced = _table(style, "part", headings), _fenced(now)
+    table = _table(style, "part", headings)
     for part in parts[: _shown(rows, parts)]:
         late, is_fenced = part.heartbeat_age_ms >= LATE_MS, part.part_id in fenced
         worker = part.role in ("prefill", "decode")
@@ -149,12 +161,16 @@ def _parts_table(parts: Sequence[PartStatus], rows: int, now: Look, style: Style
         queued = now.gauge(part.part_id, names.QUEUED_TOKENS)
         table.add_row(
             _clean(part.part_id),
-            _clean(part.role),
+            _clean(part.role) or style.dash,
             _clean(part.node_id) if part.node_id != part.part_id else "",
-            *(["", ""] if part.role == "kvnode" else [f"{part.running_requests:,}", f"{part.waiting_requests:,}"]),
+            *(
+                [f"{part.running_requests:,}", f"{part.waiting_requests:,}"]
+                if worker or part.role == "gateway"
+                else ["", ""]
+            ),
             _count(part.queued_tokens if queued is None else queued, style) if worker else "",
             _count(part.free_seqs if seats is None else seats, style) if worker else "",
-            f"{part.heartbeat_age_ms / 1000:.1f} s",
+            f"{part.heartbeat_age_ms / 1000:.1f} s" if part.role else style.dash,
             "FENCED" if is_fenced else "late" if late else "",
             style="bold red" if is_fenced else "yellow" if late else "",
         )

@@ -236,14 +236,19 @@ def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
 
 
 def test_what_is_wrong_comes_first() -> None:
-    node = PartStatus(part_id="kvnode-0", role="kvnode", fenced_parts=("decode-1",))
+    node = PartStatus(part_id="kvnode-0", role="kvnode", fenced_parts=("decode-1", "decode-2"))
     silent = PartStatus(part_id="prefill-9", role="prefill", heartbeat_age_ms=7000)
     fenced = PartStatus(part_id="decode-1", role="decode", node_id="kvnode-0")
     gateways = [PartStatus(part_id=f"gateway-{number}", role="gateway") for number in range(3)]
     told = status(*gateways, DECODE, node, silent, fenced, index_available=False)
     before, now = (look(at_s, gateway_page("gateway-1", 1), told=told) for at_s in (0, 1))
     lines = [" ".join(line.split()) for line in text(before, now).splitlines()]
-    assert lines[2:4] == ["prefill-9 prefill 0 0 0 0 7.0 s late", "decode-1 decode kvnode-0 0 0 0 0 0.0 s FENCED"]
+    assert lines[2:5] == [
+        "prefill-9 prefill 0 0 0 0 7.0 s late",
+        "decode-1 decode kvnode-0 0 0 0 0 0.0 s FENCED",
+        # Its own record has run out; its node still knows it.
+        "decode-2 – kvnode-0 – FENCED",
+    ]
     assert lines[-2:] == [
         "Redis does not answer: no prefix hits",
         "hits, latency and flow are those of 1 of 3 gateways",
