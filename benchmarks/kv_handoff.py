@@ -25,7 +25,7 @@ from benchmarks.cluster import prompts
 from benchmarks.report import percentile, save, show_table
 from pillion import AsyncClient, Client
 from tests.support.cluster import ServedCluster, served
-from tests.support.otlp import Receiver, collecting
+from tests.support.otlp import EXPORT_DELAY_MS, Receiver, collecting
 
 MODEL = "demo"
 # For the last spans to arrive.
@@ -45,10 +45,10 @@ def handoffs_ms(receiver: Receiver) -> list[float]:
 
 
 @contextmanager
-def exporting() -> Iterator[Receiver]:
-    """A receiver that the standard variables point at while this lasts."""
+def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
+    """A receiver that the standard variables point at while this lasts; see :meth:`Receiver.environ`."""
     with collecting() as receiver:
-        said = receiver.environ()
+        said = receiver.environ(delay_ms)
         os.environ.update(said)
         try:
             yield receiver

@@ -47,7 +47,7 @@ def clusters() -> Iterator[tuple[str, str, list[int]]]:
         tempfile.TemporaryDirectory(prefix="pil-") as plain,
         tempfile.TemporaryDirectory(prefix="pil-") as traced,
         served(pathlib.Path(plain), MODEL) as quiet,
-        exporting() as receiver,
+        exporting(0) as receiver,
         served(pathlib.Path(traced), MODEL) as loud,
     ):
         spans: list[int] = []
