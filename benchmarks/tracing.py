@@ -81,7 +81,7 @@ def main() -> None:
         values = [each[name] for each in rounds]
         table.add_row(name, *(f"{value:.3g}" for value in (statistics.median(values), min(values), max(values))))
     show_table(table)
-    result = {"rounds": rounds, "ratio_median": statistics.median(ratios), "spans": spans[0], **vars(args)}
+    result = {"rounds": rounds, "ratio_median": statistics.median(ratios), "spans": spans[0], "load": vars(args)}
     print(f"{spans[0]} spans; written to {save('tracing', result)}")
 
 
