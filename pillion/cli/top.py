@@ -36,7 +36,7 @@ WINDOW_S = 10.0
 FETCH_TIMEOUT_S = 3.0
 FETCHES_AT_ONCE = 16
 MAX_PAGE_BYTES = 8 << 20
-NO_PARSER = "pages need prometheus-client: pip install 'pillion[server]'"
+NO_PARSER = "pages need prometheus-client: pip install '.[server]'"
 
 
 class PageError(Exception):
