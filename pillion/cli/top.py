@@ -36,7 +36,7 @@ WINDOW_S = 10.0
 FETCH_TIMEOUT_S = 3.0
 FETCHES_AT_ONCE = 16
 MAX_PAGE_BYTES = 8 << 20
-NO_PARSER = "pages need prometheus-client: pip install 'pillion[server]'"
+NO_PARSER = "pages need prometheus-client: pip install '.[server]'"
 
 
 class PageError(Exception):
@@ -96,7 +96,8 @@ class Pages:
         finally:
             connection.close()
         if answer.status in (401, 403):
-            raise PageError(f"HTTP {answer.status}: it wants an operator's key (PILLION_API_KEY)")
+            where = f"PILLION_API_KEY, sent to {self.trusted or 'nobody'} alone"
+            raise PageError(f"HTTP {answer.status}: it wants an operator's key ({where})")
         if answer.status != 200:
             raise PageError(f"HTTP {answer.status}")
         if len(body) > MAX_PAGE_BYTES:
@@ -206,5 +207,6 @@ def _pages(reach: dict[str, Any], said: Sequence[str]) -> Pages:
             tls.load_cert_chain(reach["cert"], reach.get("key"))
     except OSError as error:
         raise ConfigError(f"TLS of the pages: {error}") from None
-    host = urlsplit(target if "://" in target else f"grpc://{target}").hostname or ""
+    place = urlsplit(target if "://" in target else f"grpc://{target}")
+    host = "" if target.startswith("unix:") else place.hostname or ""
     return Pages(urls, connect(**reach).api_key, host, tls)

@@ -179,7 +179,7 @@ def _parts_table(parts: Sequence[PartStatus], rows: int, now: Look, fenced: froz
 
 def _steps_table(workers: Sequence[PartStatus], rows: int, before: Look | None, now: Look, style: Style) -> Table:
     """The step budget's bar of each worker: a share of the budgets of the steps that ran."""
-    short = ("decode", "remnant", "prefill", "guesses", "idle")
+    short = ("decode", "remnant", "prefill", "spec.", "idle")
     table = _table(
         style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
     )

@@ -207,6 +207,8 @@ def test_a_frame_with_every_page() -> None:
     assert set(bar) == {GLYPHS[0], GLYPHS[1], GLYPHS[4]}
     assert abs(bar.count(GLYPHS[4]) - len(bar) / 2) <= 1
     assert row(shown, "kvnode-0").endswith(" 25 15 10 5 60 100 7,777")
+    # Ten cached ones that are not pinned, 15 that are, and so on: each glyph is there.
+    assert set(row(shown, "kvnode-0").split()[1]) == set(GLYPHS)
     assert row(shown, "hits") == "hits found 70% = pool 60 + fetched 10 + restored 0; prefill 20, remnant 10"
     assert row(shown, "latency") == "latency first token p50 175 ms p99 248 ms next tokens p50 18 ms p99 >5.0 s"
     assert row(shown, "flow") == "flow tokens/s generated 100, prompts 100"

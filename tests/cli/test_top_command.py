@@ -137,6 +137,19 @@ def test_one_frame_for_scripts(target: str, unused_tcp_port: int) -> None:
     assert (silent.returncode, silent.stdout, len(silent.stderr.splitlines())) == (1, "", 1)
 
 
+def test_without_a_terminal_frames_follow_each_other(target: str) -> None:
+    with subprocess.Popen(command("--target", target), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while sum(line.startswith("requests/s") for line in lines) < 2:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert "\x1b" not in "".join(lines)
+    assert sum(line.startswith("pillion 1 ") for line in lines) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_terminal_is_left_as_it_was(target: str, number: signal.Signals) -> None:
     ours, theirs = pty.openpty()
