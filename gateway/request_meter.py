@@ -75,6 +75,9 @@ class RequestMeter:
             if not any(self._counts):
                 self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
             self._first_s[index] = now_s
+            if count > 1:
+                # Those that came with it: nobody waited between them.
+                self._itl.observe(0.0, count - 1)
         self._last_s[index] = now_s
         self._counts[index] += count
 

@@ -208,8 +208,9 @@ class DiskTier:
     def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
         """Books of a read: how many came before the first that did not, and what is not here any more."""
         good = len(list(takewhile(lambda failure: failure is None, failures)))
-        for name in reversed(names[:good]):
-            if name.hash in self._kept:
+        for name, failure in reversed(list(zip(names, failures, strict=True))):
+            # Those behind one that failed too: their files are stamped as used, and a restart goes by that.
+            if failure is None and name.hash in self._kept:
                 self._kept.move_to_end(name.hash)
         self.counts.loaded += good
         for name, failure in zip(names, failures, strict=True):

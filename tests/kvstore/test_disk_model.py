@@ -80,8 +80,10 @@ class DiskLife(RuleBasedStateMachine):
         assert count == (broken[0] if broken else here)
         for block_hash, target in zip(hashes[:count], targets, strict=False):
             assert target == self.kept[block_hash]
-        for block_hash in reversed(hashes[:count]):
-            self.use(block_hash)
+        # What was read is used, also behind one that is broken.
+        for n in reversed(range(here)):
+            if n not in broken:
+                self.use(hashes[n])
         for n in broken:
             self.lose(hashes[n])
 

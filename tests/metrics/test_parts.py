@@ -152,8 +152,9 @@ def test_tokens_that_come_together_share_their_time() -> None:
     request.ended(100.6, usage, timings, (0, 0), ["length"], None)
     assert only(meters, names.TTFT).total == pytest.approx(0.3)
     itl = only(meters, names.ITL)
-    # All but those that came first; together they are the stream's time.
-    assert itl.count == 5
+    # All but the first, and nobody waited for the one that came with it; together they are the stream's time.
+    assert itl.count == 6
+    assert itl.smallest == 0.0
     assert itl.total == pytest.approx(0.25)
     assert itl.largest == pytest.approx(0.05)
     tpot = only(meters, names.TPOT)
