@@ -138,8 +138,9 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
 def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
     ids = prompt(5, 400)
     with Client(cluster.target) as client:
-        expected = answer(client, ids, 200, f"before {role}")
-        stream = client.generate(ids, temperature=0.0, max_tokens=200, ignore_eos=True, cache_salt=f"after {role}")
+        # Long enough that a small model is not through before the signal arrives.
+        expected = answer(client, ids, 600, f"before {role}")
+        stream = client.generate(ids, temperature=0.0, max_tokens=600, ignore_eos=True, cache_salt=f"after {role}")
         got: list[int] = []
         if role != "prefill":
             while len(got) < 20:
