@@ -234,8 +234,9 @@ class Generation:
         span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._choices.machines))
         span.end()
         now, brought = time.monotonic(), self._calls[0].brought_tokens
-        self._meter.ended(now, usage, self._choices.timings(now), brought, self._reasons, error)
-        self._note(usage, self._choices.timings(now), error)
+        timings = self._choices.timings(now)
+        self._meter.ended(now, usage, timings, brought, self._reasons, error)
+        self._note(usage, timings, error)
         self._on_end(usage)
         self._wake()
 
