@@ -1,0 +1,148 @@
+"""Builds all kernels ahead of time, without a GPU, and says what they take of one.
+
+    python -m kernels.gpu.build [--only NAME] [--arch 80 --arch 90] [--json FILE]
+
+Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
+from the machine code by cuobjdump. A kernel that exceeds its named limits fails the build: a spill on the path of every
+token would not show in any test of results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90)
+# Shared memory that one block may ask for, by architecture (CUDA C programming guide, "Compute Capabilities").
+MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
+# A thread has no more.
+MAX_REGISTERS = 255
+MODULES = ("embedding",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSpec:
+    """One kernel with the constants of one use.
+
+    Attributes:
+        kernel: the jitted function; ``signature`` has Triton's type of each argument that is no constant.
+        constants: of all constexpr arguments.
+        aligned: arguments that are multiples of 16, as Triton finds out when it launches.
+        num_warps, num_stages: by architecture, where they differ from one to the other, else one number.
+        max_registers: most per thread.
+        max_spill_bytes: most local memory and stack per thread.
+        architectures: it is built for.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int = MAX_REGISTERS
+    max_spill_bytes: int = 0
+    architectures: tuple[int, ...] = field(default=ARCHITECTURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a kernel takes: registers per thread, bytes of spills per thread, bytes of shared memory per block."""
+
+    name: str
+    arch: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    code_bytes: int
+    excess: str
+
+
+def build(spec: BuildSpec, arch: int) -> Built:
+    """Compiles one kernel for one architecture."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(spec.kernel.arg_names)
+    signature = {name: "constexpr" if name in spec.constants else spec.signature[name] for name in names}
+    source = ASTSource(
+        fn=spec.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in spec.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = _usage(compiled.asm["cubin"])
+    shared = int(compiled.metadata.shared)
+    return Built(
+        name=spec.name,
+        arch=arch,
+        registers=usage["REG"],
+        spill_bytes=usage["LOCAL"] + usage["STACK"],
+        shared_bytes=shared,
+        num_warps=spec.num_warps,
+        code_bytes=len(compiled.asm["cubin"]),
+        excess=_excess(spec, arch, usage, shared),
+    )
+
+
+def all_specs(only: str = "") -> list[BuildSpec]:
+    """Of every module, those whose name contains ``only``."""
+    specs = [spec for name in MODULES for spec in importlib.import_module(f"kernels.gpu.{name}").build_specs()]
+    return [spec for spec in specs if only in spec.name]
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = str(knobs.nvidia.cuobjdump.path)
+        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
+
+
+def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -> str:
+    found = []
+    if usage["REG"] > spec.max_registers:
+        found.append(f"{usage['REG']} registers, at most {spec.max_registers}")
+    if usage["LOCAL"] + usage["STACK"] > spec.max_spill_bytes:
+        found.append(f"{usage['LOCAL'] + usage['STACK']} bytes of spills, at most {spec.max_spill_bytes}")
+    if shared > MAX_SHARED_BYTES[arch]:
+        found.append(f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES[arch]}")
+    return "; ".join(found)
+
+
+def main() -> int:
+    """Prints a line per kernel and architecture; 1 where one exceeds its limits."""
+    parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
+    parser.add_argument("--json", type=Path)
+    said = parser.parse_args()
+    architectures = said.arch or list(ARCHITECTURES)
+    built = [build(spec, arch) for spec in all_specs(said.only) for arch in architectures if arch in spec.architectures]
+    for each in built:
+        line = f"{each.name:44} sm_{each.arch} {each.registers:4} registers {each.spill_bytes:4} B spills "
+        print(f"{line}{each.shared_bytes:7} B shared {each.num_warps:3} warps {each.excess}")  # noqa: T201
+    if said.json:
+        said.json.write_text(json.dumps([asdict(each) for each in built], indent=1) + "\n", "utf-8")
+    return 1 if any(each.excess for each in built) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

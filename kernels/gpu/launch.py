@@ -1,0 +1,61 @@
+"""What all launchers share: where kernels run, and checks of what they are given.
+
+Kernels run natively on a CUDA device, or, with ``TRITON_INTERPRET=1`` in the environment before this package is
+imported, in Triton's interpreter on CPU tensors: slowly, and for tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from pillion.errors import Internal
+
+# What the interpreter stands in for.
+INTERPRETED_ARCH = 90
+# Multiprocessors of a device that is not there: plans made without one are cut for so many.
+INTERPRETED_PROCESSORS = 4
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def arch_of(device: torch.device) -> int:
+    """Compute capability of a CUDA device as one number, such as 90."""
+    if device.type != "cuda":
+        return INTERPRETED_ARCH
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def processors_of(device: torch.device) -> int:
+    """Streaming multiprocessors of a device."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def check(fits: bool, words: str) -> None:
+    """Raises Internal with ``words`` where a launcher was called wrongly: only a defect can do that."""
+    if not fits:
+        raise Internal(words)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...] | torch.dtype,
+    device: torch.device | None = None,
+) -> None:
+    """Raises Internal unless ``tensor`` is contiguous and has this shape (None: any size), type and device."""
+    types = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(shape) and all(want in (None, have) for want, have in zip(shape, sizes, strict=True))
+    check(fits, f"{name} is {list(sizes)}, not {list(shape)}")
+    check(tensor.dtype in types, f"{name} is of {tensor.dtype}, not one of {types}")
+    check(tensor.is_contiguous(), f"{name} is not contiguous")
+    check(device is None or tensor.device == device, f"{name} is on {tensor.device}, not on {device}")

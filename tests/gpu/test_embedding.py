@@ -1,0 +1,40 @@
+"""The embedding kernel against plain indexing."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.gpu.embedding import embed, reference
+from pillion.errors import Internal
+
+
+@given(
+    tokens=st.lists(st.integers(-3, 36), min_size=1, max_size=9),
+    hidden=st.sampled_from([8, 64, 1030]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([1.0, 7.5]),
+)
+@settings(max_examples=20, deadline=None)
+def test_rows_are_those_of_known_tokens_and_of_the_last_steps_samples(tokens, hidden, dtype, scale):
+    torch.manual_seed(0)
+    table = torch.randn(37, hidden, device=DEVICE).to(dtype)
+    sampled = torch.tensor([5, 0, 36], dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(len(tokens), hidden, dtype=dtype, device=DEVICE)
+    embed(ids, sampled, table, out, scale)
+    if scale == 1.0 or NATIVE:
+        assert torch.equal(out, reference(ids, sampled, table, scale))
+    torch.testing.assert_close(out, reference(ids, sampled, table, scale), **rounded(dtype))
+
+
+def test_misshapen_tensors_are_refused():
+    table = torch.zeros(4, 8, device=DEVICE)
+    ids = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for out in (torch.zeros(3, 8), torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, 2).T):
+        with pytest.raises(Internal):
+            embed(ids, ids, table, out.to(DEVICE))
