@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     import torch
 
 
+# What a layout of 8-bit KV calls its type, and the bytes of a row's scale.
+FP8_E4M3 = "fp8_e4m3"
+FP8_SCALE_BYTES = 4
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """How a backend cuts a slot of the pool. Part of the block hash's namespace: other layouts share no blocks.
 
     A slot is [num_layers, 2, num_kv_heads, block_size, head_dim] values of ``dtype``, K before V; what one
-    (layer, head) piece looks like inside is the backend's own, named by ``version``.
+    (layer, head) piece looks like inside is the backend's own, named by ``version``. Of type "fp8_e4m3" a piece is
+    [block_size, head_dim] bytes and behind them [block_size] float32 scales, one per token.
     """
 
     version: str
@@ -36,8 +42,11 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one slot."""
-        size = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * size
+        if self.dtype == FP8_E4M3:
+            row = self.head_dim + FP8_SCALE_BYTES
+        else:
+            row = self.head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * row
 
 
 def checked_memory(memory: memoryview, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
@@ -70,6 +79,18 @@ def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: in
     if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
         raise Internal(f"cannot copy blocks {list(sources)} to {list(targets)} in a pool of {num_slots}")
     return copies
+
+
+class DevicePool(Protocol):
+    """A pool in a GPU's memory, mapped into this process."""
+
+    @property
+    def address(self) -> int:
+        """On the device."""
+
+    @property
+    def size_bytes(self) -> int:
+        """From there on."""
 
 
 class Backend(Protocol):

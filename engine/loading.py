@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.backend import Backend
+from engine.devices import resolve_device
 from engine.model_cache import ModelCache
 from engine.model_config import ModelConfig, load_config
 from engine.model_files import Progress
@@ -48,7 +49,10 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """The default factory: the CPU kernels where they run the model, torch where they do not; says which, and why."""
+    """The default factory: a GPU's kernels where one is to be used; else the CPU kernels where they run the model, torch
+    where they do not. Says which, and why."""
+    if resolve_device(flags) == "cuda":
+        return load_on_gpu(flags)
     prepared = prepare(flags, log.info)
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
@@ -72,6 +76,15 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
 
 
+def load_on_gpu(flags: WorkerFlags) -> LoadedModel:
+    """Weights in the GPU's memory, shared with the other workers there, and the Triton kernels."""
+    from engine.gpu_loading import load_gpu_backend
+
+    prepared = prepare(flags, log.info)
+    backend, operators = load_gpu_backend(flags, prepared, log.info)
+    return LoadedModel(prepared, backend, operators)
+
+
 def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | None = None) -> LoadedModel:
     """The backend that runs anywhere."""
     import torch
@@ -90,6 +103,8 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
     after an update say, is compiled by the first worker.
     """
     prepared = prepare(flags, progress)
+    if resolve_device(flags) == "cuda":
+        return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
         load_cpu_model(flags, prepared, isa, progress)

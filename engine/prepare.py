@@ -83,8 +83,9 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
     )
 
 
-def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION) -> KVLayout:
-    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece. Imports no torch.
+def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
+    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece, ``dtype`` the type of KV where
+    it is not that of the weights. Imports no torch.
 
     The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
     serve such a model at two lengths share no block that only one of them could have computed (I2).
@@ -99,7 +100,7 @@ def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VER
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        dtype=prepared.dtype,
+        dtype=dtype or prepared.dtype,
     )
 
 

@@ -24,6 +24,12 @@ CPU_KERNELS = "Kernels of the forward pass on a CPU, by instruction set; auto: t
 QUANTIZATION = "int8 keeps the weights of linear layers in 8 bits, with a scale for each output."
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
+DEVICE = "What computes and where KV blocks lie: a GPU or the CPU; auto: a GPU where there is one."
+DEVICE_CHOICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPE = "Type of KV on a GPU; fp8: 8 bits with a scale for each token and head. auto: the weights' type."
+GPU_MEMORY = "Share of a GPU's memory that may be in use; what weights and workspace leave of it is the KV pool."
+KV_POOL = "Memory for KV blocks. 0: 1 GiB of a host's memory, of a GPU's what --gpu-memory-utilization leaves."
+HOST_BYTES = "Pinned host memory for KV blocks that leave a GPU's pool. 0: none."
 INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
 ALSO_MODEL = "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Again for more."
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
@@ -82,12 +88,18 @@ class ModelFlags:
         0, "Longest prompt plus answer, in tokens. 0: what the model allows, at most 8192.", kind=parse_size
     )
     block_size: int = flag(16, "Tokens per KV block.")
+    load_format: str = flag(
+        "auto", "Where weights come from; dummy: random ones, on a GPU, to measure.", choices=("auto", "dummy")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeFlags(ModelFlags):
     """How the model is computed: what is made ready beside it, and what all workers of a cluster must agree on."""
 
+    device: str = flag("auto", DEVICE, choices=DEVICE_CHOICES)
+    kv_cache_dtype: str = flag("auto", KV_CACHE_DTYPE, choices=("auto", "fp8"))
+    enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
     cpu_kernels: str = flag("auto", CPU_KERNELS, choices=CPU_KERNEL_CHOICES)
     quantization: str = flag("none", QUANTIZATION, choices=QUANTIZATION_CHOICES)
 
@@ -190,12 +202,16 @@ class GatewayFlags(EdgeFlags):
 class ServeFlags(EdgeFlags, ComputeFlags):
     """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
 
-    kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
+    kv_pool_bytes: int = flag(0, KV_POOL, kind=parse_size)
+    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY)
+    host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
     disk_bytes: int = flag(10 * 2**30, "Most that this folder may hold.", kind=parse_size)
     fence_kill_after_s: float = flag(30.0, "A worker that stays fenced for longer is killed and started again.")
-    prefill_workers: int = flag(1, "Prefill workers to start.")
+    prefill_workers: int = flag(
+        -1, "Prefill workers to start. -1: one on a CPU; on a GPU none, there one process does both."
+    )
     decode_workers: int = flag(1, "Decode workers to start.")
     max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
@@ -210,7 +226,9 @@ class ServeFlags(EdgeFlags, ComputeFlags):
 class OfflineFlags(ComputeFlags):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 
-    kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
+    kv_pool_bytes: int = flag(0, KV_POOL, kind=parse_size)
+    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY)
+    host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     max_num_batched_tokens: int = flag(512, "Token budget of a step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most answers that are generated at once.")

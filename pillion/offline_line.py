@@ -131,6 +131,7 @@ class Line:
 async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     """Raises ConfigError for what cannot work; nothing is left behind then."""
     from decode_service.part import start_decode
+    from engine.devices import pool_device, resolved
     from engine.prepare import kv_layout, prepare
     from gateway.part import model_entry
     from kvstore.node import start_kvnode
@@ -138,10 +139,12 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     from pillion.cli.fit import fit_pool
     from pillion.cli.flags import subset
 
+    flags = resolved(flags)
     beats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
     socket = str(folder / "attach.sock")
     listen = f"unix:{folder}/{NODE_ID}.sock"
-    node_flags = subset(KVNodeFlags, flags, **beats, node_id=NODE_ID, node_listen=listen, attach_socket=socket)
+    own = {"node_id": NODE_ID, "node_listen": listen, "attach_socket": socket, "kv_device": pool_device(flags.device)}
+    node_flags = subset(KVNodeFlags, flags, **beats, **own)
     listen = f"unix:{folder}/{WORKER_ID}.sock"
     worker_flags = subset(
         DecodeFlags,
@@ -155,14 +158,15 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     check_flags(node_flags)
     check_flags(worker_flags)
     model = await asyncio.to_thread(prepare, flags, log.info)
-    fit_pool(
-        kv_pool_bytes=flags.kv_pool_bytes,
-        block_bytes=kv_layout(model, flags.block_size).block_bytes,
-        block_size_tokens=flags.block_size,
-        max_model_len_tokens=model.max_model_len,
-        decode_reserve_percent=flags.decode_reserve_percent,
-        decode_workers=1,
-    )
+    if flags.kv_pool_bytes:
+        fit_pool(
+            kv_pool_bytes=flags.kv_pool_bytes,
+            block_bytes=kv_layout(model, flags.block_size).block_bytes,
+            block_size_tokens=flags.block_size,
+            max_model_len_tokens=model.max_model_len,
+            decode_reserve_percent=flags.decode_reserve_percent,
+            decode_workers=1,
+        )
     entry = await asyncio.to_thread(model_entry, model)
     async with contextlib.AsyncExitStack() as stack:
         node = await start_kvnode(node_flags)

@@ -28,7 +28,10 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "fence_kill_after_s": (0, None),
     "max_model_len": (0, None),
     "block_size": (1, MAX_BLOCK_SIZE_TOKENS),
-    "kv_pool_bytes": (1, None),
+    # 0: the device's default.
+    "kv_pool_bytes": (0, None),
+    "gpu_memory_utilization": (0, 1),
+    "host_bytes": (0, None),
     "decode_reserve_percent": (0, MAX_PERCENT),
     "max_waiting_tickets": (1, None),
     "cpu_threads": (0, MAX_CPU_THREADS),
@@ -48,7 +51,8 @@ _RANGES: dict[str, tuple[int, int | None]] = {
     "max_attempts": (1, None),
     "max_message_bytes": (MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
     "drain_timeout_s": (0, None),
-    "prefill_workers": (0, MAX_WORKERS),
+    # -1: as many as suit the device.
+    "prefill_workers": (-1, MAX_WORKERS),
     "decode_workers": (1, MAX_WORKERS),
     "gateway_workers": (1, MAX_WORKERS),
 }

@@ -57,10 +57,16 @@ class LocalCluster:
         """Address of the public gRPC service, as a client on this machine reaches it."""
         return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
 
+    def describe(self) -> str:
+        """Model and pool in one line, once they are prepared."""
+        pool = self.fit.describe() if self.fit is not None else "what --gpu-memory-utilization leaves"
+        return f"model {self.model_name} on {self.flags.device}, KV pool {pool}"
+
     async def prepare(self) -> None:
         """Everything that can be refused, and the model. Raises ConfigError; nothing needs to be stopped yet."""
         check_flags(self.flags)
         find_server_code()
+        self.flags = resolved_flags(self.flags)
         self._redis_binary = None if self.flags.redis_url else redis.find_redis()
         self.flags = self._ports.take(self.flags)
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
@@ -98,6 +104,20 @@ class LocalCluster:
         return left
 
 
+def resolved_flags(flags: ServeFlags) -> ServeFlags:
+    """Without "auto": by what this machine has. Raises ConfigError."""
+    from engine.devices import resolved
+
+    return resolved(flags)
+
+
+def node_device(flags: ServeFlags) -> str:
+    """Where the KV node keeps its pool, for resolved flags."""
+    from engine.devices import pool_device
+
+    return pool_device(flags.device)
+
+
 def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[PartSpec]:
     """Every process of the cluster. ``redis_binary`` is None where ``flags.redis_url`` names a running Redis."""
     redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
@@ -117,7 +137,8 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
     # Pages of metrics: the gateways' first, then one port after the other.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     here = {"attach_socket": attach}
-    node = subset(KVNodeFlags, flags, node_listen=f"unix:{folder}/{NODE_SOCKET}", metrics_port=next(pages), **here)
+    own = {"node_listen": f"unix:{folder}/{NODE_SOCKET}", "kv_device": node_device(flags)}
+    node = subset(KVNodeFlags, flags, metrics_port=next(pages), **own, **here)
     specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
@@ -214,11 +235,16 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
         raise ConfigError(lines[-1].removeprefix("pillion: ") if lines else f"preparing the model ended with {code}")
 
 
-def describe_model(flags: ServeFlags) -> tuple[str, Fit]:
-    """Name of the prepared model and what fits. Raises ConfigError."""
+def describe_model(flags: ServeFlags) -> tuple[str, Fit | None]:
+    """Name of the prepared model and what fits; None where a GPU decides that once the weights are there.
+
+    Raises ConfigError.
+    """
     from engine.prepare import kv_layout, prepare
 
     prepared = prepare(subset(ModelFlags, flags))
+    if not flags.kv_pool_bytes:
+        return prepared.name, None
     fit = fit_pool(
         kv_pool_bytes=flags.kv_pool_bytes,
         block_bytes=kv_layout(prepared, flags.block_size).block_bytes,

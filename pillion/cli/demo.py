@@ -124,8 +124,7 @@ async def _run(cluster: LocalCluster, notices: Notices, stages: Stages) -> list[
 
     with stages.stage("model ready"):
         await cluster.prepare()
-    assert cluster.fit is not None
-    notices.say(f"model {cluster.model_name}, KV pool {cluster.fit.describe()}", "bold")
+    notices.say(cluster.describe(), "bold")
     with stages.stage("cluster ready"), notices.progress("starting redis, kvnode, prefill, decode and gateway"):
         await cluster.start()
     notices.say(f"cluster ready after {stages.seconds['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")

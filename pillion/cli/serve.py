@@ -58,8 +58,7 @@ async def until_stopped(cluster: LocalCluster, stop: asyncio.Event) -> bool:
 async def _bring_up(cluster: LocalCluster) -> None:
     notices = cluster.notices
     await cluster.prepare()
-    assert cluster.fit is not None
-    notices.say(f"model {cluster.model_name}, KV pool {cluster.fit.describe()}", "bold")
+    notices.say(cluster.describe(), "bold")
     with notices.progress("starting the parts"):
         await cluster.start()
 

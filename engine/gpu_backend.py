@@ -1,0 +1,216 @@
+"""The backend of the Triton kernels: steps on a GPU, one launched while the one before it runs.
+
+    GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
+        -> warm_up (CUDA graphs over that pool) -> launch, launch, land, launch, land ... -> close
+
+A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), chooses tokens and begins
+their copy to the host; nothing in it waits. Landing waits for that copy alone. What a step chose stays on the device
+too, where the next step's embedding finds it (:mod:`kernels.gpu.embedding`).
+
+With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
+from engine.batch import StepBatch
+from engine.device_memory import tensor_at
+from engine.gpu_graphs import StepGraphs
+from engine.gpu_model import GpuDecoder, GpuModel
+from engine.gpu_sampler import GpuFlight, GpuSampler
+from engine.gpu_step import StepRecord
+from engine.sampling_rows import SamplingRows
+from kernels.gpu.blocks import copy_blocks
+from kernels.gpu.paged_attention import PagedAttention
+from pillion.errors import ConfigError, Internal
+
+log = logging.getLogger("pillion.worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLimits:
+    """Most of what one step may hold, so that buffers and graphs can be made once.
+
+    Attributes:
+        max_tokens, max_seqs: of a step.
+        max_model_len: tokens of one sequence.
+    """
+
+    max_tokens: int
+    max_seqs: int
+    max_model_len: int
+
+
+class _Bound:
+    """What holds a pool's address."""
+
+    def __init__(
+        self, model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits, *, eager: bool
+    ) -> None:
+        config = model.config
+        self.pool = pool
+        self.attention = PagedAttention(
+            pool,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=layout.block_size,
+            num_layers=config.num_layers,
+            kv="fp8_e4m3" if layout.dtype == "fp8_e4m3" else "plain",
+            dtype=model.dtype,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            windows=tuple(sorted(set(config.sliding_windows))),
+            max_tokens=limits.max_tokens,
+            max_seqs=limits.max_seqs,
+            max_context_blocks=-(-limits.max_model_len // layout.block_size),
+        )
+        self.record = StepRecord(limits.max_tokens, layout.block_size, self.attention, model.device)
+        self.decoder = GpuDecoder(model, pool, self.attention, self.record)
+        self.graphs = StepGraphs(
+            self.decoder.run,
+            limits.max_tokens,
+            limits.max_seqs,
+            model.device,
+            eager=eager or not model.capturable,
+        )
+
+
+class GpuBackend:
+    """Implements ``engine.backend.Backend``; its docstring says who may call what."""
+
+    runs_ahead = True
+
+    def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
+        """``enforce_eager``: capture no CUDA graphs."""
+        self._model = model
+        self._layout = layout
+        self._limits = limits
+        self._eager = enforce_eager
+        self._sampler = GpuSampler(model.sampled, model.config.vocab_size)
+        self._bound: _Bound | None = None
+        # A tensor over a host's memory does not keep that alive by itself.
+        self._memory: Any = None
+
+    @property
+    def layout(self) -> KVLayout:
+        """How this backend cuts a slot."""
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._model.config.vocab_size
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small, or not on the model's device."""
+        if isinstance(memory, memoryview):
+            if self._model.device.type != "cpu":
+                raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
+            memory, needed = checked_memory(memory, num_slots, self._layout)
+            flat = torch.frombuffer(memory, dtype=torch.uint8, count=needed)
+        else:
+            flat = tensor_at(memory, self._model.device)
+            needed = num_slots * self._layout.block_bytes
+            if len(flat) < needed:
+                raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
+        self._memory = memory
+        self._bound = self._bind(flat[:needed].view(num_slots, -1), eager=self._eager)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Capture CUDA graphs over the bound pool, of which nothing is written."""
+        bound = self._bound_or_raise()
+        bound.record.clear()
+        with torch.inference_mode():
+            bound.graphs.capture(log.info)
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuFlight:
+        """Begin a step; see ``engine.backend.Backend``. Token ids below 0 are those that the last launch chose."""
+        if copies:
+            self.copy_blocks([source for source, _ in copies], [target for _, target in copies])
+        logits = self._forward(self._bound_or_raise(), batch)
+        return self._sampler.launch(logits, rows)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the batch's KV, give float32 logits [R, vocab_size] on the host."""
+        return self._forward(self._bound_or_raise(), batch).cpu()
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+
+        Raises Internal for lists of different length and for slots that the pool does not have.
+        """
+        bound = self._bound_or_raise()
+        for pair in checked_copies(sources, targets, len(bound.pool)):
+            # One after the other: a target may be the source of a later pair.
+            pairs = torch.tensor([pair], dtype=torch.int32).to(self._model.device, non_blocking=True)
+            copy_blocks(bound.pool, pairs)
+
+    def take_workspace(self) -> None:
+        """Compile every kernel and take the workspace of a full step, over scratch memory: before a pool is made of
+        what is left of the device."""
+        layout, device = self._layout, self._model.device
+        max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
+        blocks = -(-max_tokens // layout.block_size)
+        scratch = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        bound = self._bind(scratch, eager=True)
+        for batch in warm_up_batches(max_tokens, layout.block_size):
+            rows = _one_of_each(len(batch.sample_rows))
+            self._sampler.launch(self._forward(bound, batch), rows).land()
+
+    def close(self) -> None:
+        """Let go of graphs and pool. Idempotent."""
+        if self._bound is not None:
+            self._bound.graphs.close()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        self._bound = self._memory = None
+
+    def _bind(self, pool: torch.Tensor, *, eager: bool) -> _Bound:
+        return _Bound(self._model, pool, self._layout, self._limits, eager=eager)
+
+    def _bound_or_raise(self) -> _Bound:
+        if self._bound is None:
+            raise Internal("a step before bind_pool")
+        return self._bound
+
+    def _forward(self, bound: _Bound, batch: StepBatch) -> torch.Tensor:
+        """Logits on the device, one row for each of ``batch.sample_rows``."""
+        if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
+            raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
+        # Several answers to one prompt want the same row's logits: it is computed once.
+        rows, places = batch.sample_rows, None
+        if len(set(rows.tolist())) < len(rows):
+            rows, places = np.unique(rows, return_inverse=True)
+        work = bound.record.plan(batch)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), work.with_chunks)
+        with torch.inference_mode():
+            bound.record.send(batch, rows, shape, work)
+            logits = bound.graphs.run(shape)[: len(rows)]
+            return logits if places is None else logits.index_select(0, _to(places, logits.device))
+
+
+def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)
+
+
+def _one_of_each(count: int) -> SamplingRows:
+    """Rows that draw with every cut there is, so that warming up compiles all of the sampler."""
+    return SamplingRows(
+        temperature=np.full(count, 0.7, np.float32),
+        top_k=np.full(count, 5, np.int64),
+        top_p=np.full(count, 0.9, np.float32),
+        min_p=np.full(count, 0.01, np.float32),
+        seeds=np.zeros(count, np.uint64),
+        positions=np.zeros(count, np.int64),
+        logprobs=np.full(count, -1, np.int64),
+    )
