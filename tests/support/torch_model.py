@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.backend import Backend
+from engine.backend import HostBackend
 from engine.prepare import PreparedModel
 from engine.torch_backend import TorchBackend
 from tests.support.batches import Sequences
@@ -35,7 +35,7 @@ class Driver:
         block_size: int = 16,
         num_slots: int = 64,
         seed: int = 0,
-        backend: Backend | None = None,
+        backend: HostBackend | None = None,
     ) -> None:
         self.backend: Any = backend or TorchBackend(prepared, block_size, 1)
         # Every byte 0xff reads as NaN in bf16 and fp32: whoever reads a row that was not written gives himself away.
