@@ -25,9 +25,12 @@ def add_rms_norm(
     eps: float,
     wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The residual stream [T, hidden] with what a layer found, and its norm for the next one."""
+    """The residual stream [T, hidden] with what a layer found, and its norm for the next one.
+
+    The sum is rounded once and the scale never, as torch does it on a GPU; on a CPU it rounds the scale, too.
+    """
     added = found if post_weight is None else rms_norm(found, post_weight, eps, wide)
-    total = torch.add(residual, added, alpha=scale)
+    total = (residual.float() + scale * added.float()).to(residual.dtype)
     return total, None if weight is None else rms_norm(total, weight, eps, wide)
 
 

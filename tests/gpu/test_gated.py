@@ -36,7 +36,9 @@ def test_the_kernel_agrees_with_torch(tokens, inner, dtype, activation, size, se
     gate_up = gate_up.to(dtype).to(DEVICE)
     out = Guarded((tokens, inner), dtype)
     gated(gate_up, out.inside, activation)
-    torch.testing.assert_close(out.inside, reference.gated(gate_up, activation), **rounded(dtype, 2))
+    # A device's exponential and division are some float32 units off each.
+    roundings = 8 if dtype == torch.float32 else 2
+    torch.testing.assert_close(out.inside, reference.gated(gate_up, activation), **rounded(dtype, roundings))
     assert out.margins_are_whole()
 
 
