@@ -27,11 +27,13 @@ LARGEST_UNIFORM: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 def philox(c0, c1, c2, c3, k0, k1):
     """Four words of the counter (c0, c1, c2, c3) under the key (k0, k1): uint32 tensors that broadcast together."""
     for _ in tl.static_range(ROUNDS):
-        high_0, low_0 = tl.umulhi(c0, MULTIPLIER_0), c0 * MULTIPLIER_0
-        high_1, low_1 = tl.umulhi(c2, MULTIPLIER_1), c2 * MULTIPLIER_1
+        # Products and keys are meant to run over, also where Triton is told to look for that.
+        high_0, low_0 = tl.umulhi(c0, MULTIPLIER_0), tl.mul(c0, MULTIPLIER_0, sanitize_overflow=False)
+        high_1, low_1 = tl.umulhi(c2, MULTIPLIER_1), tl.mul(c2, MULTIPLIER_1, sanitize_overflow=False)
         c0, c1 = high_1 ^ c1 ^ k0, low_1
         c2, c3 = high_0 ^ c3 ^ k1, low_0
-        k0, k1 = k0 + KEY_STEP_0, k1 + KEY_STEP_1
+        k0 = tl.add(k0, KEY_STEP_0, sanitize_overflow=False)
+        k1 = tl.add(k1, KEY_STEP_1, sanitize_overflow=False)
     return c0, c1, c2, c3
 
 
@@ -40,11 +42,8 @@ def random_words(seed_low, seed_high, place_low, place_high, number, STREAM: tl.
     """Word ``number % 4`` of the counter with index ``number // 4``, for int32 numbers [...]; the rest are uint32."""
     index = (number // 4).to(tl.uint32)
     which = number % 4
-    # All four words have the shape of the index.
-    nothing = index ^ index
-    w0, w1, w2, w3 = philox(
-        nothing + place_low, nothing + place_high, index, nothing + STREAM, nothing + seed_low, nothing + seed_high
-    )
+    stream = tl.full((), STREAM, tl.uint32)
+    w0, w1, w2, w3 = philox(place_low, place_high, index, stream, seed_low, seed_high)
     return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
 
 

@@ -39,7 +39,7 @@ from kernels.gpu.build import BuildSpec
 from kernels.gpu.launch import arch_of, check, check_tensor
 from kernels.gpu.philox import exponential, random_words
 from kernels.gpu.sampling_cuts import find_cuts
-from kernels.gpu.sampling_device import FIELDS, GROUP, Scratch, float_field, slice_tile, word_field
+from kernels.gpu.sampling_device import FIELDS, GROUP, Scratch, float_field, noise_key, slice_tile
 from kernels.gpu.sampling_record import RECORD_FIELDS
 from kernels.gpu.tuned import tuned
 
@@ -67,34 +67,18 @@ def _group_wait(words):
 
 
 @triton.jit
-def _noise(fields, tokens, words):
-    """The noise of tokens, given the words of their groups."""
-    own = exponential(
-        random_words(
-            word_field(fields, 4),
-            word_field(fields, 5),
-            word_field(fields, 6),
-            word_field(fields, 7),
-            tokens,
-            TOKEN_STREAM,
-        ),
-        32,
-    )
+def _noise(s0, s1, p0, p1, tokens, words):
+    """The noise of tokens, given the words of their groups, a seed and a position."""
+    own = exponential(random_words(s0, s1, p0, p1, tokens, TOKEN_STREAM), 32)
     is_first = tokens % GROUP == (words % GROUP).to(tl.int32)
     return -tl.log(_group_wait(words) + tl.where(is_first, 0.0, own))
 
 
 @triton.jit
-def _group_words(fields, groups):
-    return random_words(
-        word_field(fields, 4), word_field(fields, 5), word_field(fields, 6), word_field(fields, 7), groups, GROUP_STREAM
-    )
-
-
-@triton.jit
 def _winner(source, fields, vocab, top, maxima, groups, temperature, cut):
     """The token of ``groups`` [N] with the largest total, of those that reach ``cut``."""
-    words = _group_words(fields, groups)
+    s0, s1, p0, p1 = noise_key(fields)
+    words = random_words(s0, s1, p0, p1, groups, GROUP_STREAM)
     bounds = tl.div_rn(maxima - top, temperature) - tl.log(_group_wait(words)) + SLACK
     bounds = tl.where(maxima >= cut, bounds, float("-inf"))
     best = tl.full((), float("-inf"), tl.float32)
@@ -107,7 +91,7 @@ def _winner(source, fields, vocab, top, maxima, groups, temperature, cut):
         tokens = group * GROUP + tl.arange(0, GROUP)
         inside = tokens < vocab
         values = tl.load(source + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-        totals = tl.div_rn(values - top, temperature) + _noise(fields, tokens, word)
+        totals = tl.div_rn(values - top, temperature) + _noise(s0, s1, p0, p1, tokens, word)
         totals = tl.where(inside & (values >= cut), totals, float("-inf"))
         most = tl.max(totals, axis=0)
         token = tl.min(tl.where(totals == most, tokens, NO_TOKEN), axis=0)
@@ -165,7 +149,9 @@ def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr
             racing = winners != NO_TOKEN
             tokens = tl.where(racing, winners, 0)
             values = tl.load(logits + row * vocab + tokens, mask=racing, other=float("-inf")).to(tl.float32)
-            noise = _noise(fields, tokens, _group_words(fields, tokens // GROUP))
+            s0, s1, p0, p1 = noise_key(fields)
+            words = random_words(s0, s1, p0, p1, tokens // GROUP, GROUP_STREAM)
+            noise = _noise(s0, s1, p0, p1, tokens, words)
             totals = tl.where(racing, tl.div_rn(values - top, temperature) + noise, float("-inf"))
             most = tl.max(totals, axis=0)
             chosen = tl.min(tl.where(racing & (totals == most), tokens, NO_TOKEN), axis=0)

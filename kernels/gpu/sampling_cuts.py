@@ -40,19 +40,16 @@ LOWEST_KEY: tl.constexpr = tl.constexpr(-(2**31) + 0x7FFFFF)
 
 
 @triton.jit
-def _ordered(bits):
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def _key(value):
     """An int64 in the order of float32 values; _value takes it back."""
-    return _ordered(value.to(tl.int32, bitcast=True)).to(tl.int64)
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _value(key):
-    return _ordered(key.to(tl.int32)).to(tl.float32, bitcast=True)
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -87,9 +87,13 @@ def float_field(fields, PLACE: tl.constexpr):
 
 
 @triton.jit
-def word_field(fields, PLACE: tl.constexpr):
-    """A 32 bit word of a row's record."""
-    return tl.load(fields + PLACE).to(tl.uint32, bitcast=True)
+def noise_key(fields):
+    """Seed and position of a row's record: low and high words of each."""
+    seed_low = tl.load(fields + 4).to(tl.uint32, bitcast=True)
+    seed_high = tl.load(fields + 5).to(tl.uint32, bitcast=True)
+    place_low = tl.load(fields + 6).to(tl.uint32, bitcast=True)
+    place_high = tl.load(fields + 7).to(tl.uint32, bitcast=True)
+    return seed_low, seed_high, place_low, place_high
 
 
 @triton.jit
