@@ -19,6 +19,7 @@ from engine.gpu_weights import GetMemory, WeightMemory, load_gpu_weights, own_me
 from engine.model_config import load_config
 from engine.model_files import Progress
 from engine.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from kernels.gpu.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.errors import ConfigError
 
@@ -67,18 +68,20 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     """What one step of this worker may hold."""
     if isinstance(flags, DecodeFlags):
-        tokens, seqs = flags.max_num_batched_tokens, flags.max_num_seqs
+        tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
     else:
         assert isinstance(flags, PrefillFlags)
         tokens = flags.max_num_batched_prefill_tokens
-        seqs = min(flags.max_waiting_spans, tokens)
-    return GpuLimits(max_tokens=tokens, max_seqs=seqs, max_model_len=prepared.max_model_len)
+        seqs, guesses = min(flags.max_waiting_spans, tokens), 0
+    return GpuLimits(
+        max_tokens=tokens, max_seqs=seqs, max_model_len=prepared.max_model_len, num_speculative_tokens=guesses
+    )
 
 
 def check_shape(head_dim: int, block_size: int) -> None:
     """Raises ConfigError for shapes that the attention kernels do not have."""
-    if head_dim > 256 or head_dim % 8:
-        raise ConfigError(f"the GPU kernels attend heads of a multiple of 8 up to 256 values, not {head_dim}")
+    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
+        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
 
