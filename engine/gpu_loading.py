@@ -12,10 +12,10 @@ import time
 import torch
 
 from engine.backend import FP8_E4M3
-from engine.devices import interpreted, pool_device
+from engine.devices import interpreted
 from engine.gpu_backend import GpuBackend, GpuLimits
 from engine.gpu_model import GpuModel
-from engine.gpu_weights import GetMemory, WeightMemory, load_gpu_weights, own_memory
+from engine.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from engine.model_config import load_config
 from engine.model_files import Progress
 from engine.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
@@ -42,13 +42,12 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         prepared, flags.block_size, FP8_LAYOUT_VERSION if fp8 else LAYOUT_VERSION, FP8_E4M3 if fp8 else ""
     )
     check_shape(layout.head_dim, layout.block_size)
-    shared = pool_device("cuda") == "cuda"
     weights = load_gpu_weights(
         prepared.folder,
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
-        memory=region_memory(flags.attach_socket, device) if shared else own_memory(device),
+        memory=region_memory(flags.attach_socket, device),
         dummy=flags.load_format == "dummy",
         progress=progress,
     )
@@ -93,6 +92,10 @@ def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)
+        if device.type == "cuda" and region.device_memory is None:
+            raise ConfigError(
+                "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
+            )
         return WeightMemory(tensor_at(region, device), region.must_fill, region.filled)
 
     return get

@@ -194,7 +194,9 @@ def _cut(
                 if top_k > 0:
                     if top_k <= num_groups:
                         goal = top_k.to(tl.float32)
-                        low = _largest(maxima + row * num_groups, num_groups, low, _key(top), goal, top, rate, False, BLOCK)
+                        low = _largest(
+                            maxima + row * num_groups, num_groups, low, _key(top), goal, top, rate, False, BLOCK
+                        )
                 else:
                     mass = tl.load(masses + own, mask=groups < num_groups, other=0.0) * tl.exp((largest - top) * rate)
                     total = tl.sum(mass, axis=0)
