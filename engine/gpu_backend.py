@@ -37,7 +37,7 @@ from engine.gpu_model import GpuDecoder, GpuModel
 from engine.gpu_sampler import GpuFlight, GpuSampler
 from engine.gpu_step import StepRecord
 from engine.sampling_rows import SamplingRows
-from kernels.gpu.blocks import copy_blocks
+from kernels.gpu import blocks
 from kernels.gpu.paged_attention import PagedAttention
 from pillion.errors import ConfigError, Internal
 
@@ -170,18 +170,19 @@ class GpuBackend:
         Raises Internal for lists of different length and for slots that the pool does not have.
         """
         bound = self._bound_or_raise()
-        for pair in checked_copies(sources, targets, len(bound.pool)):
-            # One after the other: a target may be the source of a later pair.
-            pairs = torch.tensor([pair], dtype=torch.int32).to(self._model.device, non_blocking=True)
-            copy_blocks(bound.pool, pairs)
+        copies = checked_copies(sources, targets, len(bound.pool))
+        # Where no target is named twice or read, all at once; else one after the other.
+        apart = len({*sources, *targets}) == len({*sources}) + len(copies)
+        for group in [copies] if copies and apart else [[copy] for copy in copies]:
+            blocks.copy(bound.pool, _to(np.array(group, np.int32), self._model.device))
 
     def take_workspace(self) -> None:
         """Compile every kernel and take the workspace of a full step, over scratch memory: before a pool is made of
         what is left of the device."""
         layout, device = self._layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
-        blocks = -(-max_tokens // layout.block_size)
-        scratch = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        slots = -(-max_tokens // layout.block_size)
+        scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind(scratch, eager=True)
         for batch in warm_up_batches(max_tokens, layout.block_size):
             rows = _one_of_each(len(batch.sample_rows))
@@ -220,7 +221,9 @@ class GpuBackend:
 
 
 def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)
+    """A few numbers, without waiting: torch keeps pinned memory until the copy is done."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _one_of_each(count: int) -> SamplingRows:

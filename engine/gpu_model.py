@@ -26,7 +26,7 @@ from engine.moe import MoeWeights
 from engine.rope import make_ropes
 from kernels.gpu.embedding import embed
 from kernels.gpu.gated import gated
-from kernels.gpu.kv_write import write_kv
+from kernels.gpu.kv_write import HeadNorm, Rotary, kv_write
 from kernels.gpu.norms import add_rms_norm, rms_norm
 from kernels.gpu.paged_attention import PagedAttention
 from kernels.torch_linear import Linear
@@ -132,19 +132,14 @@ class GpuDecoder:
             for part, weight in ((slice(0, queries), layer.q_norm), (slice(queries, queries + keys), layer.k_norm)):
                 rms_norm(qkv[:, part], weight, qkv[:, part], eps, wide)
         rope = config.layer_ropes[index]
-        cos, sin = (None, None) if rope is None else model.ropes[rope]
-        write_kv(
+        kv_write(
             qkv,
             self._pool,
-            index,
-            record.positions[:tokens],
             record.rows[:tokens],
-            num_heads=config.num_heads,
-            cos=cos,
-            sin=sin,
-            norm=layer.qk_norm,
-            eps=eps,
-            wide=wide,
+            index,
+            heads=config.num_heads,
+            norm=None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps),
+            rotary=None if rope is None else Rotary(*model.ropes[rope], record.positions[:tokens]),
         )
         out = model.attended[:tokens]
         self._attention.attend(
