@@ -26,7 +26,7 @@ ARCHITECTURES = (80, 90)
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 # A thread has no more.
 MAX_REGISTERS = 255
-MODULES = ("embedding", "gated", "kv_write", "norms")
+MODULES = ("blocks", "embedding", "gated", "kv_write", "norms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
