@@ -1,0 +1,121 @@
+"""Whole blocks of a pool, moved as bytes: gathered for a transfer, scattered after one, copied when they are shared.
+
+A pool is [slots, ...], contiguous, of any type; a block is one slot of it. Lists of slots may be longer than needed, as
+those of a captured graph are: entries of -1 move nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.build import BuildSpec
+from kernels.gpu.launch import arch_of, check, check_tensor
+from kernels.gpu.tuned import tuned
+
+# What blocks are moved in, the largest word that divides a block; two of the first are one access of a thread.
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
+
+
+@triton.jit
+def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
+    """One part of one block. PAIRED: "pairs", or whether "slots" are those of the source or of the target."""
+    entry = tl.program_id(0) // PARTS
+    at = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    if PAIRED == "pairs":
+        origin, goal = tl.load(pairs + 2 * entry), tl.load(pairs + 2 * entry + 1)
+    elif PAIRED == "source":
+        origin, goal = tl.load(pairs + entry), entry
+    else:
+        origin, goal = entry, tl.load(pairs + entry)
+    if (origin >= 0) & (goal >= 0):
+        words = tl.load(source + origin.to(tl.int64) * WORDS + at, mask=at < WORDS)
+        tl.store(target + goal.to(tl.int64) * WORDS + at, words, mask=at < WORDS)
+
+
+def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, one after another.
+
+    What stands in ``out`` for an entry of -1 is left as it is. Raises Internal for misshapen tensors.
+    """
+    _check_buffer(pool, slots, out)
+    _launch(pool, out, slots, _block_bytes(pool), "source")
+
+
+def scatter(buffer: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor) -> None:
+    """Copies the blocks of ``buffer`` [N, bytes of a block], uint8, to ``slots`` (int32 [N], each once) of ``pool``.
+
+    Raises Internal for misshapen tensors.
+    """
+    _check_buffer(pool, slots, buffer)
+    _launch(buffer, pool, slots, _block_bytes(pool), "target")
+
+
+def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies blocks within ``pool``: ``pairs`` (int32 [N, 2]) are from and to.
+
+    No slot may be written twice, or written and read, because the order is any. A pair with a -1 copies nothing. Raises
+    Internal for misshapen tensors.
+    """
+    check_tensor("pairs", pairs, (None, 2), torch.int32, pool.device)
+    check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
+    _launch(pool, pool, pairs, _block_bytes(pool), "pairs")
+
+
+def _block_bytes(pool: torch.Tensor) -> int:
+    return pool[0].numel() * pool.element_size()
+
+
+def _check_buffer(pool: torch.Tensor, slots: torch.Tensor, buffer: torch.Tensor) -> None:
+    check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
+    check_tensor("slots", slots, (None,), torch.int32, pool.device)
+    check_tensor("buffer", buffer, (len(slots), _block_bytes(pool)), torch.uint8, pool.device)
+
+
+def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, block_bytes: int, paired: str) -> None:
+    check(len(entries) > 0, "no blocks to move")
+    # Memory that begins between two words is moved in smaller ones.
+    addresses = block_bytes | source.data_ptr() | target.data_ptr()
+    word = next(size for size in _WORDS if addresses % size == 0)
+    use = tuned("blocks", arch_of(target.device))
+    words, block = block_bytes // word, use["part_words"]
+    parts = triton.cdiv(words, block)
+    _move[(len(entries) * parts,)](
+        source.flatten().view(_WORDS[word]),
+        target.flatten().view(_WORDS[word]),
+        entries,
+        parts,
+        words,
+        block,
+        paired,
+        num_warps=use["num_warps"],
+    )
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles: Llama 3 8B's blocks, those in fp8, and some that no large word divides."""
+    llama3 = 32 * 2 * 8 * 16 * 128
+    return [
+        _spec("llama3-gather", 2 * llama3, 8, "source"),
+        _spec("llama3-scatter", 2 * llama3, 8, "target"),
+        _spec("llama3-copy", 2 * llama3, 8, "pairs"),
+        _spec("llama3-fp8-copy", llama3 // 128 * 132, 8, "pairs"),
+        _spec("small-words-copy", 2**20 + 4, 4, "pairs"),
+        _spec("bytes-copy", 2**20 + 1, 1, "pairs"),
+    ]
+
+
+def _spec(name: str, block_bytes: int, word: int, paired: str) -> BuildSpec:
+    use = tuned("blocks", 90)
+    words, block = block_bytes // word, use["part_words"]
+    return BuildSpec(
+        name=f"blocks-{name}",
+        kernel=_move,
+        signature={"source": _WORD_NAMES[word], "target": _WORD_NAMES[word], "pairs": "*i32"},
+        constants={"PARTS": triton.cdiv(words, block), "WORDS": words, "BLOCK": block, "PAIRED": paired},
+        aligned=("source", "target", "pairs"),
+        num_warps=use["num_warps"],
+        max_registers=64,
+    )
