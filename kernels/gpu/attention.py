@@ -98,10 +98,7 @@ def _tiles(
         inside = read % BLOCK_SIZE
         rows = pool + (slots * slot_stride + piece_offset + inside * HEAD_DIM)
         cells = rows[:, None] + columns[None, :]
-        if BLOCK_D == HEAD_DIM:
-            keys = tl.load(cells)
-        else:
-            keys = tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        keys = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
         if FP8:
             factors = scales + (slots * scale_slot_stride + scale_offset + inside)
             folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
@@ -128,10 +125,7 @@ def _tiles(
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         cells += KV_HEADS * piece
-        if BLOCK_D == HEAD_DIM:
-            values = tl.load(cells)
-        else:
-            values = tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        values = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
         if FP8:
             values = decode_e4m3(values, query.dtype, NATIVE_FP8)
             weights *= (tl.load(factors + KV_HEADS * piece // 4) * folded)[None, :]

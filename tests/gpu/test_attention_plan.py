@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,7 +70,7 @@ def items_of(record, planner, window, chunk):
     programs = (planner.chunk if chunk else planner.decode).programs
     at = planner.starts_at(window, chunk)
     starts = record[at : at + programs + 1]
-    return [record[begin:end].reshape(-1, ITEM_WORDS) for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [record[begin:end].reshape(-1, ITEM_WORDS) for begin, end in pairwise(starts)]
 
 
 def merges_of(record, planner, window, chunk):

@@ -75,28 +75,25 @@ class PagedCase:
         return cls(shape, batch, queries.to(DEVICE), plain, pool.to(DEVICE))
 
     def attention(self, **more: object) -> PagedAttention:
-        """For this case's pool, with limits that just let its batch in."""
+        """For this case's pool, with limits that just let its batch in, unless ``more`` says otherwise."""
         shape, batch = self.shape, self.batch
-        limits = {
+        said = {
+            "pool": self.pool,
+            "dtype": shape.dtype,
+            "num_heads": shape.heads,
+            "num_kv_heads": KV_HEADS,
+            "head_dim": shape.head_dim,
+            "block_size": shape.block_size,
+            "num_layers": LAYERS,
+            "scale": shape.head_dim**-0.5,
+            "kv": "fp8_e4m3" if self.pool.dtype == torch.uint8 else "plain",
+            "softcap": shape.softcap,
+            "windows": (shape.window,),
             "max_tokens": batch.num_tokens,
             "max_seqs": batch.num_seqs,
             "max_context_blocks": batch.block_tables.shape[1],
-            "windows": (shape.window,),
-            **more,
         }
-        return PagedAttention(
-            self.pool,
-            dtype=shape.dtype,
-            num_heads=shape.heads,
-            num_kv_heads=KV_HEADS,
-            head_dim=shape.head_dim,
-            block_size=shape.block_size,
-            num_layers=LAYERS,
-            scale=shape.head_dim**-0.5,
-            kv="fp8_e4m3" if self.pool.dtype == torch.uint8 else "plain",
-            softcap=shape.softcap,
-            **limits,
-        )
+        return PagedAttention(**{**said, **more})
 
     def run(self, attention: PagedAttention) -> torch.Tensor:
         """All rows of the output, those behind the batch's too."""
