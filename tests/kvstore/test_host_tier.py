@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.checksum import block_checksum
 from kvstore.host_tier import HostTier
-from kvstore.tiers import BlockName, BufferTier, Tier
+from kvstore.tiers import BlockName, BufferTier
 from pillion.errors import ConfigError
 
 BLOCK_BYTES = 64
@@ -69,7 +69,6 @@ async def loaded(tier: HostTier, *numbers: int) -> int:
 async def test_what_is_stored_comes_back_wherever_it_lay() -> None:
     async with opened() as tier:
         assert isinstance(tier, BufferTier)
-        assert isinstance(tier, Tier)
         assert await filled(tier, 1, 2) == []
         assert await tier.store([payload(3)]) == []
         assert await loaded(tier, 1, 2, 3, 4) == 3
