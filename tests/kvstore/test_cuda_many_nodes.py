@@ -199,8 +199,9 @@ async def test_the_seam_is_the_same_on_host_and_device() -> None:
             async with memory.writing(part) as targets:
                 for slot, target in zip(part, targets, strict=True):
                     target[:] = block(slot)
-        async with memory.reading([7, 2]) as views:
-            assert [bytes(view) for view in views] == [block(7), block(2)]
+        pieces = [piece async for piece in memory.pieces([7, 2], 5000)]
+        assert b"".join(pieces) == block(7) + block(2)
+        assert [len(piece) for piece in pieces] == 2 * [5000, BLOCK_BYTES - 5000]
         assert await memory.checksums(range(10)) == [block_checksum(block(slot)) for slot in range(10)]
         copies = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(5)]
         assert await memory.copy_out([0, 9, 4, 5, 6], copies, [0, 77, 0, 0, 0]) == [
@@ -238,6 +239,24 @@ async def test_a_cancelled_writer_writes_nothing_later() -> None:
     assert raw.read(BLOCK_BYTES, BLOCK_BYTES) == bytes(BLOCK_BYTES)
     # All stages are free again.
     assert await asyncio.wait_for(memory.checksums(range(4)), 10)
+    memory.close()
+    segment.close()
+
+
+async def test_slow_sources_and_receivers_hold_nobody_up() -> None:
+    memory, _, segment = memory_of(4)
+
+    async def write() -> None:
+        async with memory.writing([1]):
+            await asyncio.sleep(60)
+
+    writers = [asyncio.create_task(write()) for _ in range(3 * STAGES)]
+    streams = [memory.pieces([0, 1], 5000) for _ in range(2 * STAGES)]
+    assert await asyncio.wait_for(asyncio.gather(*(anext(stream) for stream in streams)), 10)
+    assert await asyncio.wait_for(memory.checksums(range(4)), 10)
+    for writer in writers:
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
     memory.close()
     segment.close()
 
