@@ -120,14 +120,14 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Driver:
-    """The loaded and initialized library. ``version``: as cuda.h counts, 13000 is 13.0.
+    """The loaded and initialized library: LIBRARY, or the one that is named. ``version``: 13000 is CUDA 13.0.
 
     Raises ConfigError where there is none, or no device that it can use.
     """
 
-    def __init__(self, library: str = LIBRARY) -> None:
+    def __init__(self, library: str = "") -> None:
         try:
-            self._library: Any = ctypes.CDLL(library)
+            self._library: Any = ctypes.CDLL(library or LIBRARY)
             for name, arguments in SIGNATURES.items():
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = arguments, c_int

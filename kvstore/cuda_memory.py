@@ -4,7 +4,8 @@
     a writer   waits for a free stage --> writes --> the stage is copied to its slots, in a thread --> it is free
 
 Each stage has a stream of its own, so copies of several callers overlap; how many stages there are bounds them and the
-memory that is pinned. Nobody holds one stage and waits for another, so waiting ends.
+memory that is pinned. Nobody holds one stage and waits for another, and whoever may be kept waiting by somebody else
+holds one only as a writer, of whom there are fewer than stages.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any, TypeVar
 from kvstore.checksum import block_checksum
 from kvstore.cuda_driver import CudaError, Stream
 from kvstore.cuda_segment import DeviceMapping
-from kvstore.memory import CUDA, address_of, until_over
+from kvstore.memory import CUDA, address_of, cut, until_over
 from kvstore.pinned import PinnedMemory
 from pillion.errors import ConfigError, Internal, Unavailable
 
 # At once; further callers wait for one.
-STAGES = 4
+STAGES = 6
+# Of these, for writers: what they write may come from a slow source, and others' copies do not wait for that.
+MAX_WRITERS = 4
 # Of one; at least one block. Enough for a bus that moves some 50 GB/s to be busy, little enough to share.
 STAGE_BYTES = 8 * 2**20
 
@@ -65,15 +68,24 @@ class CudaMemory:
         self._free: asyncio.LifoQueue[_Stage] = asyncio.LifoQueue()
         for stage in self._stages:
             self._free.put_nowait(stage)
+        self._writers = asyncio.Semaphore(MAX_WRITERS)
         self._threads = ThreadPoolExecutor(STAGES, "kv-cuda-copy")
-
-    def reading(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """See :class:`kvstore.memory.PoolMemory`: the bytes as they were when the block began."""
-        return self._reading(slots)
 
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
         """See :class:`kvstore.memory.PoolMemory`."""
         return self._writing(slots)
+
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
+        """See :class:`kvstore.memory.PoolMemory`: copied out of the stage before the first one is given."""
+
+        def copy(stage: _Stage) -> list[bytes]:
+            self._to_host(stage.stream, slots, stage.addresses)
+            return [piece for view in stage.views[: len(slots)] for piece in cut(view, piece_bytes)]
+
+        async with self._stage() as stage:
+            made = await self._in_thread(lambda: copy(stage))
+        for piece in made:
+            yield piece
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -127,14 +139,8 @@ class CudaMemory:
         self._pinned.close()
 
     @asynccontextmanager
-    async def _reading(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        async with self._stage() as stage:
-            await self._in_thread(lambda: self._to_host(stage.stream, slots, stage.addresses))
-            yield stage.views[: len(slots)]
-
-    @asynccontextmanager
     async def _writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        async with self._stage() as stage:
+        async with self._writers, self._stage() as stage:
             yield stage.views[: len(slots)]
             await self._in_thread(lambda: self._to_device(stage.stream, slots, stage.addresses))
 

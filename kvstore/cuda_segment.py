@@ -49,13 +49,12 @@ class DeviceMapping:
             self.address = 0
 
 
-def map_device(fd: int, size_bytes: int, device_uuid: str, library: str | None = None) -> DeviceMapping:
+def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") -> DeviceMapping:
     """Maps what another process made on the device of that name; the descriptor stays the caller's.
 
     ``library``: another driver than the system's. Raises ConfigError.
     """
-    driver = Driver() if library is None else Driver(library)
-    device = driver.device_of(device_uuid)
+    device = Driver(library).device_of(device_uuid)
     handle = device.import_fd(fd)
     try:
         return DeviceMapping(device, handle, size_bytes)

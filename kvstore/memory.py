@@ -1,9 +1,8 @@
 """The pool's bytes, wherever they are: in this host's memory, or on a GPU, where no view can reach.
 
-    async with memory.reading(slots) as views:      host: the slots themselves    GPU: copies in pinned memory
-        ...
     async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
         ...                                                                            slots when the block ends well
+    async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
 
 Who moves blocks (:mod:`kvstore.spill`, :mod:`kvstore.fetch`, the tiers and planes) speaks to this and knows no GPU.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -36,8 +35,8 @@ class PoolMemory(Protocol):
     Attributes:
         kind: "host" or "cuda"; ``device_index`` says which GPU (0 on a host).
         address: of the first slot, for one-sided transfers.
-        batch_blocks: most slots that one :meth:`reading` or :meth:`writing` may name.
-        ahead_blocks: how many to read at once where blocks are read one after the other.
+        batch_blocks: most slots that one :meth:`writing` may name.
+        ahead_blocks: most slots that one :meth:`pieces` may name; they are read when the first piece is asked for.
     """
 
     kind: str
@@ -48,12 +47,13 @@ class PoolMemory(Protocol):
     batch_blocks: int
     ahead_blocks: int
 
-    def reading(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """The slots' bytes, one view each, valid inside the block."""
-
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
         """One target per slot. What they hold when the block ends well is in the slots afterwards; when it ends with an
         error, the slots may hold anything."""
+
+    def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
+        """The slots' bytes one after the other, each in pieces of at most ``piece_bytes``; for a receiver who may be
+        slow: it holds nothing that others wait for."""
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -96,13 +96,16 @@ class HostMemory:
         """A slot's bytes."""
         return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
-    def reading(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """The slots themselves."""
-        return self._views(slots)
-
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
         """The slots themselves."""
         return self._views(slots)
+
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
+        """See :class:`PoolMemory`."""
+        async with self._views(slots) as blocks:
+            for block in blocks:
+                for piece in cut(block, piece_bytes):
+                    yield piece
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -159,6 +162,11 @@ class HostMemory:
 def address_of(view: memoryview) -> int:
     """Where a buffer's first byte is; it is not kept in place by this."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+
+
+def cut(block: memoryview, piece_bytes: int) -> Iterator[bytes]:
+    """Copies of a block's pieces, in order."""
+    return (bytes(block[start : start + piece_bytes]) for start in range(0, len(block), piece_bytes))
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

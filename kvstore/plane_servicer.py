@@ -79,7 +79,5 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
             for slot in part:
                 if slot not in pinned:
                     raise InvalidRequest(f"slot {slot} is not of ticket {request.ticket_id}'s chain")
-            async with memory.reading(part) as blocks:
-                for block in blocks:
-                    for start in range(0, len(block), MAX_PIECE_BYTES):
-                        yield wire.piece_to_pb(bytes(block[start : start + MAX_PIECE_BYTES]))
+            async for piece in memory.pieces(part, MAX_PIECE_BYTES):
+                yield wire.piece_to_pb(piece)

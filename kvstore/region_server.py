@@ -81,10 +81,12 @@ class RegionServer:
                 both: set[asyncio.Future[Any]] = {granted, gone}
                 await asyncio.wait(both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
+                    # An error of the connection is its end too.
                     gone.exception()
                     return ""
             finally:
                 gone.cancel()
+                await asyncio.wait({gone})
         if not granted.done():
             raise DeadlineExceeded(f"the region was not filled within {WAIT_S:.0f} s")
         return granted.result()

@@ -18,6 +18,7 @@ from kvstore.node import KVNode, start_kvnode
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
 from pillion.wire.kvnode import Brought, CommitRun, NodeStatus, Ticket
+from tests.support.fake_cuda import DeviceBytes
 from tests.support.redis import RedisServer
 
 BLOCK_BYTES = 8192
@@ -100,6 +101,19 @@ class Host:
     def slot(self, number: int) -> memoryview:
         return self.worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
+    def read(self, number: int) -> bytes:
+        """A slot's bytes, wherever the pool is."""
+        if self.worker.device_memory is None:
+            return bytes(self.slot(number))
+        return DeviceBytes(self.worker.device_memory).read(number * BLOCK_BYTES, BLOCK_BYTES)
+
+    def write(self, number: int, data: bytes) -> None:
+        """All of a slot."""
+        if self.worker.device_memory is None:
+            self.slot(number)[:] = data
+        else:
+            DeviceBytes(self.worker.device_memory).write(number * BLOCK_BYTES, data)
+
     async def open(self, hashes: bytes, expected_blocks: int = 0) -> Ticket:
         total = len(hashes) // HASH_BYTES + 1
         return await self.client.open_ticket(
@@ -115,12 +129,12 @@ class Host:
         names = split_hashes(hashes)
         have = len(adopted.chain_slots)
         for slot, block_hash in zip(adopted.chain_slots, names, strict=False):
-            assert bytes(self.slot(slot)) == content(block_hash), "a block holds something else than its hash says"
+            assert self.read(slot) == content(block_hash), "a block holds something else than its hash says"
         left = names[have:]
         if left:
             slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, len(left))).leased_slots
             for slot, block_hash in zip(slots, left, strict=True):
-                self.slot(slot)[:] = content(block_hash)
+                self.write(slot, content(block_hash))
             run = CommitRun(ticket.ticket_id, slots, b"".join(left))
             (result,) = await self.client.commit(self.worker.epoch, [run])
             assert not result.refusal
@@ -158,7 +172,7 @@ class Host:
         await self.client.check_integrity()
         assert self.node is not None
         for block_hash, block in self.node.pool.ledger.tree.by_hash.items():
-            assert bytes(self.slot(block.slot)) == content(block_hash)
+            assert self.read(block.slot) == content(block_hash)
 
     async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
         """The first status of which it is true."""

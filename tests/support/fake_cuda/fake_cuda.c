@@ -21,7 +21,7 @@
 #define DEVICES 4
 #define NAME "fake-cuda-memory"
 
-struct allocation { int used, fd, device, handles, maps, own; size_t size; };
+struct allocation { int used, fd, device, handles, maps; ino_t file; size_t size; };
 struct mapping { int used, allocation, access, reservation; CUdeviceptr at; size_t size; char *bytes; };
 struct reservation { int used; CUdeviceptr at; size_t size; };
 struct pinned { int used; char *at; size_t size; };
@@ -49,8 +49,12 @@ static int devices(void) { return (int)number("FAKE_CUDA_DEVICES", 1); }
 static size_t total(void) { return number("FAKE_CUDA_TOTAL_BYTES", 256UL << 20); }
 static size_t in_use(int device) {
     size_t sum = number("FAKE_CUDA_USED_BYTES", 0);
-    for (int i = 0; i < MANY; i++)
-        if (allocations[i].used && allocations[i].own && allocations[i].device == device) sum += allocations[i].size;
+    for (int i = 0; i < MANY; i++) {
+        int again = !allocations[i].used || allocations[i].device != device;
+        /* The same memory may have been imported as well. */
+        for (int j = 0; j < i; j++) again |= allocations[j].used && allocations[j].file == allocations[i].file;
+        if (!again) sum += allocations[i].size;
+    }
     return sum;
 }
 
@@ -142,10 +146,12 @@ CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *size, const CUmemAllocati
     return sound(prop) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-static int new_allocation(int fd, size_t size, int device, int own) {
+static int new_allocation(int fd, size_t size, int device) {
+    struct stat status;
+    fstat(fd, &status);
     for (int i = 0; i < MANY; i++)
         if (!allocations[i].used) {
-            allocations[i] = (struct allocation){1, fd, device, 1, 0, own, size};
+            allocations[i] = (struct allocation){1, fd, device, 1, 0, status.st_ino, size};
             return i;
         }
     return -1;
@@ -168,7 +174,7 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, 
         NEED(in_use(prop->location.id) + size <= total(), CUDA_ERROR_OUT_OF_MEMORY)
         int fd = memfd_create(NAME, MFD_CLOEXEC);
         NEED(fd >= 0 && ftruncate(fd, (off_t)size) == 0, CUDA_ERROR_OUT_OF_MEMORY)
-        *handle = (CUmemGenericAllocationHandle)(new_allocation(fd, size, prop->location.id, 1) + 1);
+        *handle = (CUmemGenericAllocationHandle)(new_allocation(fd, size, prop->location.id) + 1);
         out:;
     });
 }
@@ -193,6 +199,7 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void *shareable, CUmemGenericAlloc
 CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shareable,
                                                 CUmemAllocationHandleType type) {
     LOCKED({
+        CONTEXT
         int fd = (int)(long)shareable;
         char path[64];
         char name[128] = {0};
@@ -201,7 +208,7 @@ CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *ha
         NEED(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE)
         NEED(readlink(path, name, sizeof name - 1) > 0 && strstr(name, NAME), CUDA_ERROR_INVALID_HANDLE)
         NEED(fstat(fd, &status) == 0, CUDA_ERROR_INVALID_HANDLE)
-        *handle = (CUmemGenericAllocationHandle)(new_allocation(dup(fd), (size_t)status.st_size, 0, 0) + 1);
+        *handle = (CUmemGenericAllocationHandle)(new_allocation(dup(fd), (size_t)status.st_size, stack[depth - 1]->device) + 1);
         out:;
     });
 }
