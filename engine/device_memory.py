@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.backend import DevicePool
 
 
 class _Span:
-    """Speaks the CUDA array interface, version 3, by which torch takes memory that is not its own."""
+    """Speaks the array interfaces, version 3, by which torch (CUDA) and numpy take memory that is not their own."""
 
-    def __init__(self, memory: DevicePool) -> None:
+    def __init__(self, memory: DevicePool, name: str) -> None:
         # Held, because the tensor holds this object: while it lives, the mapping does.
         self._memory = memory
-        self.__cuda_array_interface__: dict[str, Any] = {
+        about: dict[str, Any] = {
             "shape": (memory.size_bytes,),
             "typestr": "|u1",
             "data": (memory.address, False),
             "version": 3,
         }
+        setattr(self, name, about)
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """uint8 [size_bytes] over mapped memory, without a copy; it holds ``memory`` while it lives."""
-    if device.type == "cuda":
-        return torch.as_tensor(_Span(memory), device=device)
-    # A driver without a device (tests) maps host memory.
-    import ctypes
+    """uint8 [size_bytes] over mapped memory, without a copy; it holds ``memory`` while it lives.
 
-    array = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
-    return torch.frombuffer(array, dtype=torch.uint8)
+    In the interpreter, and under a driver without a device (tests), that is memory of the host.
+    """
+    if device.type == "cuda":
+        return torch.as_tensor(_Span(memory, "__cuda_array_interface__"), device=device)
+    return torch.from_numpy(np.asarray(_Span(memory, "__array_interface__")))
