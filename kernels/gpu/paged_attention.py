@@ -33,6 +33,8 @@ NATIVE_FP8_ARCH = 89
 # Rows of a decode tile: the least that tensor cores take, and the most that is still bound by memory.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
+# A chunk's tile of this width fills all registers; a few values that outlive the loops over keys wait in memory.
+WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 32
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -300,6 +302,7 @@ def _spec(kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shap
         aligned=(*pointers, *strides[:3]),
         num_warps=use["num_warps"],
         num_stages=use["num_stages"],
+        max_spill_bytes=WIDE_SPILL_BYTES if chunk and width == WIDE_HEAD_DIM else 0,
         architectures=(arch,),
     )
 
