@@ -59,13 +59,15 @@ def _reaching(values, count, a, b, c, top, rate, BY_MASS: tl.constexpr, BLOCK: t
     at_a = tl.zeros((BLOCK,), tl.float32)
     at_b = tl.zeros((BLOCK,), tl.float32)
     at_c = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, count, BLOCK):
+    start = tl.full((), 0, tl.int32)
+    while start < count:
         inside = start + offsets < count
         value = tl.load(values + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
         weight = tl.exp((value - top) * rate) if BY_MASS else tl.full((BLOCK,), 1.0, tl.float32)
         at_a += tl.where(inside & (value >= a), weight, 0.0)
         at_b += tl.where(inside & (value >= b), weight, 0.0)
         at_c += tl.where(inside & (value >= c), weight, 0.0)
+        start += BLOCK
     return tl.sum(at_a, axis=0), tl.sum(at_b, axis=0), tl.sum(at_c, axis=0)
 
 

@@ -116,6 +116,14 @@ def test_logits_that_are_no_numbers(values, ask):
     assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
 
 
+def test_of_equal_logits_the_lowest_id_is_taken():
+    """Equals in one group, in one slice and in two."""
+    logits = torch.zeros(3, 4300)
+    for row, equals in enumerate(([9, 40, 127], [130, 4000], [4095, 4096, 4299])):
+        logits[row, equals] = 1.0
+    assert chosen_on_device(logits, [Ask(temperature=0.0)] * 3) == [9, 130, 4095]
+
+
 def test_a_row_does_not_depend_on_its_batch():
     """Alone, in any place and any company: the same token (I6)."""
     batch = [
