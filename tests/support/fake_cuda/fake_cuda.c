@@ -4,7 +4,8 @@
    bytes are mapped elsewhere. Copies run when their stream is synchronized and not before, so that whoever does not
    wait sees old bytes. Prototypes and numbers are those of the cuda.h that it is compiled with.
 
-   FAKE_CUDA_DEVICES, FAKE_CUDA_TOTAL_BYTES and FAKE_CUDA_USED_BYTES (what "others" use) say what there is. */
+   FAKE_CUDA_TOUCHABLE=1 maps memory at its device address, too, once access is set: for kernels that are interpreted by
+   this host, which stands for the device then. FAKE_CUDA_DEVICES, FAKE_CUDA_TOTAL_BYTES and FAKE_CUDA_USED_BYTES (what "others" use) say what there is. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -272,6 +273,9 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDe
         for (int i = 0; i < MANY; i++)
             if (mappings[i].used && mappings[i].at == at && mappings[i].size == size) {
                 mappings[i].access = 1;
+                if (getenv("FAKE_CUDA_TOUCHABLE"))
+                    mmap((void *)at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                         allocations[mappings[i].allocation].fd, 0);
                 goto out;
             }
         done = CUDA_ERROR_INVALID_VALUE;
@@ -295,6 +299,7 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr at, size_t size) {
             }
         struct allocation *it = &allocations[mappings[found].allocation];
         munmap(mappings[found].bytes, size);
+        mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
         mappings[found].used = 0;
         it->maps--;
         drop_if_unused(it);
