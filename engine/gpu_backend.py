@@ -36,7 +36,7 @@ from engine.gpu_graphs import StepGraphs
 from engine.gpu_model import GpuDecoder, GpuModel
 from engine.gpu_sampler import GpuFlight, GpuSampler
 from engine.gpu_step import StepRecord
-from engine.sampling_rows import SamplingRows
+from engine.sampling_rows import RowEdit, SamplingRows
 from kernels.gpu import blocks
 from kernels.gpu.paged_attention import PagedAttention
 from pillion.errors import ConfigError, Internal
@@ -184,9 +184,10 @@ class GpuBackend:
         slots = -(-max_tokens // layout.block_size)
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind(scratch, eager=True)
-        for batch in warm_up_batches(max_tokens, layout.block_size):
-            rows = _one_of_each(len(batch.sample_rows))
-            self._sampler.launch(self._forward(bound, batch), rows).land()
+        nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+        for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
+            blocks.copy(bound.pool, nothing)
+            self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).land()
 
     def close(self) -> None:
         """Let go of graphs and pool. Idempotent."""
@@ -226,14 +227,15 @@ def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def _one_of_each(count: int) -> SamplingRows:
-    """Rows that draw with every cut there is, so that warming up compiles all of the sampler."""
+def _one_row(*, drawn: bool) -> SamplingRows:
+    """A row that draws with every cut and an edit, or one that does nothing: together they compile all of the sampler."""
     return SamplingRows(
-        temperature=np.full(count, 0.7, np.float32),
-        top_k=np.full(count, 5, np.int64),
-        top_p=np.full(count, 0.9, np.float32),
-        min_p=np.full(count, 0.01, np.float32),
-        seeds=np.zeros(count, np.uint64),
-        positions=np.zeros(count, np.int64),
-        logprobs=np.full(count, -1, np.int64),
+        temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
+        top_k=np.full(1, 5, np.int64),
+        top_p=np.full(1, 0.9, np.float32),
+        min_p=np.full(1, 0.01, np.float32),
+        seeds=np.zeros(1, np.uint64),
+        positions=np.zeros(1, np.int64),
+        logprobs=np.full(1, -1, np.int64),
+        edits=(RowEdit(row=0, banned=np.zeros(1, np.int64)),) if drawn else (),
     )

@@ -23,7 +23,7 @@ from kernels.gpu.sampling_record import EDIT_FIELDS
 from kernels.gpu.tuned import tuned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_rows"])
 def _edit(logits, edits, count, num_rows, vocab, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     record = edits + number.to(tl.int64) * FIELDS
