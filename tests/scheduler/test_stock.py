@@ -34,7 +34,7 @@ def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int) -
 
 
 def decode(room_tokens: int) -> Any:
-    return SimpleNamespace(num_blocks=2, num_computed=2 * 16 - room_tokens)
+    return SimpleNamespace(num_blocks=2, num_computed=2 * 16 - room_tokens, flying=0)
 
 
 def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:
