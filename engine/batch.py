@@ -15,7 +15,7 @@ class StepBatch:
     """A ragged batch of S sequences with T query tokens in all, over a paged KV pool.
 
     Attributes:
-        token_ids: [T] ids of the tokens to run, sequence after sequence.
+        token_ids: [T] ids of the tokens to run, sequence after sequence. Below 0: see Backend.launch.
         positions: [T] position of each token in its sequence.
         query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1].
         context_lens: [S] tokens that the last query row of s sees, itself included: its position + 1.

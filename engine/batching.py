@@ -32,8 +32,11 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     tables = np.zeros((len(pieces), max(num_blocks)), dtype=np.int32)
     for row, piece, used in zip(tables, pieces, num_blocks, strict=True):
         row[:used] = piece.sequence.table()[:used]
+    token_ids = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces])
+    for place, chosen in plan.unknown:
+        token_ids[query_starts[place]] = -1 - chosen
     return StepBatch(
-        token_ids=np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces]),
+        token_ids=token_ids,
         positions=positions,
         query_starts=np.array(query_starts, dtype=np.int32),
         context_lens=np.array(context_lens, dtype=np.int32),

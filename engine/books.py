@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from engine.flights import Flights
 from engine.plan import ChunkDone, CommitOrder, Outcome, ResumeOrder
 from engine.sequence import Holding, Sequence
 from engine.slots import SlotStock
@@ -19,10 +20,12 @@ STOCK_TARGET_TOKENS = 16
 
 
 class Books:
-    """Belongs to one scheduler. ``out`` is the outcome being gathered."""
+    """Belongs to one scheduler. ``out`` is the outcome being gathered; what leaves for the node waits for ``flights``
+    that may use it."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, flights: Flights | None = None) -> None:
         self.block_size = block_size
+        self.flights = Flights() if flights is None else flights
         self.stock = SlotStock()
         self.out = Outcome()
         self._leased = 0
@@ -81,8 +84,8 @@ class Books:
         )
 
     def accept(self, sequence: Sequence, slots: Seq[int]) -> None:
-        """The run is committed. Where another committer was first, read from its slot; the own one is free again: no
-        step runs between two steps (I2)."""
+        """The run is committed. Where another committer was first, read from its slot from the next launch on; the own
+        one goes back when no step reads it any more (I2)."""
         for block, slot in enumerate(slots, start=sequence.num_committed):
             own = sequence.slots(block, block + 1)[0]
             if own == slot:
@@ -115,11 +118,13 @@ class Books:
 
     def close(self, decodes: Iterable[Sequence], now: float, urgent: bool) -> Outcome:
         """What gathered since the last one. ``decodes`` will grow; ``urgent``: one of them waits for a slot."""
-        room = [s.num_blocks * self.block_size - s.num_computed for s in decodes]
+        room = [s.num_blocks * self.block_size - s.num_computed - s.flying for s in decodes]
         low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
         self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
         out, self.out = self.out, Outcome()
         out.give_back.extend(self.stock.surplus())
+        if self.flights.hold_back(out):
+            self.stock.memory_is_coming()
         self._leased -= len(out.give_back)
         out.lease_blocks = self.stock.wanted(now, urgent=urgent)
         return out
@@ -127,7 +132,7 @@ class Books:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Every slot leased to this worker is in exactly one place (I4). Raises AssertionError."""
         self.stock.check_integrity()
-        places = list(self.stock.slots)
+        places = [*self.stock.slots, *self.flights.held_slots()]
         for sequence in sequences:
             places.extend(sequence.owned_slots())
         assert len(set(places)) == len(places), "a slot is in two places"

@@ -67,9 +67,9 @@ class Lines:
         self.join(sequence)
 
     def remnants(self, now: float) -> list[Sequence]:
-        """What has prompt left to compute, in the order of service; of those without a seat, as many as there are
+        """What has prompt left to launch, in the order of service; of those without a seat, as many as there are
         seats."""
-        begun = [s for s in self.running if not s.decoding and s.left_to_compute]
+        begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
         free = self.free_seats
         if not begun and not (free and (self.swapped or self.waiting)):
             return []

@@ -43,11 +43,14 @@ class StepPlan:
 
     ``copies``: (source, target) slots to be copied before anything runs: the prompt's last, partial block, for an
     answer that is about to write behind it (copy-on-write). ``budget_tokens``: what the step might have taken.
+    ``unknown``: (piece, row) of decodes whose token is what that row of the step under way chooses, counted as in its
+    Sampled.
     """
 
     pieces: tuple[Piece, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     budget_tokens: int = 0
+    unknown: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

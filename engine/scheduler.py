@@ -8,7 +8,8 @@ One class serves both services: a decode worker's streams sample, a prefill work
 
 and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, and the node's answers,
 :meth:`committed`, :meth:`granted`, :meth:`resumed`. What they cause is in the next Outcome; without a step,
-:meth:`flush` gives it.
+:meth:`flush` gives it. For a backend that runs ahead the next step is scheduled before this one is committed:
+:meth:`launched` says so, and :mod:`engine.flights` by which rules.
 
 Order. :mod:`engine.lines` says who is served first and who gives way; :mod:`engine.step_cost` how much a step takes.
 
@@ -30,13 +31,15 @@ from collections.abc import Sequence as Seq
 
 from engine.books import Books
 from engine.drafts import Drafter, speculate
+from engine.flights import Flights
 from engine.forks import Forks
 from engine.lines import Lines
-from engine.plan import Outcome, Piece, Sampled, StepPlan, Update
-from engine.sequence import Ending, ForkSpec, Holding, Marks, Sequence, State
+from engine.news import tell_end, tell_tokens
+from engine.plan import Outcome, Piece, Sampled, StepPlan
+from engine.sequence import Ending, ForkSpec, Holding, Sequence, State
 from engine.step_cost import MIN_REMNANT_TOKENS, Budget
 from pillion.errors import ConfigError, NotFound, PillionError
-from pillion.types import FinishReason, TokenLogprob
+from pillion.types import TokenLogprob
 
 
 class Scheduler:
@@ -79,7 +82,8 @@ class Scheduler:
         self.lines = Lines(max_num_seqs)
         self._whole_prompts = max_whole_tokens > 0
         self._drafter = drafter
-        self._books = Books(block_size)
+        self._flights = Flights()
+        self._books = Books(block_size, self._flights)
         self._sequences: dict[int, Sequence] = {}
         self._forks = Forks(self.lines, self._books)
         self._starved = False
@@ -112,7 +116,7 @@ class Scheduler:
         """It cannot go on: like :meth:`cancel`, with an update. Unknown ids are ignored."""
         sequence = self._sequences.get(seq_id)
         if sequence is not None and not sequence.told:
-            self._tell_end(sequence, Ending(error=error), now)
+            tell_end(self._books.out, sequence, Ending(error=error), now)
             self._abandon(sequence, now)
 
     def committed(self, seq_id: int, slots: Seq[int], refusal: str, now: float) -> None:
@@ -123,7 +127,7 @@ class Scheduler:
             sequence.may_commit = False
             if sequence.is_span and not sequence.told:
                 error = NotFound(f"the KV node refused a commit, plan again: {refusal}")
-                self._tell_end(sequence, Ending(error=error), now)
+                tell_end(self._books.out, sequence, Ending(error=error), now)
         else:
             self._books.accept(sequence, slots)
         if sequence.state is State.CLOSING:
@@ -159,8 +163,13 @@ class Scheduler:
 
     # A step.
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether steps may be launched before the one before has landed: guesses are judged before the next ones."""
+        return self._drafter is None
+
     def schedule(self, now: float) -> StepPlan:
-        """The next step's work; empty when nothing can run."""
+        """The next step's work; empty when nothing can run. At most one step is under way."""
         pieces = self._decodes(now)
         begun, copies = self._forks.seat(now, self._sequences)
         pieces += begun
@@ -170,17 +179,22 @@ class Scheduler:
             spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(remnants)
             pieces = speculate(self._drafter, pieces, spare)
         if remnants:
-            left = self.budget.left(pieces, remnants[0].num_computed)
+            left = self.budget.left(pieces, remnants[0].next_start)
             most = sum(piece.count for piece in pieces) + left
             pieces += self._remnant_pieces(remnants, left, now)
-        self.budget.begin(pieces, now)
-        return StepPlan(tuple(pieces), tuple(copies), most)
+        self.budget.begin(pieces, now, len(self._flights))
+        return StepPlan(tuple(pieces), tuple(copies), most, self._flights.unknown(pieces))
+
+    def launched(self, plan: StepPlan) -> None:
+        """The plan just made is under way, and is committed, or failed, behind those before it."""
+        self._flights.launched(plan)
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Take the results of a step."""
         self.budget.end(now)
+        pieces, sampled = self._flights.landed(plan, sampled)
         tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
-        for piece in plan.pieces:
+        for piece in pieces:
             sequence = piece.sequence
             sequence.num_computed = piece.start + piece.count
             if sequence.is_span:
@@ -195,7 +209,8 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
         """The backend failed: so do the sequences of this batch, and only they."""
-        for piece in plan.pieces:
+        self.budget.end(now, ok=False)
+        for piece in self._flights.landed(plan, Sampled())[0]:
             piece.sequence.num_drafts = 0
             self.fail(piece.sequence.seq_id, error, now)
         return self.flush(now)
@@ -219,6 +234,7 @@ class Scheduler:
         sequences = self._sequences.values()
         self._books.check_integrity(sequences)
         self.lines.check_integrity(sequences)
+        self._flights.check_integrity(sequences)
         assert not any(s.num_drafts for s in sequences), "a draft outlived its step"
 
     # Choosing.
@@ -228,12 +244,19 @@ class Scheduler:
         pieces = []
         self._starved = False
         for sequence in tuple(self.lines.running):
-            if not sequence.decoding or sequence.state is not State.RUNNING:
+            start = sequence.num_computed
+            if sequence.state is not State.RUNNING:
                 continue
-            if sequence.num_computed == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
+            if sequence.flying:
+                start += sequence.flying
+                if not self._flights.may_follow(sequence):
+                    continue
+            elif not sequence.decoding:
+                continue
+            if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is State.RUNNING
                 continue
-            pieces.append(Piece(sequence, sequence.num_computed, 1, 1))
+            pieces.append(Piece(sequence, start, 1, 1))
         # Who came first may have given way to who came later.
         return [piece for piece in pieces if piece.sequence.state is State.RUNNING]
 
@@ -244,7 +267,8 @@ class Scheduler:
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
-            if not self._books.stock.exhausted(now):
+            # Memory that waits for a landing is on its way.
+            if not self._books.stock.exhausted(now) or self._flights.holding:
                 return False
             if any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values()):
                 return False
@@ -262,7 +286,7 @@ class Scheduler:
                 return
             if sequence.state is not State.RUNNING and not self.lines.free_seats:
                 continue
-            wanted = sequence.step_end() - sequence.num_computed
+            wanted = sequence.step_end() - sequence.next_start
             if self._whole_prompts and wanted > left:
                 return
             count = min(left, wanted)
@@ -272,7 +296,7 @@ class Scheduler:
     def _remnant_piece(self, sequence: Sequence, count: int, now: float) -> Piece:
         if sequence.state is not State.RUNNING:
             self.lines.seat(sequence)
-        start, marks = sequence.num_computed, sequence.marks
+        start, marks = sequence.next_start, sequence.marks
         marks.first_step_s = marks.first_step_s or now
         if not marks.first_token_s:
             marks.remnant_steps += 1
@@ -313,7 +337,7 @@ class Scheduler:
             sequence.right_guesses = taken - 1
             self._books.out.right_guesses += taken - 1
         sequence.extend_hashes(sequence.num_computed)
-        self._tell_tokens(sequence, chosen[:taken], reason, now)
+        tell_tokens(self._books.out, sequence, chosen[:taken], reason, now)
         if reason is not None:
             self._close(sequence, now, commit_rest=True)
         if sequence.forks:
@@ -327,39 +351,10 @@ class Scheduler:
         """Its first token, chosen from its parent's logits; then it needs a ticket of its own."""
         child = parent.fork(fork, now)
         reason = child.append(token)
-        self._tell_tokens(child, [(token, logprob)], reason, now, child.marks)
+        tell_tokens(self._books.out, child, [(token, logprob)], reason, now, child.marks)
         if reason is None:
             self._sequences[child.seq_id] = child
             self._forks.ask(parent, child)
-
-    def _tell_tokens(
-        self,
-        sequence: Sequence,
-        chosen: Seq[tuple[int, TokenLogprob | None]],
-        reason: FinishReason | None,
-        now: float,
-        marks: Marks | None = None,
-    ) -> None:
-        ids = tuple(token for token, _ in chosen)
-        said = tuple(logprob for _, logprob in chosen if logprob is not None)
-        if reason is None:
-            self._books.out.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=said, marks=marks))
-        else:
-            self._tell_end(sequence, Ending(reason=reason), now, ids, said)
-
-    def _tell_end(
-        self,
-        sequence: Sequence,
-        ending: Ending,
-        now: float,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        sequence.told = True
-        sequence.marks.ended_s = now
-        self._books.out.updates.append(
-            Update(seq_id=sequence.seq_id, token_ids=token_ids, logprobs=logprobs, ending=ending, marks=sequence.marks)
-        )
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
         """Stop without committing the rest."""
@@ -392,4 +387,4 @@ class Scheduler:
             return
         del self._sequences[sequence.seq_id]
         if not sequence.told:
-            self._tell_end(sequence, Ending(), now)
+            tell_end(self._books.out, sequence, Ending(), now)

@@ -178,7 +178,10 @@ class Sequence:
         self.forks = spec.forks
         # Whose prompt this one shares, until its KV is copied or found.
         self.parent: Sequence | None = None
+        self.reads_history = _reads_history(spec.sampling)
         self.num_drafts = 0
+        # How often it has got a ticket: what was launched under an older one is void.
+        self.holds = 0
         # Of the last guess, how many tokens were right; at first, hope.
         self.right_guesses = MAX_SPECULATIVE_TOKENS
         self.hold(holding)
@@ -210,6 +213,9 @@ class Sequence:
         self._table[: self.num_blocks] = slots
         self.num_committed = self.num_sent = len(holding.chain_slots)
         self.num_computed = self.num_committed * self.block_size
+        # Tokens behind these that are in steps under way (:mod:`engine.flights`).
+        self.flying = 0
+        self.holds += 1
         self.state = State.WAITING
         # Whether the next token is a decode: everything but the last sampled token has its KV.
         self.decoding = False
@@ -230,9 +236,14 @@ class Sequence:
         """Tokens whose KV is missing."""
         return self.num_tokens - self.num_computed
 
+    @property
+    def next_start(self) -> int:
+        """Where its next piece starts: behind everything that is computed or under way."""
+        return self.num_computed + self.flying
+
     def step_end(self) -> int:
         """The position that one step may reach: the next chunk's end, or all there is."""
-        return self.chunk_at(self.num_computed).end_tokens if self.is_span else self.num_tokens
+        return self.chunk_at(self.next_start).end_tokens if self.is_span else self.num_tokens
 
     def chunk_at(self, position: int) -> ChunkMark:
         """The chunk of a span that ``position`` lies in. Chunks before ``chunks_acked`` are not looked at."""
@@ -253,14 +264,20 @@ class Sequence:
         in_table = self.num_blocks * self.block_size - self.num_computed - 1
         return max(0, min(in_table, len(self._tokens) - self.num_tokens - 1))
 
+    @property
+    def next_is_last(self) -> bool:
+        """Whether the next token ends the stream, whichever it is."""
+        behind = self.num_tokens + 1
+        return behind >= self.spec.max_model_len or behind - self.spec.prompt_tokens >= self.spec.max_tokens
+
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token. Returns why the stream ends with it, None when it goes on."""
+        last = self.next_is_last
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
         if token in self.spec.stop_token_ids:
             return FinishReason.STOP
-        full = self.num_tokens >= self.spec.max_model_len
-        return FinishReason.LENGTH if full or self.num_generated >= self.spec.max_tokens else None
+        return FinishReason.LENGTH if last else None
 
     # Blocks.
 
@@ -315,3 +332,11 @@ class Sequence:
         """32 bytes for each of blocks start .. end, all of them at or behind ``start_tokens``."""
         first = self.spec.start_tokens // self.block_size
         return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])
+
+
+def _reads_history(sampling: SamplingParams | None) -> bool:
+    """Whether a choice depends on which tokens stand before it, and not on the logits and its place alone."""
+    if sampling is None:
+        return False
+    repeats = sampling.repetition_penalty not in (None, 1.0)
+    return repeats or bool(sampling.presence_penalty or sampling.frequency_penalty)

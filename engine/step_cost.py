@@ -136,7 +136,7 @@ class Budget:
         self.target_s = target_s
         self.cost = StepCost()
         self.largest_step_tokens = 0
-        self._running: tuple[Float64, float] | None = None
+        self._running: deque[tuple[Float64, float]] = deque()
 
     def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
         """Tokens for remnants, the first of which begins at position ``start``, beside ``decodes``. ``least_tokens``
@@ -150,15 +150,20 @@ class Budget:
             fitting = min(fitting, self.cost.tokens_within(self.target_s, decodes, start, most))
         return min(most, max(fitting, least_tokens))
 
-    def begin(self, pieces: Seq[Piece], now: float) -> None:
-        """A step of these pieces starts."""
+    def begin(self, pieces: Seq[Piece], now: float, under_way: int = 0) -> None:
+        """A step of these pieces starts behind ``under_way`` others. Younger ones than those never began."""
         if pieces:
-            self._running = features(pieces), now
+            while len(self._running) > under_way:
+                self._running.pop()
+            self._running.append((features(pieces), now))
 
-    def end(self, now: float) -> None:
-        """It has ended well."""
-        if self._running is not None:
-            found, began = self._running
+    def end(self, now: float, *, ok: bool = True) -> None:
+        """The oldest one has ended; of one that was not ``ok`` nothing is learnt. Only then does the next one run."""
+        if not self._running:
+            return
+        found, began = self._running.popleft()
+        if ok:
             self.cost.observe(found, now - began)
             self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
-            self._running = None
+        if self._running:
+            self._running[0] = self._running[0][0], now

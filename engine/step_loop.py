@@ -1,7 +1,10 @@
-"""The step thread: schedule -> run -> commit, over and over; everything else happens on asyncio's thread.
+"""The step thread: schedule -> launch -> land -> commit, over and over; everything else happens on asyncio's thread.
 
     asyncio --tell(event)--> inbox --between two steps--> scheduler
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not speak
+
+Where the backend runs ahead, the step that lands is the one before the step just launched: while the device runs that,
+its results are taken, events happen, and the next one is scheduled. With nothing to schedule what is under way lands.
 
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for that.
@@ -10,13 +13,16 @@ fallen MAX_UNREAD_OUTCOMES behind does it wait for that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.backend import Flight
 from engine.plan import Outcome, Sampled, StepPlan
 from engine.scheduler import Scheduler
 from pillion.errors import Internal
@@ -29,11 +35,12 @@ MAX_UNREAD_OUTCOMES = 64
 # How often the thread looks whether it was stopped while it waits for asyncio.
 UNREAD_POLL_S = 1.0
 
-Run = Callable[[StepPlan], Sampled]
+Launch = Callable[[StepPlan], Flight]
 
 
 class OnStep(Protocol):
-    """Hears on the step thread of a step that has run, before it is committed."""
+    """Hears on the step thread of a step that has landed, before it is committed. It took the ``seconds`` since it was
+    launched, or since the step before it landed, whichever was later."""
 
     def __call__(self, plan: StepPlan, seconds: float, *, ok: bool) -> None: ...
 
@@ -42,12 +49,23 @@ def _unheard(plan: StepPlan, seconds: float, *, ok: bool) -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The flight of a step that could not be launched."""
+
+    error: Exception
+
+    def land(self) -> Sampled:
+        raise self.error
+
+
 class StepLoop:
     """Runs a scheduler over a backend.
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        run: copy, forward and sample. What it raises fails that step's sequences.
+        launch: begins a step. What it raises, or the flight's landing, fails that step's sequences.
+        ahead: whether a step may be launched before the one before it has landed.
         on_outcome: called on the asyncio loop before and after every step that has news.
         on_death: called there with a reason, once, if the thread dies of a defect.
         on_step: called on the step thread.
@@ -58,8 +76,9 @@ class StepLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        run: Run,
+        launch: Launch,
         *,
+        ahead: bool = False,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
         on_step: OnStep = _unheard,
@@ -67,7 +86,11 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._run = run
+        self._launch = launch
+        self._ahead = ahead
+        # Steps under way with the times of their launch, oldest first: one between two steps, two for a moment.
+        self._out: deque[tuple[StepPlan, Flight, float]] = deque()
+        self._landed_s = 0.0
         self._on_outcome = on_outcome
         self._on_death = on_death
         self._on_step = on_step
@@ -98,7 +121,7 @@ class StepLoop:
             self._wake.notify()
 
     def halt(self) -> None:
-        """Let the step that runs now be the last one."""
+        """Let what is launched now be the last."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -110,7 +133,7 @@ class StepLoop:
             self._on_outcome(self._held.popleft())
 
     async def stop(self) -> None:
-        """:meth:`halt`, and wait for the thread's end."""
+        """:meth:`halt`, and wait for the thread's end: nothing is under way then, whatever it was."""
         self.halt()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -125,26 +148,52 @@ class StepLoop:
         except BaseException as error:
             log.exception("the step thread died")
             self._post(self._on_death, f"the step thread died: {error!r}")
+        finally:
+            for _, flight, _ in self._out:
+                # Whether it fails is nobody's concern any more; that it has ended is: until then it uses the pool.
+                with contextlib.suppress(Exception):
+                    flight.land()
 
     def _step(self) -> bool:
-        """One step. False when there was nothing to run."""
+        """Launch one step, and land what is due. False when there was nothing to do."""
         plan = self._scheduler.schedule(self._clock())
         # What the events before this step led to is told now: it must not wait for a step, which may be long.
         self._tell(self._scheduler.flush(self._clock()))
-        if not plan.pieces:
-            return False
+        stays = bool(plan.pieces) and self._begin(plan)
+        busy = bool(self._out)
+        while len(self._out) > stays:
+            self._end()
+        return busy
+
+    def _begin(self, plan: StepPlan) -> bool:
+        """Launch a step. True when it may stay under way while the next one is scheduled."""
         began_s = self._clock()
+        flight: Flight
         try:
-            sampled = self._run(plan)
+            flight = self._launch(plan)
+        except Exception as error:  # noqa: BLE001  (raised again in the order of landings)
+            flight = _Failed(error)
+        if self._ahead:
+            self._scheduler.launched(plan)
+        self._out.append((plan, flight, began_s))
+        return self._ahead and not isinstance(flight, _Failed)
+
+    def _end(self) -> None:
+        """Land the oldest step."""
+        plan, flight, began_s = self._out.popleft()
+        began_s = max(began_s, self._landed_s)
+        try:
+            sampled = flight.land()
         except Exception as error:
-            self._on_step(plan, self._clock() - began_s, ok=False)
+            self._landed_s = self._clock()
+            self._on_step(plan, self._landed_s - began_s, ok=False)
             log.exception("a step of %d sequences failed", len(plan.pieces))
             failure = Internal(f"the step failed on the worker: {type(error).__name__}")
             self._tell(self._scheduler.fail_step(plan, failure, self._clock()))
-            return True
-        self._on_step(plan, self._clock() - began_s, ok=True)
+            return
+        self._landed_s = self._clock()
+        self._on_step(plan, self._landed_s - began_s, ok=True)
         self._tell(self._scheduler.commit(plan, sampled, self._clock()))
-        return True
 
     def _take_events(self, wait: bool) -> bool:
         """Let what arrived happen; sleeps for the first event when ``wait``. False: stop."""

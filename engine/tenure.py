@@ -5,7 +5,7 @@
        |                                                                           | the node answers: fenced,
        +--- a call without an answer, or refused ---------+------------------------+
                                                           v
-    ended: nothing is emitted or committed, every owner has heard Unavailable --the step that ran has ended--> closed
+    ended: nothing is emitted or committed, every owner has heard Unavailable --all steps have landed--> closed
 
 Closed, nothing here touches the pool any more, and the worker may say so (:func:`new_epoch`).
 """
@@ -21,11 +21,12 @@ from typing import Any, Protocol
 
 from opentelemetry.context import Context
 
+from engine.backend import Flight
 from engine.batching import build_batch, build_sampling
 from engine.heartbeat import Heartbeat, Lease
 from engine.loading import LoadedModel
 from engine.node_line import NodeLine, describe
-from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Sampled, StepPlan, Update
+from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, StepPlan, Update
 from engine.scheduler import Scheduler
 from engine.sequence import Ending, Sequence
 from engine.spans import record, record_step, shared
@@ -103,7 +104,8 @@ class Tenure:
         lease = Lease(flags.heartbeat_timeout_ms / 1000)
         self._steps = StepLoop(
             scheduler,
-            self._run,
+            self._launch,
+            ahead=model.backend.runs_ahead and scheduler.may_run_ahead,
             on_outcome=self._on_outcome,
             on_death=on_fail,
             on_step=self._stepped,
@@ -176,7 +178,7 @@ class Tenure:
             owner.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
 
     async def close(self) -> None:
-        """Returns when the step that runs has ended, however long that takes: it may store to the pool until then.
+        """Returns when all steps under way have landed, however long that takes: they may store to the pool until then.
         Idempotent."""
         await self._steps.stop()
         await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
@@ -242,9 +244,9 @@ class Tenure:
         owners = (self.owners.get(seq_id) for seq_id in seq_ids)
         record_step(start_s, end_s, tokens, [owner.trace for owner in owners if owner is not None])
 
-    def _run(self, plan: StepPlan) -> Sampled:
+    def _launch(self, plan: StepPlan) -> Flight:
         batch, rows = build_batch(plan, self._block_size), build_sampling(plan)
-        return self._model.backend.launch(batch, plan.copies, rows).land()
+        return self._model.backend.launch(batch, plan.copies, rows)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:

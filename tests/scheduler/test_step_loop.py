@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from engine.backend import Landed
 from engine.plan import Outcome, Sampled, StepPlan, Update
 from engine.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 
@@ -30,7 +31,7 @@ async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
     scheduler, said, allowed = Counting(), [], [False]
     loop: Any = StepLoop(
         scheduler,  # type: ignore[arg-type]
-        lambda plan: Sampled(),
+        lambda plan: Landed(Sampled()),
         on_outcome=lambda outcome: said.append(outcome.updates[0].seq_id),
         on_death=lambda reason: None,
         may_publish=lambda: allowed[0],
@@ -59,7 +60,7 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     scheduler = Counting()
     loop: Any = StepLoop(
         scheduler,  # type: ignore[arg-type]
-        lambda plan: Sampled(),
+        lambda plan: Landed(Sampled()),
         on_outcome=lambda outcome: None,
         on_death=lambda reason: None,
         may_publish=lambda: False,

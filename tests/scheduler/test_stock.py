@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 from engine.books import Books
+from tests.support.ahead_line import AheadLine
 from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt
 
 
+@pytest.mark.parametrize("kind", [SchedulerLine, AheadLine])
 @pytest.mark.parametrize("late_steps", [1, 2])
-def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int) -> None:
+def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int, kind: type[SchedulerLine]) -> None:
     """Each outcome is heard by the node only ``late_steps`` steps later; a decode needs a slot every BLOCK steps.
 
     A stream that begins at the end of a block is no such decode yet: its first slot is asked for with its first token.
     """
-    line = SchedulerLine(slots=200, budget=32, max_num_seqs=4)
+    line = kind(slots=200, budget=32, max_num_seqs=4)
     streams = [line.submit(prompt(seed, 5 + seed), 60) for seed in range(4)]
     for _ in range(BLOCK):
         line.step()
@@ -34,7 +36,7 @@ def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int) -
 
 
 def decode(room_tokens: int) -> Any:
-    return SimpleNamespace(num_blocks=2, num_computed=2 * 16 - room_tokens)
+    return SimpleNamespace(num_blocks=2, num_computed=2 * 16 - room_tokens, flying=0)
 
 
 def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:

@@ -7,17 +7,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.batching import build_batch
 from engine.drafts import Drafter
-from engine.plan import ChunkDone, Outcome, ResumeOrder, Sampled, StepPlan, Update
+from engine.plan import ChunkDone, CommitOrder, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from engine.scheduler import Scheduler
 from engine.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
 from kvstore.hashing import chain_hashes, split_hashes
 from kvstore.ledger import Ledger
 from pillion.errors import PillionError
-from pillion.types import SamplingParams
-from pillion.wire.kvnode import CommitRun
+from pillion.types import FinishReason, SamplingParams
+from pillion.wire.kvnode import CommitResult, CommitRun
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run
 
 BLOCK = 4
@@ -36,6 +37,10 @@ class Said:
     chunks: list[ChunkDone] = field(default_factory=list)
     cancelled: bool = False
     seed: int = 0
+    stop: frozenset[int] = frozenset()
+    penalized: bool = False
+    # Of a further answer, the stream whose prompt it shares.
+    parent: int = 0
 
 
 class SchedulerLine:
@@ -68,6 +73,8 @@ class SchedulerLine:
         self.resumes: list[ResumeOrder] = []
         self.preemptions = 0
         self.copies = 0
+        # Blocks that somebody else had committed first.
+        self.swaps = 0
         self._ids = itertools.count(1)
         self._nonces = itertools.count(1)
 
@@ -83,9 +90,10 @@ class SchedulerLine:
         priority: int = 0,
         seed: int = 0,
         fork_seeds: tuple[int, ...] = (),
+        penalty: float = 0.0,
     ) -> int | None:
         """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
-        ids behind the stream's."""
+        ids behind the stream's. With a penalty each choice depends on the whole answer so far."""
         last = (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1
@@ -102,7 +110,7 @@ class SchedulerLine:
             token_ids=np.array(prompt, dtype=np.int32),
             parent_hash=ROOT,
             prompt_tokens=len(prompt),
-            sampling=None if chunks else replace(GREEDY, seed=seed),
+            sampling=None if chunks else replace(GREEDY, seed=seed, frequency_penalty=penalty),
             stop_token_ids=stop,
             max_tokens=max_tokens,
             max_model_len=0 if chunks else 10_000,
@@ -112,7 +120,9 @@ class SchedulerLine:
         )
         holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
         for name, said_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
-            self.said[name] = Said(prompt, max_tokens, seed=said_seed)
+            parent = 0 if name == seq_id else seq_id
+            said = Said(prompt, max_tokens, seed=said_seed, stop=stop, penalized=penalty != 0, parent=parent)
+            self.said[name] = said
         self.scheduler.add(Sequence(spec, holding, BLOCK, self.now), self.now)
         return seq_id
 
@@ -144,20 +154,12 @@ class SchedulerLine:
         return plan
 
     def _run(self, plan: StepPlan) -> Sampled:
-        """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
         self.copies += len(plan.copies)
         if plan.copies:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
         if not plan.pieces:
             return Sampled()
-        choices = run(self.pool, build_batch(plan, BLOCK)).argmax(axis=1)
-        seeds = [
-            seed
-            for piece in plan.pieces
-            if piece.samples
-            for seed in (*[_seed_of(piece.sequence)] * piece.samples, *piece.fork_seeds)
-        ]
-        return Sampled(tuple(((choices + seeds) % VOCAB_SIZE).tolist()))
+        return chosen(run(self.pool, build_batch(plan, BLOCK)), shifts(plan))
 
     def hear(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`."""
@@ -181,24 +183,27 @@ class SchedulerLine:
         assert plan.num_tokens <= budget
         planned = {id(piece.sequence): piece for piece in plan.pieces}
         assert len(planned) == len(plan.pieces)
-        kinds = [piece.sequence.decoding for piece in plan.pieces]
+        # A decode may stand on a first token that is yet to be chosen.
+        ahead = {place for place, _ in plan.unknown}
+        kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a remnant before a decode"
         for sequence in lines.running:
-            if id(sequence) in decodes_before and id(sequence) not in planned:
-                assert sequence.num_computed == sequence.num_blocks * BLOCK, "a decode with room was skipped"
+            waits = sequence.flying and (sequence.next_is_last or sequence.reads_history)
+            if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
+                assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler._books.stock) == 0, "a decode was skipped while there are slots"
         # Who has a seat now had one before, or was the next in line: the others come behind.
-        begun = [s for s in lines.running if not s.decoding and s.left_to_compute]
+        begun = [s for s in lines.running if not s.decoding and s.next_start < s.num_tokens]
         outside = [*lines.swapped, *lines.waiting] if lines.free_seats else []
         cut = False
         for sequence in sorted(begun, key=lambda s: s.rank) + outside:
             piece = planned.get(id(sequence))
-            want = sequence.step_end() - sequence.num_computed
+            want = sequence.step_end() - sequence.next_start
             cut = cut or piece is None or piece.count < want
             assert piece is None or piece.count <= want, "a chunk's end was crossed"
         if not scheduler._whole_prompts:
             assert not cut or plan.num_tokens == budget, "the step is not filled"
-            short = [p for p in plan.pieces if not p.sequence.decoding]
+            short = [p for p, decodes in zip(plan.pieces, kinds, strict=True) if not decodes]
             left = [p for p in short if p.count < p.sequence.step_end() - p.start]
             assert len(left) <= 1, "two remnants were cut in one step"
             assert not left or left[0] is short[-1], "a remnant was served behind one that was cut"
@@ -212,7 +217,7 @@ class SchedulerLine:
             return False
         outcome, scheduler = self.unheard.pop(0), self.scheduler
         for order in outcome.commits:
-            result = self.ledger.commit(self.worker, [CommitRun(order.ticket_id, order.slots, order.block_hashes)])[0]
+            result = self._commit(order)
             scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
             said = self.said[order.seq_id]
             if not result.refusal and not said.cancelled and said.end is None:
@@ -227,6 +232,11 @@ class SchedulerLine:
         scheduler.check_integrity()
         self.ledger.check_integrity()
         return True
+
+    def _commit(self, order: CommitOrder) -> CommitResult:
+        (result,) = self.ledger.commit(self.worker, [CommitRun(order.ticket_id, order.slots, order.block_hashes)])
+        self.swaps += sum(own != slot for own, slot in zip(order.slots, result.slots, strict=False))
+        return result
 
     def _resume(self) -> None:
         """Preempted streams come back in order, as memory allows."""
@@ -249,7 +259,7 @@ class SchedulerLine:
     def finish(self, max_steps: int = 3000) -> None:
         """Run until nothing is left; nobody may starve."""
         for _ in range(max_steps):
-            if not self.scheduler.num_sequences and not self.unheard:
+            if not self._busy():
                 break
             self.step()
             while self.answer():
@@ -257,6 +267,9 @@ class SchedulerLine:
             self.hear_idle()
         assert not self.scheduler.num_sequences, "somebody starved"
         self.settle()
+
+    def _busy(self) -> bool:
+        return bool(self.scheduler.num_sequences or self.unheard)
 
     def hear_idle(self) -> None:
         outcome = self.scheduler.flush(self.now)
@@ -283,8 +296,16 @@ class SchedulerLine:
             ending = said.end.ending
             assert ending is not None
             assert ending.error is None, ending.error
-            assert said.token_ids == answer(said.prompt, said.seed, len(said.token_ids))
-            assert len(said.token_ids) <= said.max_tokens
+            self.check_answer(said)
+            stopped = bool(said.stop) and said.token_ids[-1] in said.stop
+            assert ending.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert stopped or len(said.token_ids) == said.max_tokens
+
+    def check_answer(self, said: Said) -> None:
+        """What it said so far is what the model says, and nothing behind a stop id."""
+        assert said.token_ids == answer(said.prompt, said.seed, len(said.token_ids), said.penalized)
+        assert len(said.token_ids) <= said.max_tokens
+        assert not said.stop.intersection(said.token_ids[:-1])
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -292,17 +313,35 @@ def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 31 + position * 17 + seed * position) % 97 for position in range(length)]
 
 
-def answer(prompt: list[int], seed: int, count: int) -> list[int]:
-    """The oracle: ``greedy``, each token shifted by the seed."""
+def answer(prompt: list[int], seed: int, count: int, penalized: bool = False) -> list[int]:
+    """The oracle: ``greedy``, each token shifted by the seed, and with a penalty by all tokens of the answer."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append((greedy(tokens, 1)[0] + seed) % VOCAB_SIZE)
+        history = sum(tokens[len(prompt) :]) if penalized else 0
+        tokens.append((greedy(tokens, 1)[0] + seed + history) % VOCAB_SIZE)
     return tokens[len(prompt) :]
 
 
-def _seed_of(sequence: Sequence) -> int:
-    assert sequence.spec.sampling is not None
-    return int(sequence.spec.sampling.seed or 0)
+def shifts(plan: StepPlan) -> list[int]:
+    """What is added to the choice of each row, as known when the plan is made."""
+    found: list[int] = []
+    for piece in plan.pieces:
+        sequence, end = piece.sequence, piece.start + piece.count
+        if not piece.samples:
+            continue
+        assert sequence.spec.sampling is not None
+        history = 0
+        if sequence.spec.sampling.frequency_penalty:
+            assert end <= sequence.num_tokens, "a choice that reads a token which nobody knows yet"
+            history = int(sequence.tokens(sequence.spec.prompt_tokens, end).sum())
+        seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.fork_seeds)
+        found += [seed + history for seed in seeds]
+    return found
+
+
+def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int]) -> Sampled:
+    """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
+    return Sampled(tuple(((logits.argmax(axis=1) + shifts) % VOCAB_SIZE).tolist()))
 
 
 def states(line: SchedulerLine) -> Seq[State]:

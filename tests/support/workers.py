@@ -174,12 +174,14 @@ async def running_workers(
     decode: dict[str, Any] | None = None,
     prefill: dict[str, Any] | None = None,
     node: dict[str, Any] | None = None,
+    backend: Callable[[int], FakeBackend] = FakeBackend,
 ) -> AsyncIterator[Workers]:
-    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be said."""
+    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be said. ``backend``
+    makes one for blocks of so many tokens."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}
-        backends = FakeBackend(BLOCK), FakeBackend(BLOCK)
+        backends = backend(BLOCK), backend(BLOCK)
         pool_bytes = slots * backends[0].layout.block_bytes
         kvnode = await start_kvnode(
             KVNodeFlags(

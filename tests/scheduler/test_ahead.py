@@ -1,0 +1,329 @@
+"""Steps that are launched before the one before has landed: the same streams, no bubble, and nothing goes back to the
+node too early.
+
+Whatever a step under way uses is checked against the ledger after every launch, landing and answer (AheadLine).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.flights import Flights
+from engine.plan import Piece, Sampled, StepPlan
+from engine.scheduler import Scheduler
+from engine.sequence import Holding, Sequence, SequenceSpec, State
+from engine.step_cost import Budget
+from tests.scheduler.test_drafts import Oracle
+from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
+from tests.scheduler.test_step_cost import decodes
+from tests.support.ahead_line import BROKEN, AheadLine
+from tests.support.scheduler_line import BLOCK, GREEDY, ROOT, answer, prompt
+
+
+def run_out(line: AheadLine) -> None:
+    line.finish()
+    line.check_answers()
+
+
+def planned(line: AheadLine, seq_id: int, plan: StepPlan) -> int | None:
+    """Where a sequence's piece starts."""
+    return next((piece.start for piece in plan.pieces if piece.sequence.seq_id == seq_id), None)
+
+
+def test_a_plain_stream_never_waits() -> None:
+    """From its first token on each step runs on the token that the one under way chooses; its last one is foreseen."""
+    line = AheadLine(budget=4)
+    line.submit(prompt(1, 9), 33, seed=2)
+    run_out(line)
+    assert line.launches == 3 + 32
+    assert line.device.resolved == 32
+    assert line.void_rows == 0
+
+
+def test_remnants_and_spans_follow_themselves() -> None:
+    line = AheadLine(budget=8, slots=200)
+    line.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
+    run_out(line)
+    assert line.launches == 10
+    line.submit(prompt(2, 40), 5)
+    run_out(line)
+    assert line.launches == 10 + 5 + 4, "steps of eight tokens, then one for each token but the first"
+    assert [chunk.end_tokens for chunk in line.said[1].chunks] == [24, 48, 80]
+
+
+def test_a_stop_id_voids_the_row_behind_it() -> None:
+    """The stream ends there; what it held is let go when the row that nobody wants has landed, and not before."""
+    said = answer(prompt(1, 9), 0, 40)
+    at = next(place for place in range(8, 40) if said[place] not in said[:place])
+    line = AheadLine()
+    line.submit(prompt(1, 9), 40, stop=frozenset(said[at : at + 1]))
+    while line.said[1].end is None:
+        line.step()
+        while line.answer():
+            pass
+    assert len(line.out) == 1
+    # The last run of blocks is still to be committed; then the ticket's release waits.
+    line.hear_idle()
+    while line.answer():
+        pass
+    line.hear_idle()
+    while line.answer():
+        pass
+    assert line.ledger.holders[line.worker].tickets, "the ticket was released under a step that reads its blocks"
+    line.step()
+    while line.answer():
+        pass
+    assert not line.ledger.holders[line.worker].tickets
+    run_out(line)
+    assert line.said[1].token_ids == said[: at + 1]
+    assert line.void_rows == 1
+
+
+def test_who_reads_its_history_runs_in_every_other_step() -> None:
+    line = AheadLine()
+    line.submit(prompt(1, 9), 12, penalty=0.5)
+    line.submit(prompt(2, 7), 24)
+    starts = []
+    while line.said[1].end is None:
+        starts.append(planned(line, 1, line.step()))
+        while line.answer():
+            pass
+    assert starts[:6] == [0, None, 9, None, 10, None]
+    run_out(line)
+    assert line.launches == 24, "the other one does not wait for it"
+
+
+def test_a_fork_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
+    line = AheadLine()
+    line.submit(prompt(1, 9), 6, seed=1, fork_seeds=(2, 3, 4))
+    line.step()
+    line.cancel(3)
+    run_out(line)
+    assert line.said[3].token_ids == []
+    assert line.void_rows == 1
+    for seq_id in (1, 2, 4):
+        assert len(line.said[seq_id].token_ids) == 6
+
+
+def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() -> None:
+    line = AheadLine()
+    line.submit(prompt(1, 20), 40)
+    for _ in range(8):
+        line.step()
+        while line.answer():
+            pass
+    line.cancel(1)
+    assert line.scheduler.num_sequences == 0
+    line.hear_idle()
+    while line.answer():
+        pass
+    leased = line.ledger.books().leased_blocks
+    assert leased, "the slots went back under a step that writes there"
+    line.scribble()
+    line.step()
+    line.settle()
+
+
+def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozenset()) -> Sequence:
+    spec = SequenceSpec(
+        seq_id=seq_id,
+        token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
+        parent_hash=ROOT,
+        prompt_tokens=length,
+        sampling=GREEDY,
+        stop_token_ids=stop,
+        max_tokens=50,
+        max_model_len=1000,
+    )
+    return Sequence(spec, Holding(seq_id, (), tuple(slots)), BLOCK, 0.0)
+
+
+def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
+    """A stream stops, and the node, which has not heard of it, says that it is exhausted: who lacks a slot waits for
+    the landing, and for the next answer, instead of preempting the newest."""
+    scheduler, stop = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8), 7
+    for number in (1, 2, 3):
+        scheduler.add(stream(number, 6, range(10 * number, 10 * number + 2)), 0.0)
+    scheduler.add(stream(4, 5, range(40, 42), frozenset({stop})), 0.0)
+    newest = stream(5, 2, range(50, 54))
+    scheduler.add(newest, 0.0)
+    flight, asked, released, ran = None, 0, [], []
+    for turn in range(5):
+        now = turn / 100
+        if asked:
+            scheduler.granted((), now)
+            asked = 0
+        plan = scheduler.schedule(now)
+        ran.append({piece.sequence.seq_id for piece in plan.pieces})
+        outcomes = [scheduler.flush(now)]
+        scheduler.launched(plan)
+        if flight is not None:
+            # The fourth stops with the token of the second step, while the third runs.
+            chosen = [stop if turn == 2 and piece.sequence.seq_id == 4 else 1 for piece in flight.pieces]
+            outcomes.append(scheduler.commit(flight, Sampled(tuple(chosen)), now))
+        for out in outcomes:
+            for order in out.commits:
+                scheduler.committed(order.seq_id, (), "no", now)
+            asked += out.lease_blocks
+            released.append((turn, out.releases))
+        assert sum(out.preemptions for out in outcomes) == 0
+        flight = plan
+    assert ran[3] == {1, 2, 5}, "its two slots are used at once; the third needs one more"
+    assert [said for said in released if said[1]] == [(3, [4])]
+    assert newest.state is State.RUNNING
+
+
+def test_what_was_launched_under_an_older_hold_is_void() -> None:
+    flights, sequence = Flights(), stream(1, 6, range(4))
+    sequence.state = State.RUNNING
+    plan = StepPlan((Piece(sequence, 0, 6, 1),))
+    flights.launched(plan)
+    sequence.hold(Holding(2, (), (5, 6)))
+    sequence.state = State.RUNNING
+    assert flights.landed(plan, Sampled((3,))) == ([], Sampled())
+    assert sequence.flying == 0
+
+
+@pytest.mark.parametrize("slots", [16, 20, 24])
+def test_a_victim_under_way_says_every_token_once(slots: int) -> None:
+    line = AheadLine(slots=slots, max_num_seqs=4, budget=32)
+    for kind in range(4):
+        line.submit(prompt(kind, 9), 24, seed=kind)
+    run_out(line)
+    assert line.preemptions
+    assert line.void_rows, "nobody was preempted with a token under way"
+
+
+def test_a_launch_that_fails_loses_no_token_before_it() -> None:
+    line = AheadLine()
+    line.submit(prompt(1, 9), 20)
+    for _ in range(5):
+        line.step()
+        line.answer()
+    assert len(line.said[1].token_ids) == 4
+    line.breaks = "launch"
+    line.step()
+    assert len(line.said[1].token_ids) == 5
+    end = line.said[1].end
+    assert end is not None
+    assert end.ending is not None
+    assert end.ending.error is not None
+    assert end.ending.error.message == BROKEN
+    line.submit(prompt(2, 9), 3)
+    run_out(line)
+    assert len(line.said[2].token_ids) == 3
+
+
+def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
+    line = AheadLine(budget=8)
+    line.submit(prompt(1, 9), 20)
+    for _ in range(5):
+        line.step()
+        line.answer()
+    line.submit(prompt(2, 9), 5)
+    line.breaks = "landing"
+    # The one that breaks carries the first stream alone; the next one, under way by then, both.
+    line.step()
+    assert line.said[1].end is not None
+    assert line.said[2].end is None
+    run_out(line)
+    assert len(line.said[2].token_ids) == 5
+
+
+def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
+    line = AheadLine(slots=64, budget=32)
+    line.submit(prompt(1, 15), 12)
+    line.submit(prompt(1, 15), 12)
+    run_out(line)
+    assert line.swaps
+
+
+def test_guesses_are_judged_before_the_next_ones() -> None:
+    common = {"block_size": BLOCK, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    assert Scheduler(**common).may_run_ahead
+    assert not Scheduler(**common, drafter=Oracle()).may_run_ahead
+
+
+def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
+    budget, pieces = Budget(256), decodes(4, 100)
+    seen = []
+    budget.cost.observe = lambda found, seconds: seen.append(round(seconds, 6))  # type: ignore[method-assign]
+    budget.begin(pieces, 0.0)
+    budget.begin(pieces, 0.001, 1)
+    budget.end(0.010)
+    budget.begin(pieces, 0.011, 1)
+    budget.end(0.020, ok=False)
+    budget.end(0.035)
+    budget.begin(pieces, 0.050)
+    budget.end(0.058)
+    assert seen == [0.010, 0.015, 0.008], "from its own launch, or from the landing before it, a failed one's too"
+
+
+ARRIVE = st.tuples(
+    st.just("arrive"),
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.integers(1, 24),
+    st.integers(-1, 1),
+    st.integers(0, 5),
+    st.sampled_from([0, 0, 0, 1, 3]),
+    st.sampled_from([0, 0, 0, 5, 40]),
+    st.sampled_from([0, 0, 1]),
+)
+SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5))
+TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
+SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
+EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, CANCEL, TROUBLE), max_size=60)
+
+
+def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
+    if kind == "arrive":
+        text, length, most, priority, seed, forks, stops, penalized = numbers
+        line.submit(
+            prompt(text, length),
+            most,
+            stop=frozenset(range(stops)),
+            priority=priority,
+            seed=seed,
+            fork_seeds=tuple(seed + 1 + number for number in range(forks)),
+            penalty=float(penalized),
+        )
+    elif kind == "span":
+        text, first, second = numbers
+        line.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
+    elif kind == "cancel":
+        alive = [seq_id for seq_id, said in line.said.items() if said.end is None and not said.cancelled]
+        if alive:
+            line.cancel(alive[numbers[0] % len(alive)])
+    elif kind == "step":
+        for _ in range(numbers[0]):
+            line.step()
+    elif kind == "answer":
+        for _ in range(numbers[0]):
+            line.answer()
+    elif kind == "scribble":
+        line.scribble()
+    elif kind == "refuse":
+        line.refuse_commits += 1
+    else:
+        line.breaks = kind
+    line.scheduler.check_integrity()
+    line.ledger.check_integrity()
+
+
+@settings(max_examples=300, deadline=None)
+@given(SHAPES, EVENTS, st.integers(0, 99))
+def test_any_history_with_a_step_under_way(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int
+) -> None:
+    slots, budget, max_num_seqs = shape
+    # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
+    line = AheadLine(slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws)
+    for kind, *said in events:
+        play(line, str(kind), [number for number in said if isinstance(number, int)])
+    line.breaks, line.refuse_commits = "", 0
+    run_out(line)
+    assert all(s.state is not State.RUNNING for s in line.scheduler._sequences.values())

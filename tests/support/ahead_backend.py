@@ -1,0 +1,133 @@
+"""The fake model on a device that runs ahead: launches return at once, a thread runs them in order and takes its time.
+
+Beside the model it keeps what a device would not forgive: how many steps are under way, which slots they use, and, at
+the node, whether one of those was free for somebody else meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from engine.batch import StepBatch
+from engine.host_step import run_at_once
+from engine.plan import Sampled
+from engine.sampling_rows import SamplingRows
+from kvstore.ledger import Ledger
+from tests.support.fake_backend import FakeBackend
+
+# Longest time that the device takes before, and after, a step.
+MAX_DELAY_S = 0.002
+LANDING_TIMEOUT_S = 30.0
+
+
+class Launched:
+    """A step of :class:`AheadBackend`."""
+
+    def __init__(
+        self, backend: AheadBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows
+    ) -> None:
+        self.batch, self.copies, self.rows = batch, copies, rows
+        self.over = threading.Event()
+        self.sampled = Sampled()
+        self.error: Exception | None = None
+        used = zip(batch.block_tables.tolist(), batch.context_lens.tolist(), strict=True)
+        size = backend.layout.block_size
+        self.slots = {slot for table, length in used for slot in table[: -(-length // size)]}.union(*copies)
+        self._backend = backend
+
+    def land(self) -> Sampled:
+        assert self.over.wait(LANDING_TIMEOUT_S)
+        self._backend.landed(self)
+        if self.error is not None:
+            raise self.error
+        return self.sampled
+
+
+class AheadBackend(FakeBackend):
+    """``resolved``: tokens that only the device knew. ``most_under_way``: steps at once."""
+
+    runs_ahead = True
+
+    def __init__(self, block_size: int, seed: int = 0) -> None:
+        super().__init__(block_size)
+        self.resolved = 0
+        self.most_under_way = 0
+        self.under_way: list[Launched] = []
+        self._random = Random(seed)
+        self._lock = threading.Lock()
+        self._line: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="fake-device", daemon=True)
+        self._thread.start()
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Launched:  # type: ignore[override]
+        flight = Launched(self, batch, copies, rows)
+        with self._lock:
+            self.under_way.append(flight)
+            self.most_under_way = max(self.most_under_way, len(self.under_way))
+        self._line.put(flight)
+        return flight
+
+    def landed(self, flight: Launched) -> None:
+        """In the order of launches, each once."""
+        with self._lock:
+            assert self.under_way[0] is flight
+            del self.under_way[0]
+
+    def slots(self) -> set[int]:
+        """What steps under way may read or write."""
+        with self._lock:
+            return set().union(*(flight.slots for flight in self.under_way))
+
+    def close(self) -> None:
+        assert not self.under_way, "closed with a step under way"
+        self._line.put(None)
+        self._thread.join(LANDING_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        before = Sampled()
+        while (flight := self._line.get()) is not None:
+            time.sleep(self._random.random() * MAX_DELAY_S)
+            try:
+                ids = flight.batch.token_ids.copy()
+                unknown = np.flatnonzero(ids < 0)
+                ids[unknown] = [before.token_ids[-1 - token] for token in ids[unknown]]
+                self.resolved += len(unknown)
+                batch = replace(flight.batch, token_ids=ids)
+                before = flight.sampled = run_at_once(self, batch, flight.copies, flight.rows).sampled
+            except Exception as error:
+                # What such a step chose is anything, but it is there.
+                before = Sampled((0,) * len(flight.rows))
+                flight.error = error
+            time.sleep(self._random.random() * MAX_DELAY_S)
+            flight.over.set()
+
+
+def watch(ledger: Ledger, *backends: AheadBackend) -> list[str]:
+    """Fills with what went back to the node while a step under way used it. Called on the node's thread."""
+    found: list[str] = []
+
+    def watched(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = set().union(*(backend.slots() for backend in backends))
+            result = change(*args, **kwargs)
+            # What landed meanwhile is nobody's concern any more.
+            used = before & set().union(*(backend.slots() for backend in backends))
+            safe = {slot for holder in ledger.holders.values() for slot in holder.leased}
+            safe |= {block.slot for block in ledger.tree.by_hash.values() if block.holds}
+            if used - safe:
+                found.append(f"{name} took {sorted(used - safe)} from under a step")
+            return result
+
+        return call
+
+    for name in ("release", "give_back", "gone"):
+        setattr(ledger, name, watched(name, getattr(ledger, name)))
+    return found

@@ -1,0 +1,190 @@
+"""A scheduler over a device that runs ahead: steps are launched, run later, and land when the next one is launched.
+
+What a step reads and writes while it is under way is watched: a slot that the node gave to somebody else, or might give
+away, is a defect at once, and not only where it happens to spoil a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+
+from engine.batch import StepBatch
+from engine.batching import build_batch
+from engine.plan import CommitOrder, Sampled, StepPlan
+from pillion.errors import Internal
+from pillion.wire.kvnode import CommitResult
+from tests.support.fake_backend import Int64, copy_blocks, run
+from tests.support.scheduler_line import BLOCK, SchedulerLine, chosen, shifts
+
+BROKEN = "broken"
+
+
+def slots_of(batch: StepBatch, copies: tuple[tuple[int, int], ...]) -> set[int]:
+    """What a step may read or write."""
+    block_size = BLOCK
+    rows = zip(batch.block_tables.tolist(), batch.context_lens.tolist(), strict=True)
+    found = {slot for table, length in rows for slot in table[: -(-length // block_size)]}
+    return found.union(*copies)
+
+
+@dataclass
+class _Step:
+    batch: StepBatch
+    copies: tuple[tuple[int, int], ...]
+    shifts: list[int]
+    slots: set[int]
+    sampled: Sampled | None = None
+
+
+class Device:
+    """Runs steps in the order of their launch, each some time before it lands: ``draw`` chooses the earliest moment or
+    the latest."""
+
+    def __init__(self, pool: Int64, draw: Random) -> None:
+        self._pool = pool
+        self._draw = draw
+        self._flights: deque[_Step] = deque()
+        self._before = Sampled()
+        # Of the last steps that ran, by launch: unknown tokens that they were given.
+        self.resolved = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        batch = build_batch(plan, BLOCK)
+        batch = replace(batch, block_tables=batch.block_tables.copy())
+        self._flights.append(_Step(batch, plan.copies, shifts(plan), slots_of(batch, plan.copies)))
+        if self._draw.random() < 0.5:
+            self._catch_up(len(self._flights))
+
+    def land(self) -> Sampled:
+        self._catch_up(1)
+        sampled = self._flights.popleft().sampled
+        assert sampled is not None
+        return sampled
+
+    def slots(self) -> set[int]:
+        """What steps that have not landed use."""
+        return set().union(*(step.slots for step in self._flights))
+
+    def _catch_up(self, steps: int) -> None:
+        for step in list(self._flights)[:steps]:
+            if step.sampled is None:
+                if step.copies:
+                    copy_blocks(self._pool, *zip(*step.copies, strict=True))
+                ids = step.batch.token_ids
+                unknown = np.flatnonzero(ids < 0)
+                self.resolved += len(unknown)
+                ids[unknown] = [self._before.token_ids[-1 - token] for token in ids[unknown]]
+                self._before = step.sampled = chosen(run(self._pool, step.batch), step.shifts)
+
+
+class AheadLine(SchedulerLine):
+    """As the step loop does it for a backend that runs ahead.
+
+    ``refuse_commits``: so many orders are refused. ``breaks``: the next "launch" or "landing" fails.
+    """
+
+    def __init__(self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4, draws: int = 0) -> None:
+        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs)
+        self.device = Device(self.pool, Random(draws))
+        self.out: deque[tuple[StepPlan, bool]] = deque()
+        self.rival = self.ledger.attach("rival", "decode")
+        self.refuse_commits = 0
+        self.breaks = ""
+        # Rows that were computed for nobody.
+        self.void_rows = 0
+        self.launches = 0
+
+    def step(self) -> StepPlan:
+        """Schedule and launch; land what was under way before."""
+        self.now += 0.01
+        before = {id(s) for s in self.scheduler.lines.running if s.decoding}
+        coming = self.scheduler._flights.holding
+        plan = self.scheduler.schedule(self.now)
+        self._check_plan(plan, before)
+        outcome = self.scheduler.flush(self.now)
+        assert not (coming and outcome.preemptions), "somebody gave way though memory was on its way to the node"
+        if not outcome.empty:
+            self.hear(outcome)
+        stays = bool(plan.pieces) and self._launch(plan)
+        while len(self.out) > stays:
+            self.land()
+        self._check_flying()
+        self.scheduler.check_integrity()
+        return plan
+
+    def _launch(self, plan: StepPlan) -> bool:
+        broken = self.breaks == "launch"
+        self.scheduler.launched(plan)
+        self.launches += 1
+        if broken:
+            self.breaks = ""
+        else:
+            self.device.launch(plan)
+        self.out.append((plan, broken))
+        return not broken
+
+    def land(self) -> None:
+        """The oldest step is over, well or not."""
+        self.now += 0.001
+        plan, broken = self.out.popleft()
+        sampled = Sampled() if broken else self.device.land()
+        if broken or self.breaks == "landing":
+            self.breaks = self.breaks if broken else ""
+            self.hear(self.scheduler.fail_step(plan, Internal(BROKEN), self.now))
+            return
+        told = sum(len(said.token_ids) for said in self.said.values())
+        self.hear(self.scheduler.commit(plan, sampled, self.now))
+        told = sum(len(said.token_ids) for said in self.said.values()) - told
+        self.void_rows += len(sampled.token_ids) - told
+
+    def answer(self) -> bool:
+        """As in SchedulerLine; what the node frees, nobody may still use."""
+        heard = super().answer()
+        self._check_flying()
+        return heard
+
+    def scribble(self) -> None:
+        """Another worker gets all slots that it can get, and writes there."""
+        slots = self.ledger.lease(self.rival, len(self.pool))
+        self.pool[list(slots)] = -7
+        self._check_flying()
+        self.ledger.give_back(self.rival, slots)
+
+    def _commit(self, order: CommitOrder) -> CommitResult:
+        if self.refuse_commits:
+            self.refuse_commits -= 1
+            return CommitResult((), "refused by the test")
+        return super()._commit(order)
+
+    def _check_flying(self) -> None:
+        """What steps under way use is leased to this worker, or committed and held."""
+        leased = self.ledger.holders[self.worker].leased
+        held = {block.slot for block in self.ledger.tree.by_hash.values() if block.holds}
+        lost = {slot for slot in self.device.slots() if slot not in leased and slot not in held}
+        assert not lost, f"slots {lost} went back to the node under a step that is under way"
+
+    def _busy(self) -> bool:
+        return super()._busy() or bool(self.out)
+
+    def check_answers(self) -> None:
+        """Those that a broken step ended, or a refused span, are right as far as they came. Answers that had not begun
+        went with the one whose prompt they share."""
+        whole = {}
+        for seq_id, said in self.said.items():
+            if said.end is None and said.parent and not said.token_ids:
+                parent = self.said[said.parent]
+                assert parent.end is not None or parent.cancelled
+                continue
+            error = said.end.ending.error if said.end is not None and said.end.ending is not None else None
+            if error is None:
+                whole[seq_id] = said
+            elif said.max_tokens:
+                assert error.message == BROKEN, error
+                self.check_answer(said)
+        everybody, self.said = self.said, whole
+        super().check_answers()
+        self.said = everybody
