@@ -15,7 +15,6 @@ from kvstore.checksum import block_checksum
 from kvstore.disk import open_disk_tier
 from kvstore.disk_files import DiskFolder
 from kvstore.eviction import LruEviction, make_policy
-from kvstore.host_tier import HostTier
 from kvstore.memory import HostMemory
 from kvstore.records import IndexEvent
 from kvstore.spill import Spiller
@@ -237,45 +236,6 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
         assert prompt(0)[0] not in tier
         assert len(tier) == 5
         host.close(ticket)
-
-
-def host_tier() -> HostTier:
-    return HostTier(memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES)), BLOCK_BYTES, lambda: None, verify=True)
-
-
-async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
-    tier = host_tier()
-    async with running(tier) as host:
-        for token in range(16):
-            host.serve(token)
-        host.go_on.clear()
-        host.serve(16)
-        await until(host.read.is_set)
-        ticket = host.open(0)
-        host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller._moving)
-        await until(lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
-        assert prompt(0)[0] not in tier
-        assert len(tier) == 5
-        tier.check_integrity()
-        host.close(ticket)
-
-
-async def test_a_spiller_that_is_stopped_gives_its_buffers_back() -> None:
-    tier = host_tier()
-    host = Host([tier])
-    task = asyncio.create_task(host.spiller.run())
-    host.go_on.clear()
-    for token in range(17):
-        host.serve(token)
-    await until(host.read.is_set)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert tier.room_bytes() < NUM_SLOTS * BLOCK_BYTES, "they are being written to"
-    host.go_on.set()
-    await host.spiller.close()
-    await until(lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
-    tier.check_integrity()
 
 
 async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
