@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from typing import Any
 
 from kvstore.cuda_driver import CudaError, Device, Driver
 from pillion.errors import ConfigError
@@ -35,6 +36,12 @@ class DeviceMapping:
         self.device_index = device.index
         self.address = device.map(handle, size_bytes)
         self._held: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """All of it as bytes (CUDA Array Interface, version 3, of Numba): ``torch.as_tensor(mapping, device=...)`` is
+        a view of it. Views are void once it is closed."""
+        return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def hold(self) -> Hold:
         """While it lives, :meth:`close` leaves the memory mapped."""

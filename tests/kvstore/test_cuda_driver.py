@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from kvstore import cuda_driver
 from kvstore.cuda_driver import AccessDesc, AllocationFlags, AllocationProp, CudaError, Device, Driver, Location, Stream
@@ -105,6 +106,22 @@ def test_memory_is_what_was_written(device: Device) -> None:
     segment.close()
     device.close()
     device.close()
+
+
+def test_others_see_it_as_bytes(device: Device) -> None:
+    """Under CUDA a tensor is a view of it; elsewhere the description is all that can be looked at."""
+    segment = DeviceSegment(device, MIB)
+    DeviceBytes(segment.mapping).write(5, b"hello")
+    if NATIVE and torch.cuda.is_available():
+        tensor = torch.as_tensor(segment.mapping, device=f"cuda:{device.index}")
+        assert tensor.data_ptr() == segment.mapping.address
+        assert (tensor.dtype, tensor.numel()) == (torch.uint8, segment.size_bytes)
+        assert bytes(tensor[5:10].cpu().tolist()) == b"hello"
+        del tensor
+    said = segment.mapping.__cuda_array_interface__
+    assert said["data"] == (segment.mapping.address, False)
+    assert (said["shape"], said["typestr"], said["version"]) == ((2 * MIB,), "|u1", 3)
+    segment.close()
 
 
 def test_memory_goes_back_with_its_last_user(device: Device) -> None:
