@@ -1,0 +1,126 @@
+"""Attention over the paged pool, as Triton computes it, against plain torch."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, rounded  # isort: skip  (before the kernels)
+from tests.support.paged_case import LAYER, UNTOUCHED, PagedCase, Shape  # isort: skip
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.gpu.attention_plan import ITEM_WORDS, PARTIAL
+from pillion.errors import Internal
+
+SHORT = st.tuples(st.integers(0, 300), st.integers(1, 3))
+CHUNK = st.tuples(st.integers(0, 150), st.integers(4, 50))
+BATCHES = st.lists(SHORT | CHUNK, min_size=1, max_size=4)
+
+
+def check(case: PagedCase, **more: object) -> None:
+    attention = case.attention(**more)
+    out = case.run(attention)
+    many = case.batch.num_tokens
+    assert (out[many:] == UNTOUCHED).all()
+    # Rounded: the queries' scores no, each weight once, the sum of them no, the result once.
+    torch.testing.assert_close(out[:many].float(), case.reference(), **rounded(case.shape.dtype, 8))
+
+
+@given(
+    parts=BATCHES,
+    group=st.sampled_from([1, 2, 4, 7, 8]),
+    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    window=st.sampled_from([0, 1, 33, 128]),
+    softcap=st.sampled_from([0.0, 1.5]),
+)
+@settings(max_examples=25, deadline=None)
+def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, block_size, dtype, window, softcap):
+    check(PagedCase.of(Shape(group, head_dim, block_size, dtype, softcap, window), parts))
+
+
+@given(
+    parts=BATCHES,
+    group=st.sampled_from([1, 4, 7]),
+    head_dim=st.sampled_from([64, 112, 128]),
+    block_size=st.sampled_from([16, 64]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    window=st.sampled_from([0, 40]),
+)
+@settings(max_examples=15, deadline=None)
+def test_float8_is_attended_as_what_its_codes_and_scales_say(parts, group, head_dim, block_size, dtype, window):
+    check(PagedCase.of(Shape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_are_decoded_like_single_tokens(dtype):
+    case = PagedCase.of(Shape(4, 64, 16, dtype), [(500, 5), (3, 1), (0, 4)])
+    attention = case.attention(decode_rows=5)
+    assert not attention.plan(case.batch).with_chunks
+    assert case.attention().plan(case.batch).with_chunks
+    check(case, decode_rows=5)
+
+
+@pytest.mark.parametrize("parts", [[(600, 1)], [(560, 40)]], ids=["decode", "chunk"])
+def test_a_row_tile_that_many_programs_share_is_merged(parts):
+    case = PagedCase.of(Shape(4, 64, 16, torch.float16), parts)
+    attention = case.attention()
+    plan, planner = attention.plan(case.batch), attention.planner
+    starts = plan.record[planner.starts_at(0, plan.with_chunks) :]
+    programs = planner.chunk.programs if plan.with_chunks else planner.decode.programs
+    items = plan.record[starts[0] : starts[programs]].reshape(-1, ITEM_WORDS)
+    assert (items[:, PARTIAL] >= 0).sum() > 2
+    check(case)
+
+
+def test_layers_with_different_windows_have_plans_of_their_own():
+    case = PagedCase.of(Shape(2, 64, 16, torch.float32, window=20), [(200, 1), (100, 30), (7, 2)])
+    check(case, windows=(0, 20, 50))
+
+
+def test_one_place_serves_step_after_step():
+    """A graph is captured over one record and one set of partials: nothing of the step before may show."""
+    shape = Shape(4, 64, 16, torch.float32)
+    long = PagedCase.of(shape, [(400, 1), (300, 1), (100, 40)])
+    short = PagedCase.of(shape, [(10, 1), (70, 20)])
+    attention = long.attention()
+    record = torch.zeros(attention.max_record_words, dtype=torch.int32, device=DEVICE)
+    out = torch.full((len(long.queries), shape.heads * shape.head_dim), UNTOUCHED, device=DEVICE)
+    for case in (long, short):
+        attention = case.attention(max_tokens=64, max_seqs=4, max_context_blocks=32) if case is short else attention
+        plan = attention.plan(case.batch)
+        record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
+        mine = out[: len(case.queries)]
+        attention.attend(LAYER, case.queries, mine, record, with_chunks=True)
+        found = mine[: case.batch.num_tokens].cpu()
+        torch.testing.assert_close(found, case.reference(), **rounded(torch.float32, 8))
+
+
+def test_misuse_is_refused():
+    case = PagedCase.of(Shape(2, 64, 16, torch.float32), [(20, 1), (5, 30)])
+    attention = case.attention()
+    plan = attention.plan(case.batch)
+    record = torch.from_numpy(plan.record).to(DEVICE)
+    out = torch.zeros(len(case.queries), 4 * 64, device=DEVICE)
+    for layer, queries, target, window in [
+        (LAYER + 1, case.queries, out, 0),
+        (LAYER, case.queries[:, :2], out, 0),
+        (LAYER, case.queries.transpose(1, 2), out, 0),
+        (LAYER, case.queries.half(), out, 0),
+        (LAYER, case.queries, out[1:], 0),
+        (LAYER, case.queries, out, 5),
+    ]:
+        with pytest.raises(Internal):
+            attention.attend(layer, queries, target, record, window=window, with_chunks=True)
+    for bad in ({"scale": -1.0}, {"max_tokens": 0}):
+        with pytest.raises((Internal, TypeError)):
+            case.attention(**bad).plan(case.batch)
+
+
+def test_records_are_the_same_for_the_same_batch():
+    case = PagedCase.of(Shape(2, 64, 16, torch.float32), [(200, 1), (5, 30)])
+    attention = case.attention()
+    assert np.array_equal(attention.plan(case.batch).record, attention.plan(case.batch).record)
