@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     # The layout's arithmetic is also for those who have no torch: the gateway and the supervisor.
     import torch
 
+    from engine.plan import Sampled
+    from engine.sampling_rows import SamplingRows
+
 
 # What a layout of 8-bit KV calls its type, and the bytes of a row's scale.
 FP8_E4M3 = "fp8_e4m3"
@@ -49,8 +52,11 @@ class KVLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * row
 
 
-def checked_memory(memory: memoryview, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
-    """A pool's memory as bytes, and how many of them are in use. Raises ConfigError for too few, or read-only ones."""
+def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
+    """A pool's memory as bytes, and how many of them are in use. Raises ConfigError for too few, read-only ones, and
+    those of a GPU."""
+    if not isinstance(memory, memoryview):
+        raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
     needed = num_slots * layout.block_bytes
     if memory.nbytes < needed or memory.readonly:
         raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
@@ -93,14 +99,45 @@ class DevicePool(Protocol):
         """From there on."""
 
 
+class Flight(Protocol):
+    """A step from its launch to its landing."""
+
+    def land(self) -> Sampled:
+        """Blocks until this step's tokens are on the host; called once, of flights in the order of their launch.
+
+        Raises what the step failed with. Landed or failed, the step reads and writes no slot any more.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The flight of a step that was run at once."""
+
+    sampled: Sampled
+
+    def land(self) -> Sampled:
+        """Waits for nothing."""
+        return self.sampled
+
+
 class Backend(Protocol):
     """Owns weights and scratch; borrows the pool.
 
-    Threads: every call comes from the step loop's thread, one at a time. What changes: only the pool's slots that a
-    batch writes, and the logits of the last forward, whose memory the next one may use again. What raises:
-    ``bind_pool`` raises ConfigError for a pool of another shape; ``forward`` raises Internal for defects alone: the
-    scheduler made its batch.
+        schedule --> launch(step k+1) --> land(step k) --> commit(step k) --> schedule ...       it runs ahead
+        schedule --> launch(step k) = copy_blocks, forward, sample --> land --> commit --> ...   it does not
+
+    A backend that runs ahead queues steps on its device, at most two: each one sees what those before it wrote, and the
+    host waits for nothing but sampled ids. It has ``launch`` alone; ``copy_blocks`` and ``forward`` belong to those
+    that do not (:class:`HostBackend`).
+
+    Threads: every call comes from the step loop's thread, one at a time; so do those of a flight. What changes: only
+    the pool's slots that a batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape;
+    ``launch`` raises Internal for defects alone: the scheduler made its batch.
     """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched before the one before it has landed. Never changes."""
 
     @property
     def layout(self) -> KVLayout:
@@ -110,8 +147,30 @@ class Backend(Protocol):
     def vocab_size(self) -> int:
         """Columns of the logits."""
 
-    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Use ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged cache."""
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Flight:
+        """Begin a step: copy whole slots, (source, target) pairs, pair after pair; then write the batch's KV; then
+        choose a token for each of ``sample_rows`` as ``rows`` say, in that order.
+
+        A token id ``-1 - r`` stands for the token that row r of the step launched before this one chooses, counted as
+        in its Sampled.token_ids. It occurs only where that step had not landed when this one was planned, and only as
+        the one token of a decode. Where this raises, nothing of the step runs any more.
+        """
+
+    def close(self) -> None:
+        """End threads and let go of the pool. Idempotent; no other call comes after it."""
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""
+
+
+class HostBackend(Backend, Protocol):
+    """A backend whose steps run on the calling thread, so that their parts can be called one by one.
+
+    The logits of a forward stay until the next one, which may use their memory again.
+    """
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
@@ -119,9 +178,3 @@ class Backend(Protocol):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole slots, each source to the target at its place, before the next forward reads them. Targets are
         leased to this worker."""
-
-    def close(self) -> None:
-        """End threads and let go of the pool. Idempotent; no other call comes after it."""
-
-    def warm_up(self, max_tokens: int) -> None:
-        """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""

@@ -16,14 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout, checked_copies, checked_memory, warm_up_batches
+from engine.backend import DevicePool, KVLayout, Landed, checked_copies, checked_memory, warm_up_batches
 from engine.batch import StepBatch
 from engine.cpu_model import ModelPlan, attention_planner, plan_model
 from engine.cpu_weights import CpuWeights, load_cpu_weights
+from engine.host_step import run_at_once
 from engine.model_cache import ModelCache
 from engine.model_config import ModelConfig, load_config
 from engine.model_files import Progress
 from engine.prepare import PreparedModel, kv_layout
+from engine.sampling_rows import SamplingRows
 from kernels.cpu.compiler import CompiledKernels, compile_kernels
 from kernels.cpu.isa import Isa
 from kernels.cpu.kv_layout import LAYOUT_VERSION
@@ -80,7 +82,9 @@ def load_cpu_model(
 
 
 class CpuBackend:
-    """Implements ``engine.backend.Backend``; its docstring says who may call what."""
+    """Implements ``engine.backend.HostBackend``; its docstring says who may call what."""
+
+    runs_ahead = False
 
     def __init__(self, model: CpuModel, threads: int, affinity: Sequence[int] = ()) -> None:
         """Starts ``threads`` - 1 native threads. ``affinity``: the core of each thread, or nothing."""
@@ -112,10 +116,10 @@ class CpuBackend:
         """Columns of the logits."""
         return self._config.vocab_size
 
-    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
-        memory, needed = checked_memory(memory, num_slots, self._layout)
-        self._pool = np.frombuffer(memory, np.uint8, count=needed).reshape(num_slots, -1)
+        view, needed = checked_memory(memory, num_slots, self._layout)
+        self._pool = np.frombuffer(view, np.uint8, count=needed).reshape(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's KV, give float32 logits [R, vocab_size], which the next forward overwrites."""
@@ -132,6 +136,10 @@ class CpuBackend:
             raise Internal("copy_blocks before bind_pool")
         for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target] = self._pool[source]
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
+        """The whole step, at once."""
+        return run_at_once(self, batch, copies, rows)
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch all weights and let the buffers grow to a full step, over scratch memory."""

@@ -16,7 +16,7 @@ from pillion.errors import ConfigError
 
 DEFAULT_HOST_POOL_BYTES = 2**30
 
-F = TypeVar("F", ServeFlags, OfflineFlags)
+F = TypeVar("F", bound=ComputeFlags)
 
 
 def interpreted() -> bool:
@@ -25,7 +25,7 @@ def interpreted() -> bool:
 
 
 def resolve_device(flags: ComputeFlags) -> str:
-    """ "cpu" or "cuda". Raises ConfigError for a GPU that is asked for and not there, and for what one of the two lacks."""
+    """ "cpu" or "cuda". Raises ConfigError for a GPU that is not there, and for flags that the device cannot have."""
     device = flags.device
     if device == "auto":
         device = "cuda" if device_count() else "cpu"
@@ -49,7 +49,7 @@ def resolved(flags: F) -> F:
     """The flags of a whole cluster, or of an LLM, without "auto". Raises ConfigError as :func:`resolve_device`."""
     device = resolve_device(flags)
     flags = replace(flags, device=device)
-    if not flags.kv_pool_bytes and pool_device(device) == "cpu":
+    if isinstance(flags, ServeFlags | OfflineFlags) and not flags.kv_pool_bytes and pool_device(device) == "cpu":
         flags = replace(flags, kv_pool_bytes=DEFAULT_HOST_POOL_BYTES)
     if isinstance(flags, ServeFlags) and flags.prefill_workers < 0:
         flags = replace(flags, prefill_workers=0 if device == "cuda" else 1)

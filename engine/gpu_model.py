@@ -162,7 +162,8 @@ class GpuDecoder:
         model, count = self._model, len(normed)
         if layer.experts is not None:
             return layer.experts(normed)
-        assert layer.gate_up is not None and layer.down is not None
+        assert layer.gate_up is not None
+        assert layer.down is not None
         inner = len(layer.gate_up) // 2
         both = model.gate_up.view(-1)[: count * 2 * inner].view(count, 2 * inner)
         _product(normed, layer.gate_up, layer.gate_up_bias, both)
@@ -217,7 +218,8 @@ def _layer(weights: GpuWeights, index: int) -> _Layer:
         return weights.get(f"layers.{index}.{name}")
 
     qkv, o = get("qkv.weight"), get("o.weight")
-    assert qkv is not None and o is not None
+    assert qkv is not None
+    assert o is not None
     return _Layer(
         attention_norm=get("attention_norm"),
         qkv=qkv,

@@ -108,7 +108,7 @@ class GpuWeights:
         generator = torch.Generator(device).manual_seed(seed)
         with torch.inference_mode():
             for name, tensor in self._tensors.items():
-                if name.endswith("norm"):
+                if name.rpartition(".")[2].endswith("norm"):
                     tensor.fill_(1.0)
                 else:
                     tensor.normal_(0.0, DUMMY_SPREAD, generator=generator)

@@ -49,8 +49,8 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """The default factory: a GPU's kernels where one is to be used; else the CPU kernels where they run the model, torch
-    where they do not. Says which, and why."""
+    """The default factory: a GPU's kernels where one is to be used, else the CPU kernels where they run the model, else
+    torch. Says which, and why."""
     if resolve_device(flags) == "cuda":
         return load_on_gpu(flags)
     prepared = prepare(flags, log.info)

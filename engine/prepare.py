@@ -63,14 +63,7 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
     """
     dtype = resolve_dtype(flags.dtype)
     source = locate(flags.model, flags.revision, progress)
-    cache = ModelCache()
-    record = cache.read_record(source.path, dtype)
-    if record is None:
-        with cache.lock(progress):
-            record = cache.read_record(source.path, dtype)
-            if record is None:
-                record = _examine(cache, source, dtype, progress)
-                cache.write_record(source.path, dtype, record)
+    record = _of_shapes(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
     return PreparedModel(
         folder=Path(record.folder),
         name=flags.served_model_name or source.name,
@@ -81,6 +74,19 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
         eos_token_ids=record.eos_token_ids,
         bos_token_id=record.bos_token_id,
     )
+
+
+def _recorded(source: Source, dtype: str, progress: Progress) -> ModelRecord:
+    """What is known of a model; looked at once, by whoever comes first."""
+    cache = ModelCache()
+    record = cache.read_record(source.path, dtype)
+    if record is None:
+        with cache.lock(progress):
+            record = cache.read_record(source.path, dtype)
+            if record is None:
+                record = _examine(cache, source, dtype, progress)
+                cache.write_record(source.path, dtype, record)
+    return record
 
 
 def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
@@ -146,6 +152,22 @@ def _examine(cache: ModelCache, source: Source, dtype: str, progress: Progress) 
         eos_token_ids=_eos_token_ids(folder, config),
         bos_token_id=config.bos_token_id,
         files=stamp(iter([*sources, *small, *weights])),
+    )
+
+
+def _of_shapes(source: Source, dtype: str) -> ModelRecord:
+    """A folder without weights: what is measured with random ones. It must hold its tokenizer. Written nowhere."""
+    if source.is_gguf:
+        raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
+    config = load_config(source.path)
+    return ModelRecord(
+        folder=str(source.path),
+        fingerprint=_fingerprint((), config, f"{dtype} dummy"),
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(source.path, config),
+        bos_token_id=config.bos_token_id,
+        files=stamp(iter(())),
     )
 
 

@@ -44,7 +44,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         found = _largest(logits)
         if found is not None:
             return Sampled(tuple(found))
-    table = _table(logits)
+    table = whole_groups(logits)
     # Infinities and what comes of them are legal here.
     with np.errstate(all="ignore"):
         report = Report(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
@@ -61,7 +61,7 @@ def _largest(logits: torch.Tensor) -> list[int] | None:
     return tokens if all(isfinite(value(row, token)) for row, token in enumerate(tokens)) else None
 
 
-def _table(logits: torch.Tensor) -> Float32:
+def whole_groups(logits: torch.Tensor) -> Float32:
     """The logits, C-contiguous, in whole groups: a vocabulary that is none is copied, with -inf behind it."""
     missing = -logits.shape[1] % GROUP_TOKENS
     if missing:

@@ -26,7 +26,6 @@ from engine.heartbeat import Heartbeat, Lease
 from engine.loading import LoadedModel
 from engine.node_line import NodeLine, describe
 from engine.plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, Sampled, StepPlan, Update
-from engine.sampler import sample
 from engine.scheduler import Scheduler
 from engine.sequence import Ending, Sequence
 from engine.spans import record, record_step, shared
@@ -244,10 +243,8 @@ class Tenure:
         record_step(start_s, end_s, tokens, [owner.trace for owner in owners if owner is not None])
 
     def _run(self, plan: StepPlan) -> Sampled:
-        backend = self._model.backend
-        if plan.copies:
-            backend.copy_blocks(*zip(*plan.copies, strict=True))
-        return sample(backend.forward(build_batch(plan, self._block_size)), build_sampling(plan))
+        batch, rows = build_batch(plan, self._block_size), build_sampling(plan)
+        return self._model.backend.launch(batch, plan.copies, rows).land()
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:

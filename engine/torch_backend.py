@@ -13,19 +13,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout, checked_copies, checked_memory, warm_up_batches
+from engine.backend import DevicePool, KVLayout, Landed, checked_copies, checked_memory, warm_up_batches
 from engine.batch import StepBatch
 from engine.decoder import run_decoder
+from engine.host_step import run_at_once
 from engine.model_config import load_config
 from engine.prepare import PreparedModel, kv_layout
 from engine.rope import make_ropes
+from engine.sampling_rows import SamplingRows
 from engine.weights import DTYPES, load_weights
 from kernels.torch_attention import StepAttention
 from pillion.errors import Internal
 
 
 class TorchBackend:
-    """Implements ``engine.backend.Backend``; its docstring says who may call what."""
+    """Implements ``engine.backend.HostBackend``; its docstring says who may call what."""
+
+    runs_ahead = False
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
         """Loads the weights. ``threads`` holds for the whole process; 0 leaves torch's choice.
@@ -51,10 +55,10 @@ class TorchBackend:
         """Columns of the logits."""
         return self._config.vocab_size
 
-    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
-        memory, needed = checked_memory(memory, num_slots, self._layout)
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=needed)
+        view, needed = checked_memory(memory, num_slots, self._layout)
+        flat = torch.frombuffer(view, dtype=torch.uint8, count=needed)
         self._pool = self._shaped(flat.view(self._dtype), num_slots)
 
     def close(self) -> None:
@@ -76,6 +80,10 @@ class TorchBackend:
             raise Internal("copy_blocks before bind_pool")
         for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target].copy_(self._pool[source])
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
+        """The whole step, at once."""
+        return run_at_once(self, batch, copies, rows)
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch all weights and let the allocator see a full step, over scratch memory."""

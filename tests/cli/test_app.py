@@ -16,7 +16,7 @@ import pytest
 from pillion._version import VERSION
 from pillion.cli import cluster, parts
 from pillion.cli.app import cli, part_command, with_model
-from pillion.cli.cluster import child_environ, part_specs, threads_per_worker
+from pillion.cli.cluster import child_environ, part_specs, resolved_flags, threads_per_worker
 from pillion.cli.flags import env_name
 from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
@@ -24,6 +24,11 @@ from pillion.errors import ConfigError
 from pillion.types import ClusterStatus, Delta, FinishReason, PartStatus, SamplingParams, TokenLogprob
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def on_cpu(**said: Any) -> ServeFlags:
+    """The flags of a cluster on a machine without a GPU, settled."""
+    return resolved_flags(ServeFlags(device="cpu", **said))
 
 
 def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -131,7 +136,7 @@ def test_servers_need_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib
 def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "usable_cores", lambda: 8)
     monkeypatch.setenv("PILLION_BLOCK_SIZE", "99")
-    flags = ServeFlags(model="m", prefill_workers=2, decode_workers=1, grpc_port=1234, max_num_seqs=7)
+    flags = on_cpu(model="m", prefill_workers=2, decode_workers=1, grpc_port=1234, max_num_seqs=7)
     folder = pathlib.Path("/run/x")
     specs = part_specs(flags, folder, pathlib.Path("/bin/redis-server"))
     assert [(s.part_id, s.level) for s in specs] == [
@@ -167,7 +172,7 @@ def test_workers_get_cores_of_their_own(
     monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], prefill: str, decode: str
 ) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
-    specs = part_specs(ServeFlags(model="m", **said), pathlib.Path("/run/x"), None)
+    specs = part_specs(on_cpu(model="m", **said), pathlib.Path("/run/x"), None)
     by_name = {spec.part_id: spec.argv for spec in specs}
     assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
     assert f"--cpu-affinity={decode}" in by_name["decode-0"]
@@ -176,11 +181,11 @@ def test_workers_get_cores_of_their_own(
 def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
     with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
-        part_specs(ServeFlags(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
+        part_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
 
 
 def test_a_redis_password_is_not_on_a_command_line() -> None:
-    flags = ServeFlags(redis_url="rediss://:secret@host:6379/0")
+    flags = on_cpu(redis_url="rediss://:secret@host:6379/0")
     specs = part_specs(flags, pathlib.Path("/run/x"), None)
     assert "redis" not in [spec.part_id for spec in specs]
     for spec in specs:
@@ -190,7 +195,7 @@ def test_a_redis_password_is_not_on_a_command_line() -> None:
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 4), (64, 32)])
 def test_workers_share_the_cores(cores: int, threads: int) -> None:
-    assert threads_per_worker(ServeFlags(), cores) == threads
+    assert threads_per_worker(on_cpu(), cores) == threads
 
 
 def test_children_are_told_to_stay_quiet() -> None:
@@ -364,3 +369,33 @@ def test_temporary_folders_are_short_enough_for_sockets() -> None:
         }
     finally:
         runtime.remove()
+
+
+def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
+    monkeypatch.setattr("engine.devices.device_count", lambda: 1)
+    flags = resolved_flags(ServeFlags(model="m"))
+    assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
+    assert "--kv-device=cuda" in part_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+    flags = resolved_flags(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
+    assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
+    flags = resolved_flags(ServeFlags(model="m", device="cpu"))
+    assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
+    assert "--kv-device=cpu" in part_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"device": "cuda"}, "--device cuda: no NVIDIA GPU can be used here"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU"),
+        ({"load_format": "dummy"}, "--load-format dummy needs a GPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("engine.devices.device_count", lambda: 0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        resolved_flags(ServeFlags(**said))

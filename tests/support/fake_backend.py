@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout
+from engine.backend import KVLayout, Landed
 from engine.batch import StepBatch
+from engine.host_step import run_at_once
 from engine.loading import LoadedModel
 from engine.prepare import PreparedModel
+from engine.sampling_rows import SamplingRows
 from pillion.config import WorkerFlags
 
 VOCAB_SIZE = 97
@@ -70,10 +72,12 @@ def copy_blocks(pool: Int64, sources: Sequence[int], targets: Sequence[int]) -> 
 
 
 class FakeBackend:
-    """An engine.backend.Backend.
+    """An engine.backend.HostBackend.
 
     ``before_step`` may be replaced to fail or to look at a batch; ``gate`` blocks steps while it is cleared.
     """
+
+    runs_ahead = False
 
     def __init__(self, block_size: int, version: str = "fake") -> None:
         self.layout = KVLayout(version, 1, 1, 1, block_size, "float32")
@@ -96,6 +100,9 @@ class FakeBackend:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         copy_blocks(self._pool, sources, targets)
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
+        return run_at_once(self, batch, copies, rows)
 
     def warm_up(self, max_tokens: int) -> None:
         pass

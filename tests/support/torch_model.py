@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.backend import Backend
+from engine.backend import HostBackend
 from engine.prepare import PreparedModel
 from engine.torch_backend import TorchBackend
 from tests.support.batches import Sequences
@@ -35,13 +35,16 @@ class Driver:
         block_size: int = 16,
         num_slots: int = 64,
         seed: int = 0,
-        backend: Backend | None = None,
+        backend: HostBackend | None = None,
     ) -> None:
         self.backend: Any = backend or TorchBackend(prepared, block_size, 1)
-        # Every byte 0xff reads as NaN in bf16 and fp32: whoever reads a row that was not written gives himself away.
+        self.bind(num_slots)
+        self.sequences = Sequences(num_slots, block_size, seed)
+
+    def bind(self, num_slots: int) -> None:
+        """Every byte 0xff reads as NaN in bf16 and fp32: who reads a row that was not written gives himself away."""
         self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
         self.backend.bind_pool(memoryview(self._memory), num_slots)
-        self.sequences = Sequences(num_slots, block_size, seed)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one batch; gives the logits of each part's last token, or of ``sample``."""

@@ -1,0 +1,112 @@
+"""Chooses tokens on the GPU as :mod:`engine.sampler` does on the host: the same tokens for the same logits (I6).
+
+    logits --rows that report log probabilities, unedited--> host
+      '--edits--> choose --> sampled (on the device, where the next step embeds from) --copy--> host: the flight lands
+
+Log probabilities are computed on the host, of the few rows that ask for them, by the host's own code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.logprobs import Report
+from engine.plan import Sampled
+from engine.sampler import whole_groups
+from engine.sampling_rows import Int64, SamplingRows
+from kernels.gpu.sampling import Chooser
+from kernels.gpu.sampling_edits import apply_edits, keep_raw
+from kernels.gpu.sampling_record import EditPacker, cuts_any, pack_rows
+from pillion.types import TokenLogprob
+
+
+class GpuFlight:
+    """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
+
+    def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, rows: SamplingRows, done: Any) -> None:
+        """``tokens`` and ``raw`` are on their way to host memory until ``done``, an event; None: they are there."""
+        self._tokens, self._raw, self._rows, self._done = tokens, raw, rows, done
+
+    def land(self) -> Sampled:
+        """Tokens and log probabilities of the step, in the order of its rows."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: Int64 = self._tokens.numpy().astype(np.int64)
+        if self._raw is None:
+            return Sampled(tuple(tokens.tolist()))
+        return Sampled(tuple(tokens.tolist()), _reported(self._raw, self._rows, tokens))
+
+
+class GpuSampler:
+    """Of one backend. ``sampled``: int32, what the last launch chose, row after row."""
+
+    def __init__(self, sampled: torch.Tensor, vocab_size: int) -> None:
+        self._sampled = sampled
+        self._chooser = Chooser(vocab_size, sampled.device)
+        self._edits = EditPacker(vocab_size)
+        self._pinned = sampled.is_cuda
+
+    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuFlight:
+        """Begin to choose a token for each row of logits [R, V] float32, which are edited in place."""
+        count = len(rows)
+        if not count:
+            return GpuFlight(torch.empty(0, dtype=torch.int32), None, rows, self._event())
+        with torch.inference_mode():
+            raw = self._keep_raw(logits, rows)
+            if rows.edits:
+                apply_edits(logits, self._send(self._edits.pack(rows.edits)))
+            chosen = self._sampled[:count]
+            self._chooser.choose(logits, self._send(pack_rows(rows)), chosen, cuts=cuts_any(rows))
+            return GpuFlight(self._fetch(chosen), raw, rows, self._event())
+
+    def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
+        asked = np.flatnonzero(rows.logprobs >= 0)
+        if not len(asked):
+            return None
+        kept = torch.empty((len(asked), logits.shape[1]), dtype=torch.float32, device=logits.device)
+        keep_raw(logits, self._send(asked), kept)
+        return self._fetch(kept)
+
+    def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """To the device, without waiting: torch keeps pinned memory until the copy is done."""
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(self._sampled.device, non_blocking=True) if self._pinned else host
+
+    def _fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """To the host, without waiting."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
+        return host.copy_(values, non_blocking=True)
+
+    def _event(self) -> Any:
+        if not self._pinned:
+            return None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._sampled.device))
+        return event
+
+
+def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
+    """One entry for each row; ``raw`` holds the unedited logits of those that asked."""
+    asked = np.flatnonzero(rows.logprobs >= 0)
+    few = replace(
+        rows,
+        temperature=rows.temperature[asked],
+        top_k=rows.top_k[asked],
+        top_p=rows.top_p[asked],
+        min_p=rows.min_p[asked],
+        seeds=rows.seeds[asked],
+        positions=rows.positions[asked],
+        logprobs=rows.logprobs[asked],
+        edits=(),
+    )
+    entries: list[TokenLogprob | None] = [None] * len(rows)
+    with np.errstate(all="ignore"):
+        report = Report(whole_groups(raw), raw.shape[1], few)
+        for row, entry in zip(asked.tolist(), report.of(tokens[asked]), strict=True):
+            entries[row] = entry
+    return tuple(entries)

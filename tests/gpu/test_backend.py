@@ -1,0 +1,185 @@
+"""The GPU backend against transformers: every family, steps that are padded, launched ahead and captured."""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.gpu_graphs import MAX_GRAPH_TOKENS, sizes_for
+from engine.prepare import prepare
+from engine.sampler import sample
+from engine.sampling_rows import RowEdit, SamplingRows
+from pillion.config import ModelFlags
+from pillion.errors import ConfigError, Internal
+from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.gpu import NATIVE
+from tests.support.tiny_model import save_model
+
+# Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
+# float32 products are cuBLAS's, in another order.
+TOLERANCE = 1e-3 if NATIVE else 1e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def close(got, wanted):
+    torch.testing.assert_close(got.cpu(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    """A text in chunks, and in a batch beside another one's decodes."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text, other = tokens_of(PROMPT_TOKENS, 2), tokens_of(PROMPT_TOKENS, 3)
+    with torch.inference_mode():
+        wanted, beside = (model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other))
+    driver = GpuDriver(prepare(flags), num_slots=40)
+    (number,) = driver.sequences.add()
+    close(driver.run_all(number, text, [33, 1, 3]), wanted)
+    one, two = driver.sequences.add(2)
+    driver.step((one, other[:37]), sample=())
+    got = driver.step((one, other[37:38]), (two, text[:40]), sample=[0, 1, 40])
+    close(got, torch.stack((beside[37], wanted[0], wanted[39])))
+    got = driver.step((two, text[40:41]), (one, other[38:39]))
+    close(got, torch.stack((wanted[40], beside[38])))
+
+
+@pytest.fixture(scope="module")
+def prepared(own_cache, tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model") / "model")
+    return prepare(ModelFlags(model=str(folder), dtype="float32"))
+
+
+def rows_of(positions, **said):
+    count = len(positions)
+    drawn = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "logprobs": -1, **said}
+    return SamplingRows(
+        temperature=np.full(count, drawn["temperature"], np.float32),
+        top_k=np.full(count, drawn["top_k"], np.int64),
+        top_p=np.full(count, drawn["top_p"], np.float32),
+        min_p=np.full(count, drawn["min_p"], np.float32),
+        seeds=np.arange(count).astype(np.uint64) + np.uint64(2**40),
+        positions=np.array(positions, np.int64),
+        logprobs=np.full(count, drawn["logprobs"], np.int64),
+        edits=said.get("edits", ()),
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 7, "top_p": 0.8},
+        {"logprobs": 3, "edits": (RowEdit(row=1, banned=np.arange(200)),)},
+    ],
+)
+def test_tokens_are_those_of_the_hosts_sampler(prepared, said):
+    driver = GpuDriver(prepared)
+    a, b = driver.sequences.add(2)
+    batch = driver.sequences.step([(a, tokens_of(9, 0)), (b, tokens_of(20, 1))])
+    rows = rows_of([9, 20], **said)
+    logits = driver.backend.forward(batch).clone()
+    wanted = sample(logits, rows)
+    found = driver.backend.launch(batch, (), rows).land()
+    assert found.token_ids == wanted.token_ids
+    assert len(found.logprobs) == len(wanted.logprobs)
+    for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
+    """Launched before the step before has landed, its tokens named by their rows: the same as one after the other."""
+
+    def answers(ahead: bool) -> list[tuple[int, ...]]:
+        driver = GpuDriver(prepared)
+        a, b = driver.sequences.add(2)
+        flight = driver.backend.launch(
+            driver.sequences.step([(a, tokens_of(9, 0)), (b, tokens_of(20, 1))]), (), rows_of([9, 20])
+        )
+        chosen = []
+        for step in range(4):
+            if not ahead:
+                chosen.append(flight.land().token_ids)
+            # The sequences change places, so a row is not its own successor.
+            one, two = (-2, -1) if ahead else chosen[-1][::-1]
+            batch = driver.sequences.step([(b, [one]), (a, [two])])
+            following = driver.backend.launch(batch, (), rows_of([21 + step, 10 + step]))
+            if ahead:
+                chosen.append(flight.land().token_ids)
+            flight, (a, b) = following, (b, a)
+        return [*chosen, flight.land().token_ids]
+
+    assert answers(ahead=True) == answers(ahead=False)
+
+
+def test_copies_come_before_the_step(prepared):
+    driver = GpuDriver(prepared)
+    (one,) = driver.sequences.add()
+    prompt = tokens_of(21, 4)
+    driver.step((one, prompt))
+    fork, sources, targets = driver.sequences.fork(one)
+    assert len(sources) == 1
+    batch = driver.sequences.step([(fork, [5])])
+    copied = driver.backend.launch(batch, tuple(zip(sources, targets, strict=True)), rows_of([22])).land()
+    (fresh,) = driver.sequences.add()
+    again = driver.backend.launch(driver.sequences.step([(fresh, [*prompt, 5])]), (), rows_of([22])).land()
+    assert copied.token_ids == again.token_ids
+
+
+def test_float8_keeps_close_to_exact(prepared):
+    text = tokens_of(40, 5)
+    exact, rough = GpuDriver(prepared), GpuDriver(prepared, backend=gpu_backend(prepared, fp8=True))
+    assert rough.backend.layout.block_bytes < exact.backend.layout.block_bytes / 2
+    assert rough.backend.layout.version != exact.backend.layout.version
+    found = [driver.run_all(driver.sequences.add()[0], text, [16, 1, 1]) for driver in (exact, rough)]
+    error = (found[0] - found[1]).abs().mean() / found[0].abs().mean()
+    assert 0 < error < 0.1
+
+
+def test_rows_of_padding_write_nothing(prepared):
+    """Three tokens run as four; no slot but the one that the table names changes."""
+    driver = GpuDriver(prepared, num_slots=8)
+    (one,) = driver.sequences.add()
+    pool = driver.backend._bound.pool
+    before = pool.clone()
+    batch = driver.sequences.step([(one, [1, 2, 3])])
+    driver.backend.forward(batch)
+    changed = (pool != before).any(1).nonzero().view(-1).tolist()
+    assert changed == [int(batch.block_tables[0, 0])]
+
+
+def test_misuse_is_refused(prepared):
+    backend = gpu_backend(prepared)
+    driver = GpuDriver(prepared)
+    batch = driver.sequences.step([(driver.sequences.add()[0], [1])])
+    with pytest.raises(Internal, match="before bind_pool"):
+        backend.forward(batch)
+    if NATIVE:
+        with pytest.raises(ConfigError, match="host memory"):
+            backend.bind_pool(memoryview(bytearray(2**20)), 1)
+    many = driver.sequences.step([(number, [1]) for number in driver.sequences.add(MAX_SEQS + 1)])
+    with pytest.raises(Internal, match="too large"):
+        driver.backend.forward(many)
+    with pytest.raises(Internal, match="cannot copy blocks"):
+        driver.backend.copy_blocks([0], [64])
+    driver.backend.close()
+    driver.backend.close()
+
+
+def test_sizes_of_graphs():
+    assert sizes_for(1) == (1,)
+    assert sizes_for(6) == (1, 2, 4, 6)
+    assert sizes_for(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 100)
+    assert sizes_for(8192)[-3:] == (384, 448, MAX_GRAPH_TOKENS)

@@ -1,0 +1,101 @@
+"""Weights cut out of one piece of memory: the same tensors as the loader's, and a plan that needs no weights."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.gpu_weights import ALIGN_BYTES, WeightMemory, load_gpu_weights, own_memory, plan_folder, weights_key
+from engine.model_config import load_config
+from engine.weights import load_weights
+from tests.support.gpu import DEVICE
+from tests.support.tiny_model import save_model
+from tests.support.torch_model import perturb_vectors
+
+FAMILIES = {
+    "llama": {},
+    "llama_untied": {"tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "olmo2": {"model_type": "olmo2"},
+    "gemma2": {"model_type": "gemma2", "head_dim": 32},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, tmp_path):
+    made = save_model(tmp_path / "model", **FAMILIES[request.param])
+    perturb_vectors(made)
+    return made
+
+
+def load(folder, config, memory, dtype="float32"):
+    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, memory=memory)
+
+
+def test_tensors_are_those_of_the_loader(folder):
+    config = load_config(folder)
+    weights = load(folder, config, own_memory(DEVICE))
+    oracle = load_weights(folder, config, torch.float32)
+    assert torch.equal(weights["embedding"].cpu(), oracle.embedding)
+    assert torch.equal(weights["final_norm"].cpu(), oracle.final_norm.weight)
+    for index, layer in enumerate(oracle.layers):
+        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "qk_norm", "q_norm"):
+            norm, found = getattr(layer, name), weights.get(f"layers.{index}.{name}")
+            assert (norm is None) == (found is None), name
+            assert norm is None or torch.equal(found.cpu(), norm.weight), name
+        assert torch.equal(weights[f"layers.{index}.qkv.weight"].cpu(), layer.qkv.weight)
+        if config.moe is None:
+            assert torch.equal(weights[f"layers.{index}.mlp.down.weight"].cpu(), layer.mlp.down.weight)
+        else:
+            down = torch.stack([expert.down.weight for expert in layer.mlp.experts])
+            assert torch.equal(weights[f"layers.{index}.experts.down"].cpu(), down)
+    assert (weights.head.data_ptr() == weights["embedding"].data_ptr()) == config.tie_word_embeddings
+
+
+def test_a_second_worker_reads_nothing_and_has_the_same(folder):
+    """Its plan comes from the config and the names; whoever finds the region filled copies nothing in."""
+    config, said = load_config(folder), []
+    plan = plan_folder(folder, config, torch.bfloat16)
+    region = torch.full((plan.nbytes,), 0xAA, dtype=torch.uint8, device=DEVICE)
+
+    def first(key, size):
+        said.append((key, size))
+        return WeightMemory(region, True, lambda: said.append("filled"))
+
+    def second(key, size):
+        said.append((key, size))
+        return WeightMemory(region, False, lambda: said.append("filled twice"))
+
+    one = load(folder, config, first, "bfloat16")
+    before = region.clone()
+    two = load(folder, config, second, "bfloat16")
+    assert said == [(weights_key("f" * 64, "bfloat16", plan), plan.nbytes), "filled", said[0]]
+    assert torch.equal(region, before)
+    for name, place in plan.places.items():
+        assert place.offset % ALIGN_BYTES == 0
+        assert one[name].data_ptr() == two[name].data_ptr() == region.data_ptr() + place.offset
+    ends = sorted((place.offset, place.offset + place.nbytes) for place in plan.places.values())
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+
+
+def test_other_weights_have_another_key(folder):
+    plan = plan_folder(folder, load_config(folder), torch.bfloat16)
+    other = plan_folder(folder, load_config(folder), torch.float32)
+    keys = {weights_key("a" * 64, "bfloat16", plan), weights_key("b" * 64, "bfloat16", plan)}
+    assert len(keys | {weights_key("a" * 64, "bfloat16", other)}) == 3
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path):
+    folder = save_model(tmp_path / "model")
+    config = load_config(folder)
+    (folder / "model.safetensors").unlink()
+    weights = load_gpu_weights(
+        folder, config, fingerprint="0" * 64, dtype="bfloat16", memory=own_memory(DEVICE), dummy=True
+    )
+    values = weights["layers.1.qkv.weight"].float()
+    assert 0.01 < float(values.std()) < 0.03
+    assert torch.equal(weights["layers.0.attention_norm"].float().cpu(), torch.ones(config.hidden_size))

@@ -1,0 +1,62 @@
+"""Drives the GPU backend by hand, as :mod:`tests.support.torch_model` drives torch."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
+
+import torch
+
+from engine.backend import FP8_E4M3
+from engine.gpu_backend import GpuBackend, GpuLimits
+from engine.gpu_loading import FP8_LAYOUT_VERSION
+from engine.gpu_model import GpuModel
+from engine.gpu_weights import load_gpu_weights, own_memory
+from engine.model_config import load_config
+from engine.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from tests.support.torch_model import Driver
+
+MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
+
+
+class Memory:
+    """A pool on the device, as an attachment gives it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.tensor = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        self.address, self.size_bytes = self.tensor.data_ptr(), size_bytes
+
+
+def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = False, eager: bool = False) -> GpuBackend:
+    """A backend with weights of its own."""
+    weights = load_gpu_weights(
+        prepared.folder,
+        load_config(prepared.folder),
+        fingerprint=prepared.fingerprint,
+        dtype=prepared.dtype,
+        memory=own_memory(DEVICE),
+    )
+    inside, dtype = (FP8_LAYOUT_VERSION, FP8_E4M3) if fp8 else (LAYOUT_VERSION, "")
+    layout = kv_layout(prepared, block_size, inside, dtype)
+    limits = GpuLimits(max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=prepared.max_model_len)
+    model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED)
+    return GpuBackend(model, layout, limits, enforce_eager=eager)
+
+
+class GpuDriver(Driver):
+    """One backend, one pool of NaN, any number of texts."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        block_size: int = 16,
+        num_slots: int = 64,
+        seed: int = 0,
+        backend: GpuBackend | None = None,
+    ) -> None:
+        super().__init__(prepared, block_size, num_slots, seed, backend or gpu_backend(prepared, block_size))
+
+    def bind(self, num_slots: int) -> None:
+        """Memory on the device, each byte of which reads as NaN."""
+        size = num_slots * self.backend.layout.block_bytes
+        self.backend.bind_pool(Memory(size), num_slots)
+        self.backend.warm_up(MAX_TOKENS)
