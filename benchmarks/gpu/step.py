@@ -1,0 +1,99 @@
+"""Decode steps of the whole model, launched one ahead as a worker does, against the bytes that they cannot do without.
+
+    limit = (weights + KV of all streams) / copy bandwidth
+
+With many streams the products take longer than reading their weights, and no kernel of theirs overlaps with attention:
+then the second limit, part by part, is the one that can be reached.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.model import Model, Pace
+from benchmarks.gpu.shapes import Tables, decodes
+from engine.batch import StepBatch
+
+TARGET = "<= 1.15"
+WARM_STEPS = 5
+STEPS = 60
+
+
+def run(bench: Bench) -> None:
+    """A row for each number of streams, with graphs and without."""
+    batches, context = ((1, 3), 40) if bench.smoke else ((1, 32, 256), 1024)
+    steps = 3 if bench.smoke else STEPS
+    bandwidth = bench.bandwidth
+    rates = _rates(bench, batches)
+    room = context + WARM_STEPS + steps
+    model = Model(bench, max_tokens=64 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
+    bench.tell(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
+    for eager in (False, True):
+        kind = "eager" if eager else "graphs"
+        # Blocks beyond a stream's are spare.
+        running = model.backend(max(batches) * (room + 32), eager=eager)
+        for batch in batches:
+            name = f"decode step, {batch} x {context}, {kind}"
+
+            def measure(batch: int = batch, name: str = name, eager: bool = eager) -> None:
+                pace = running.pace(_steps(running.tables, batch, context, WARM_STEPS + steps))
+                size = model.step_bytes + batch * (context + WARM_STEPS + steps / 2) * model.kv_token_bytes
+                parts_s = _parts_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
+                _tell(bench, name, pace, size / bandwidth, parts_s, "" if eager else TARGET)
+
+            bench.attempt(name, measure)
+        running.close()
+
+
+def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:
+    """Products of so many rows, FLOP/s: of the largest weights of a layer."""
+    inputs, outputs = (64, 192) if bench.smoke else (4096, 28672)
+    return {batch: bench.product_rate(batch, inputs, outputs) for batch in batches}
+
+
+def _parts_s(model: Model, batch: int, bandwidth: float, rate: float) -> float:
+    """Of the products: reading their weights, or computing, whichever takes longer."""
+    head = 2.0 * batch * model.shape.hidden * model.shape.vocab
+    return max(model.step_bytes / bandwidth, (model.flops(batch) + head) / rate)
+
+
+def _steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
+    """``count`` steps of the same streams, each one token further; all but the first run on unknown tokens."""
+    last = tables.batch(decodes(batch, context + count))
+    unknown = -1 - np.arange(batch, dtype=np.int32)
+    found = []
+    for step in range(count):
+        contexts = np.full(batch, context + step, np.int32)
+        found.append(
+            StepBatch(
+                token_ids=unknown if step else last.token_ids,
+                positions=contexts - 1,
+                query_starts=last.query_starts,
+                context_lens=contexts,
+                block_tables=last.block_tables,
+                sample_rows=last.sample_rows,
+            )
+        )
+    return found
+
+
+def _tell(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float, target: str) -> None:
+    step_s = statistics.median(pace.landed[WARM_STEPS:] or pace.landed)
+    launch_s = statistics.median(pace.launch[WARM_STEPS:] or pace.launch)
+    more = {
+        "limit_ms": limit_s * 1e3,
+        "over_limit_by_parts": step_s / parts_s,
+        "launch_ms": launch_s * 1e3,
+        "launch_max_ms": max(pace.launch[WARM_STEPS:] or pace.launch) * 1e3,
+        "land_ms": statistics.median(pace.land) * 1e3,
+        "min_ms": min(pace.landed) * 1e3,
+        "max_ms": max(pace.landed[WARM_STEPS:] or pace.landed) * 1e3,
+    }
+    if pace.device:
+        more["device_ms"] = statistics.median(pace.device[WARM_STEPS:] or pace.device) * 1e3
+    bench.tell(Row(name, step_s * 1e3, "ms", step_s / limit_s, "weights and KV at copy bandwidth", target, more=more))
+    # Hidden: the host is ready with a step while the device still runs the one before.
+    bench.tell(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", "<= 0.80" if target else ""))
