@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.report import save, show_table
 from kvstore.grpc_plane import GrpcPlane
+from kvstore.memory import HostMemory
 from kvstore.nixl_plane import NixlPlane
 from kvstore.peers import Peers
 from kvstore.plane import BlockShape, DataPlane
@@ -49,6 +50,7 @@ class Pool:
         self.memory = map_shared(self.segment.fileno(), num_slots * block_bytes)
         for slot in range(num_slots):
             self.memory[slot * block_bytes : (slot + 1) * block_bytes] = bytes([slot % 251]) * block_bytes
+        self.pool = HostMemory(self.memory, num_slots, block_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
@@ -83,7 +85,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
     own, other = Pool(num_slots, size), Pool(num_slots, size)
-    planes: list[DataPlane] = [NixlPlane(own.memory, num_slots, size), GrpcPlane(own.memory, num_slots, size)]
+    planes: list[DataPlane] = [NixlPlane(own.pool), GrpcPlane(own.pool)]
     with running_source("nixl", num_slots=num_slots, block_bytes=size) as source:
 
         async def directory() -> Mapping[str, str]:

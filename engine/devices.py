@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
 from typing import TypeVar
 
-from kvstore.cuda_driver import device_count
+from kvstore.cuda_driver import Driver
 from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
 DEFAULT_HOST_POOL_BYTES = 2**30
 
 F = TypeVar("F", bound=ComputeFlags)
+
+
+@cache
+def device_count() -> int:
+    """GPUs that this process may use; 0 where there is no driver."""
+    try:
+        return Driver().count()
+    except ConfigError:
+        return 0
 
 
 def interpreted() -> bool:

@@ -21,7 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
+from engine.backend import (
+    FP8_E4M3,
+    FP8_SCALE_BYTES,
+    DevicePool,
+    KVLayout,
+    checked_copies,
+    checked_memory,
+    warm_up_batches,
+)
 from engine.batch import StepBatch
 from engine.device_memory import tensor_at
 from engine.gpu_graphs import StepGraphs
@@ -43,11 +51,13 @@ class GpuLimits:
     Attributes:
         max_tokens, max_seqs: of a step.
         max_model_len: tokens of one sequence.
+        num_speculative_tokens: that a decode may guess.
     """
 
     max_tokens: int
     max_seqs: int
     max_model_len: int
+    num_speculative_tokens: int = 0
 
 
 class _Bound:
@@ -58,14 +68,16 @@ class _Bound:
     ) -> None:
         config = model.config
         self.pool = pool
+        shaped = cut_pool(pool, layout, model.dtype)
         self.attention = PagedAttention(
-            pool,
+            shaped,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=layout.block_size,
             num_layers=config.num_layers,
-            kv="fp8_e4m3" if layout.dtype == "fp8_e4m3" else "plain",
+            kv="fp8_e4m3" if layout.dtype == FP8_E4M3 else "plain",
+            decode_rows=1 + limits.num_speculative_tokens,
             dtype=model.dtype,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
@@ -75,7 +87,7 @@ class _Bound:
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
         )
         self.record = StepRecord(limits.max_tokens, layout.block_size, self.attention, model.device)
-        self.decoder = GpuDecoder(model, pool, self.attention, self.record)
+        self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
             self.decoder.run,
             limits.max_tokens,
@@ -83,6 +95,14 @@ class _Bound:
             model.device,
             eager=eager or not model.capturable,
         )
+
+
+def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [slots, block_bytes] as the attention kernels see them."""
+    shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads)
+    if layout.dtype == FP8_E4M3:
+        return pool.view(*shape, layout.block_size * (layout.head_dim + FP8_SCALE_BYTES))
+    return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
 class GpuBackend:
@@ -96,7 +116,7 @@ class GpuBackend:
         self._layout = layout
         self._limits = limits
         self._eager = enforce_eager
-        self._sampler = GpuSampler(model.sampled, model.config.vocab_size)
+        self._sampler = GpuSampler(model.sampled, model.config.vocab_size, limits.max_seqs)
         self._bound: _Bound | None = None
         # A tensor over a host's memory does not keep that alive by itself.
         self._memory: Any = None

@@ -12,13 +12,14 @@ import time
 import torch
 
 from engine.backend import FP8_E4M3
-from engine.devices import interpreted, pool_device
+from engine.devices import interpreted
 from engine.gpu_backend import GpuBackend, GpuLimits
 from engine.gpu_model import GpuModel
-from engine.gpu_weights import GetMemory, WeightMemory, load_gpu_weights, own_memory
+from engine.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from engine.model_config import load_config
 from engine.model_files import Progress
 from engine.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from kernels.gpu.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.errors import ConfigError
 
@@ -41,13 +42,12 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         prepared, flags.block_size, FP8_LAYOUT_VERSION if fp8 else LAYOUT_VERSION, FP8_E4M3 if fp8 else ""
     )
     check_shape(layout.head_dim, layout.block_size)
-    shared = pool_device("cuda") == "cuda"
     weights = load_gpu_weights(
         prepared.folder,
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
-        memory=region_memory(flags.attach_socket, device) if shared else own_memory(device),
+        memory=region_memory(flags.attach_socket, device),
         dummy=flags.load_format == "dummy",
         progress=progress,
     )
@@ -67,18 +67,20 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     """What one step of this worker may hold."""
     if isinstance(flags, DecodeFlags):
-        tokens, seqs = flags.max_num_batched_tokens, flags.max_num_seqs
+        tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
     else:
         assert isinstance(flags, PrefillFlags)
         tokens = flags.max_num_batched_prefill_tokens
-        seqs = min(flags.max_waiting_spans, tokens)
-    return GpuLimits(max_tokens=tokens, max_seqs=seqs, max_model_len=prepared.max_model_len)
+        seqs, guesses = min(flags.max_waiting_spans, tokens), 0
+    return GpuLimits(
+        max_tokens=tokens, max_seqs=seqs, max_model_len=prepared.max_model_len, num_speculative_tokens=guesses
+    )
 
 
 def check_shape(head_dim: int, block_size: int) -> None:
     """Raises ConfigError for shapes that the attention kernels do not have."""
-    if head_dim > 256 or head_dim % 8:
-        raise ConfigError(f"the GPU kernels attend heads of a multiple of 8 up to 256 values, not {head_dim}")
+    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
+        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
 
@@ -90,6 +92,10 @@ def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)
+        if device.type == "cuda" and region.device_memory is None:
+            raise ConfigError(
+                "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
+            )
         return WeightMemory(tensor_at(region, device), region.must_fill, region.filled)
 
     return get

@@ -129,8 +129,8 @@ class GpuDecoder:
         keys = config.num_kv_heads * config.head_dim
         eps, wide = config.rms_norm_eps, model.weights.norm_is_wide
         if layer.q_norm is not None and layer.k_norm is not None:
-            rms_norm(qkv[:, :queries], layer.q_norm, qkv[:, :queries], eps, wide=wide)
-            rms_norm(qkv[:, queries : queries + keys], layer.k_norm, qkv[:, queries : queries + keys], eps, wide=wide)
+            for part, weight in ((slice(0, queries), layer.q_norm), (slice(queries, queries + keys), layer.k_norm)):
+                rms_norm(qkv[:, part], weight, qkv[:, part], eps, wide)
         rope = config.layer_ropes[index]
         cos, sin = (None, None) if rope is None else model.ropes[rope]
         write_kv(
@@ -177,7 +177,7 @@ class GpuDecoder:
             return residual
         model = self._model
         out = model.normed[: len(residual)]
-        rms_norm(residual, weight, out, model.config.rms_norm_eps, wide=model.weights.norm_is_wide)
+        rms_norm(residual, weight, out, model.config.rms_norm_eps, model.weights.norm_is_wide)
         return out
 
     def _add(
@@ -189,12 +189,12 @@ class GpuDecoder:
         add_rms_norm(
             residual,
             found,
-            following,
             out,
-            model.config.rms_norm_eps,
-            wide=model.weights.norm_is_wide,
-            scale=model.config.residual_scale,
+            weight=following,
             post_weight=post,
+            scale=model.config.residual_scale,
+            eps=model.config.rms_norm_eps,
+            wide=model.weights.norm_is_wide,
         )
         return residual if out is None else out
 

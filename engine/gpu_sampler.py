@@ -19,7 +19,8 @@ from engine.logprobs import Report
 from engine.plan import Sampled
 from engine.sampler import whole_groups
 from engine.sampling_rows import Int64, SamplingRows
-from kernels.gpu.sampling import Chooser
+from kernels.gpu.sampling import choose
+from kernels.gpu.sampling_device import Scratch
 from kernels.gpu.sampling_edits import apply_edits, keep_raw
 from kernels.gpu.sampling_record import EditPacker, cuts_any, pack_rows
 from pillion.types import TokenLogprob
@@ -45,9 +46,11 @@ class GpuFlight:
 class GpuSampler:
     """Of one backend. ``sampled``: int32, what the last launch chose, row after row."""
 
-    def __init__(self, sampled: torch.Tensor, vocab_size: int) -> None:
+    def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
+        """``max_rows``: chosen at once; more are chosen in several launches."""
         self._sampled = sampled
-        self._chooser = Chooser(vocab_size, sampled.device)
+        self._max_rows = max_rows
+        self._scratch = Scratch.allocate(max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
         self._pinned = sampled.is_cuda
 
@@ -61,7 +64,10 @@ class GpuSampler:
             if rows.edits:
                 apply_edits(logits, self._send(self._edits.pack(rows.edits)))
             chosen = self._sampled[:count]
-            self._chooser.choose(logits, self._send(pack_rows(rows)), chosen, cuts=cuts_any(rows))
+            record, cutting = self._send(pack_rows(rows)), cuts_any(rows)
+            for begin in range(0, count, self._max_rows):
+                part = slice(begin, begin + self._max_rows)
+                choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
             return GpuFlight(self._fetch(chosen), raw, rows, self._event())
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Int32, StepBatch
-from kernels.gpu.paged_attention import PagedAttention, StepWork
+from kernels.gpu.attention_plan import AttentionPlan
+from kernels.gpu.paged_attention import PagedAttention
 
 # A step may be launched while one is under way; the third record is written while both of theirs may still be read.
 HOST_RECORDS = 3
@@ -45,7 +46,7 @@ class StepRecord:
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._planner = attention
-        words = 4 * max_tokens + attention.record_words
+        words = 4 * max_tokens + attention.max_record_words
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
@@ -55,7 +56,7 @@ class StepRecord:
         self.token_ids, self.positions, self.rows, self.sample_rows = parts.unbind(0)
         self.attention = self._device[4 * max_tokens :]
 
-    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, work: StepWork) -> None:
+    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, work: AttentionPlan) -> None:
         """Begins the copy of a step on the current stream. ``work``: what :meth:`plan` said of the batch."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
@@ -85,6 +86,6 @@ class StepRecord:
         self._device.zero_()
         self.rows.fill_(-1)
 
-    def plan(self, batch: StepBatch) -> StepWork:
+    def plan(self, batch: StepBatch) -> AttentionPlan:
         """Who attends to what in this step."""
         return self._planner.plan(batch)

@@ -126,7 +126,8 @@ class Worker:
         return worker
 
     def _bind(self, max_tokens: int) -> None:
-        self.model.backend.bind_pool(self._attachment.memory, self._attachment.num_slots)
+        attachment = self._attachment
+        self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
     def _tenure_of(self, epoch: int) -> Tenure:

@@ -4,9 +4,11 @@
       | -- connect to the Unix socket ------> |
       | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
       | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
-      |        ... mapped, at work ...        |
+      |        ... mapped, at work ...        |  of host memory, or of a GPU's: the reply says which
       | ============== the end =============> |  proof that the worker maps nothing any more (I4)
       | <============= the end ============== |  the node is gone, and so is every block: the worker exits
+
+Whoever says RegionHello instead gets a shared region (:mod:`kvstore.region_server`).
 
 The socket file is 0600 in a 0700 directory: who may connect may read and write all KV. Nothing but file descriptors
 and two lines of JSON travels here, so there is nothing to unpickle.
@@ -22,16 +24,20 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kvstore.cuda_segment import DeviceMapping, map_device
+from kvstore.memory import HOST
 from kvstore.segment import map_shared
-from pillion.errors import ConfigError, Overloaded, PillionError
+from pillion.errors import ConfigError, InvalidRequest, Overloaded, PillionError
 from pillion.wire.kvnode import (
     AttachHello,
     AttachReply,
-    attach_hello_from_line,
+    RegionHello,
+    RegionReply,
     attach_reply_from_line,
+    hello_from_line,
     line_to_bytes,
 )
 
@@ -51,10 +57,14 @@ class Attachment:
         epoch: the worker's name at the node, void once either side ends.
         node_id, node_address: the node, and where its gRPC service is.
         num_slots, block_bytes: shape of the pool; slot s is bytes s * block_bytes .. (s + 1) * block_bytes.
-        memory: the pool, writable, num_slots * block_bytes long.
+        memory: the pool, writable, num_slots * block_bytes long; empty where the pool is on a GPU.
+        device_memory: the pool where it is on a GPU: at ``device_memory.address`` of the device that this process
+            counts as ``device_memory.device_index`` (torch's cuda:N); None where it is on the host.
     """
 
-    def __init__(self, sock: socket.socket, mapped: mmap.mmap, reply: AttachReply, block_bytes: int) -> None:
+    def __init__(
+        self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, reply: AttachReply, block_bytes: int
+    ) -> None:
         self._sock = sock
         self._mapped = mapped
         self.epoch = reply.epoch
@@ -62,7 +72,8 @@ class Attachment:
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
-        self.memory = memoryview(mapped)
+        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
+        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
 
     def fileno(self) -> int:
         """Becomes readable when the node is gone; for ``loop.add_reader``."""
@@ -89,15 +100,15 @@ def attach(
     sock.settimeout(timeout_s)
     fds: list[int] = []
     try:
-        _connect(sock, socket_path, time.monotonic() + timeout_s)
+        connect(sock, socket_path, time.monotonic() + timeout_s)
         sock.sendall(line_to_bytes(hello))
-        line, fds = _receive_line(sock)
+        line, fds = receive_line(sock)
         reply = attach_reply_from_line(line)
         if reply.error:
             raise ConfigError(f"the KV node refused {part_id}: {reply.error}")
         if len(fds) != 1:
             raise ConfigError("the KV node answered without its memory")
-        mapped = map_shared(fds[0], reply.num_slots * block_bytes)
+        mapped = map_memory(fds[0], reply, reply.num_slots * block_bytes)
     except OSError as error:
         sock.close()
         words = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -113,7 +124,16 @@ def attach(
     return Attachment(sock, mapped, reply, block_bytes)
 
 
-def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
+def map_memory(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> mmap.mmap | DeviceMapping:
+    """What the node's descriptor stands for, at least ``size_bytes``. Raises ConfigError."""
+    if reply.memory_kind == HOST:
+        return map_shared(fd, size_bytes)
+    if reply.mapped_bytes < size_bytes:
+        raise ConfigError(f"the KV node shares {reply.mapped_bytes} bytes, {size_bytes} were promised")
+    return map_device(fd, reply.mapped_bytes, reply.device_uuid)
+
+
+def connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
     """Parts may start in any order, so a node that does not listen yet is waited for."""
     while True:
         try:
@@ -124,7 +144,8 @@ def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
         time.sleep(CONNECT_RETRY_S)
 
 
-def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
+def receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """One line and the descriptors that came with it, the caller's to close. Raises ConfigError, OSError."""
     line, fds = b"", []
     while not line.endswith(b"\n"):
         part, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), 1)
@@ -138,16 +159,28 @@ def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 class AttachServer:
-    """The node's side. ``admit`` turns a hello into a reply (raising PillionErrors to refuse); ``ended`` hears of the
-    end of an epoch's connection, exactly once for every one admitted."""
+    """The node's side.
+
+    Args:
+        memory_fd: the pool's descriptor, asked for when somebody was admitted.
+        admit: turns a hello into a reply. Raises PillionErrors to refuse.
+        ended: hears of the end of an epoch's connection, exactly once for every one admitted.
+        serve_region: has a connection that wants a region, until its end. Raises PillionErrors to refuse.
+    """
 
     def __init__(
-        self, path: str, memory_fd: int, admit: Callable[[AttachHello], AttachReply], ended: Callable[[int], None]
+        self,
+        path: str,
+        memory_fd: Callable[[], int],
+        admit: Callable[[AttachHello], Awaitable[AttachReply]],
+        ended: Callable[[int], None],
+        serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]] | None = None,
     ) -> None:
         self._path = path
         self._memory_fd = memory_fd
         self._admit = admit
         self._ended = ended
+        self._serve_region = serve_region
         self._server: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -187,12 +220,15 @@ class AttachServer:
     async def _serve(self, sock: socket.socket) -> None:
         epoch = 0
         try:
-            reply = await self._greet(sock)
-            epoch = reply.epoch
+            hello = await self._hear(sock)
+            if isinstance(hello, RegionHello):
+                assert self._serve_region is not None
+                return await self._serve_region(sock, hello)
+            epoch = await self._greet(sock, hello) if hello is not None else 0
             if epoch:
                 log.info("epoch %016x attached", epoch)
-                await _until_end(sock)
-        except OSError as error:
+                await until_end(sock)
+        except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
             # The books first: who sees the connection closed may rely on the slots being back.
@@ -200,30 +236,43 @@ class AttachServer:
                 self._ended(epoch)
             sock.close()
 
-    async def _greet(self, sock: socket.socket) -> AttachReply:
-        """Reads the hello and answers. An epoch that was given while the answer fails is ended at once."""
+    async def _hear(self, sock: socket.socket) -> AttachHello | RegionHello | None:
+        """The hello; None where there was none that can be answered well."""
         try:
             if len(self._connections) > MAX_ATTACHMENTS:
                 raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                line = await _read_line(sock)
-            reply = self._admit(attach_hello_from_line(line))
+                hello = hello_from_line(await read_line(sock))
+            if isinstance(hello, RegionHello) and self._serve_region is None:
+                raise InvalidRequest("this KV node shares no regions")
         except (PillionError, TimeoutError) as error:
-            words = error.message if isinstance(error, PillionError) else "no hello in time"
-            log.warning("refused a worker: %s", words)
-            reply = AttachReply(error=words)
-        fds = [self._memory_fd] if reply.epoch else []
+            _refuse(sock, error.message if isinstance(error, PillionError) else "no hello in time")
+            return None
+        return hello
+
+    async def _greet(self, sock: socket.socket, hello: AttachHello) -> int:
+        """Answers, and returns the epoch, 0 for a refusal. One whose answer does not arrive is ended at once."""
+        try:
+            reply = await self._admit(hello)
+        except PillionError as error:
+            _refuse(sock, error.message)
+            return 0
         try:
             # One small line into an empty socket buffer: it goes at once or the peer is gone.
-            socket.send_fds(sock, [line_to_bytes(reply)], fds)
-        except OSError:
-            if reply.epoch:
-                self._ended(reply.epoch)
+            socket.send_fds(sock, [line_to_bytes(reply)], [self._memory_fd()])
+        except (OSError, PillionError):
+            self._ended(reply.epoch)
             raise
-        return reply
+        return reply.epoch
 
 
-async def _read_line(sock: socket.socket) -> bytes:
+def _refuse(sock: socket.socket, words: str) -> None:
+    log.warning("refused a worker: %s", words)
+    sock.send(line_to_bytes(AttachReply(error=words)))
+
+
+async def read_line(sock: socket.socket) -> bytes:
+    """Up to its end, the connection's end, or MAX_LINE_BYTES."""
     loop = asyncio.get_running_loop()
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
@@ -234,7 +283,7 @@ async def _read_line(sock: socket.socket) -> bytes:
     return line
 
 
-async def _until_end(sock: socket.socket) -> None:
+async def until_end(sock: socket.socket) -> None:
     """What a worker says after its hello is dropped: the connection only stands for its life."""
     loop = asyncio.get_running_loop()
     while await loop.sock_recv(sock, MAX_LINE_BYTES):

@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
 
-from kvstore.checksum import block_checksum
 from kvstore.ledger import Ledger
+from kvstore.memory import PoolMemory
 from kvstore.plane import Pinned
 from kvstore.records import FETCH
+from kvstore.tier_load import load_into
 from kvstore.tiers import Tier
 from pillion.errors import PillionError
 from pillion.wire.kvnode import Brought, CommitRun
@@ -91,7 +92,7 @@ class Fetcher:
     """Of one pool that has its shape.
 
     Args:
-        memory_of: a slot's bytes.
+        memory: the pool's.
         changed: to be called after every change in the ledger.
         source: a node by its name. Raises PillionErrors.
         tiers: the node's own, fastest first.
@@ -103,7 +104,7 @@ class Fetcher:
         block_bytes: int,
         limits: FetchLimits,
         *,
-        memory_of: Callable[[int], memoryview],
+        memory: PoolMemory,
         changed: Callable[[], None],
         source: Callable[[str], SourceNode],
         tiers: Sequence[Tier] = (),
@@ -111,7 +112,7 @@ class Fetcher:
         self.counts = FetchCounts()
         self._ledger = ledger
         self._limits = limits
-        self._memory_of = memory_of
+        self._memory = memory
         self._changed = changed
         self._source = source
         self._tiers = tiers
@@ -218,11 +219,10 @@ class Fetcher:
         return False
 
     async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes], slots: tuple[int, ...]) -> bool:
-        targets = [self._memory_of(slot) for slot in slots]
         self._announce_coming(hashes)
         try:
             # Not cancelled: threads write to the slots.
-            loading = asyncio.ensure_future(tier.load(hashes, targets))
+            loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading)
             count = loading.result() if came else 0
             count = self._commit(fetch, hashes, slots, count)
@@ -272,7 +272,7 @@ class Fetcher:
         """Leading slots whose bytes are what the source said."""
         if not self._limits.verify:
             return len(slots)
-        found = await asyncio.to_thread(lambda: [block_checksum(self._memory_of(slot)) for slot in slots])
+        found = await self._memory.checksums(slots)
         good = 0
         for said, really in zip(sums, found, strict=True):
             if said not in (0, really):

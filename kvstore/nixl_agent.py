@@ -15,8 +15,11 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from kvstore.cuda_driver import Driver
+from kvstore.memory import CUDA, HOST, HostMemory, PoolMemory
 from kvstore.plane import PeerPool
 from pillion.errors import ConfigError, Unavailable
 
@@ -34,6 +37,10 @@ _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
 }
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+_BUILDS_BEFORE_13 = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+_CUDA_13 = 13000
+# NIXL's words for where a pool is.
+_KINDS = {HOST: "DRAM", CUDA: "VRAM"}
 _OWN = "NIXL_INIT_AGENT"
 _BACKEND = "UCX"
 
@@ -45,7 +52,7 @@ def nixl_trouble() -> str:
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     memory[: mmap.PAGESIZE] = b"\x5a" * mmap.PAGESIZE
     try:
-        agent = NixlAgent(memory, 2, mmap.PAGESIZE)
+        agent = NixlAgent(HostMemory(memory, 2, mmap.PAGESIZE))
     except ConfigError as error:
         return error.message
     try:
@@ -60,34 +67,31 @@ def nixl_trouble() -> str:
 
 
 class NixlAgent:
-    """One agent and its pool: ``num_slots`` blocks of ``block_bytes`` from the beginning of ``memory``.
-
-    Raises ConfigError if NIXL does not import, or cannot register the memory.
+    """One agent and its pool, which may be on a GPU. Raises ConfigError if NIXL does not import, or cannot register the
+    memory.
     """
 
-    def __init__(self, memory: mmap.mmap, num_slots: int, block_bytes: int) -> None:
+    def __init__(self, memory: PoolMemory) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if len(memory) < num_slots * block_bytes:
-            raise ConfigError(f"{num_slots} slots of {block_bytes} bytes do not fit into {len(memory)} bytes")
-        self._block_bytes = block_bytes
-        self._view: Any = ctypes.c_char.from_buffer(memory)
-        self.address = ctypes.addressof(self._view)
+        self._block_bytes = memory.block_bytes
+        # Mapped for as long as it is registered.
+        self._held: Any = memory.hold()
+        self.address = memory.address
+        self._own = PeerPool(
+            "", 0, memory.num_slots, memory.block_bytes, memory.address, b"", memory.kind, memory.device_index
+        )
+        self._numpy: Any = None
+        self._nixl: Any = None
+        self._scratch: Any = ctypes.create_string_buffer(PROBE_BYTES)
+        self._registered: list[Any] = []
+        self.blocks: Any = None
+        self.metadata = b""
         # Unique, so that a restarted node is a new agent to everybody.
         self.name = f"pillion-{secrets.token_hex(8)}"
         try:
-            self._numpy: Any = importlib.import_module("numpy")
-            api = _import_api()
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
-            self._nixl: Any = api.nixl_agent(self.name, config)
-            self._scratch: Any = ctypes.create_string_buffer(PROBE_BYTES)
-            regions = [
-                (self.address, num_slots * block_bytes, 0, ""),
-                (ctypes.addressof(self._scratch), PROBE_BYTES, 0, ""),
-            ]
-            self._registered: Any = self._nixl.register_memory(regions, "DRAM", [_BACKEND])
-            self.blocks: Any = self._prepare(_OWN, self.address, num_slots)
-            self.metadata: bytes = self._nixl.get_agent_metadata()
+            with memory.on_device():
+                self._register(memory)
         except ImportError as error:
             raise ConfigError(f"nixl does not import ({error}); it is the package's extra 'nixl'") from None
         except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
@@ -97,7 +101,7 @@ class NixlAgent:
         """Makes a source known: its agent's name, and all its slots as one list."""
         name = _text(self._nixl.add_remote_agent(pool.nixl_metadata))
         try:
-            return name, self._prepare(name, pool.pool_address, pool.num_slots)
+            return name, self._prepare(name, pool)
         except Exception:
             self.disconnect(name)
             raise
@@ -106,12 +110,12 @@ class NixlAgent:
         """Starts to read a few bytes of the source into memory that nothing else uses."""
         size = min(PROBE_BYTES, self._block_bytes)
         here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
-        there = self._nixl.get_xfer_descs([(pool.pool_address, size, 0)], "DRAM")
+        there = self._nixl.get_xfer_descs([(pool.pool_address, size, pool.device_index)], _KINDS[pool.memory_kind])
         return self._start(self._nixl.initialize_xfer("READ", here, there, agent_name, b"", [_BACKEND]))
 
-    def own_blocks(self, num_slots: int) -> Any:
+    def own_blocks(self) -> Any:
         """The own slots as if they were a source's."""
-        return self._prepare(self.name, self.address, num_slots)
+        return self._prepare(self.name, self._own)
 
     def post(self, local: tuple[int, ...], blocks: Any, remote: tuple[int, ...]) -> tuple[Any, bool]:
         """Starts one transfer; says whether it is over already."""
@@ -149,9 +153,25 @@ class NixlAgent:
     def close(self) -> None:
         """The memory may be unmapped then."""
         self.release(self.blocks)
-        with contextlib.suppress(Exception):
-            self._nixl.deregister_memory(self._registered, [_BACKEND])
-        self._nixl = self.blocks = self._registered = self._view = self._scratch = None
+        for registered in self._registered:
+            with contextlib.suppress(Exception):
+                self._nixl.deregister_memory(registered, [_BACKEND])
+        self._registered.clear()
+        self._nixl = self.blocks = self._held = self._scratch = None
+
+    def _register(self, memory: PoolMemory) -> None:
+        self._numpy = importlib.import_module("numpy")
+        api = _import_api()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+        self._nixl = api.nixl_agent(self.name, config)
+        pool = [(memory.address, memory.num_slots * memory.block_bytes, memory.device_index, "")]
+        scratch = [(ctypes.addressof(self._scratch), PROBE_BYTES, 0, "")]
+        self._registered = [
+            self._nixl.register_memory(pool, _KINDS[memory.kind], [_BACKEND]),
+            self._nixl.register_memory(scratch, "DRAM", [_BACKEND]),
+        ]
+        self.blocks = self._prepare(_OWN, self._own)
+        self.metadata = self._nixl.get_agent_metadata()
 
     def _start(self, handle: Any) -> tuple[Any, bool]:
         try:
@@ -164,16 +184,25 @@ class NixlAgent:
             raise Unavailable("the transfer cannot be started")
         return handle, state == "DONE"
 
-    def _prepare(self, agent_name: str, address: int, num_slots: int) -> Any:
+    def _prepare(self, agent_name: str, pool: PeerPool) -> Any:
         size = self._block_bytes
-        strided = self._numpy.array([[address, size, 0, size, num_slots]], dtype=self._numpy.uint64)
-        return self._nixl.prep_xfer_dlist(agent_name, strided, "DRAM", [_BACKEND])
+        row = [pool.pool_address, size, pool.device_index, size, pool.num_slots]
+        strided = self._numpy.array([row], dtype=self._numpy.uint64)
+        return self._nixl.prep_xfer_dlist(agent_name, strided, _KINDS[pool.memory_kind], [_BACKEND])
+
+
+def _builds() -> Sequence[str]:
+    """The build that fits the CUDA driver first, where there is one; for blocks in host memory any of them does."""
+    try:
+        version = Driver().version
+    except ConfigError:
+        return _BUILDS
+    return _BUILDS if version >= _CUDA_13 else _BUILDS_BEFORE_13
 
 
 def _import_api() -> Any:
-    """One of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose between them by the
-    CUDA version; for blocks in host memory any of them does."""
-    for build in _BUILDS:
+    """One of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose between them."""
+    for build in _builds():
         try:
             api = importlib.import_module(f"{build}._api")
             # It greets on standard output, which is not its own.
@@ -186,7 +215,7 @@ def _import_api() -> Any:
 
 
 def _read_own(agent: NixlAgent) -> None:
-    blocks = agent.own_blocks(2)
+    blocks = agent.own_blocks()
     handle, done = agent.post((1,), blocks, (0,))
     deadline_s = time.monotonic() + SELF_CHECK_S
     while not done:

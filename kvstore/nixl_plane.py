@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
 import queue
 import threading
 import time
@@ -37,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.grpc_plane import MAX_READS, READ_TIMEOUT_S, GrpcPlane, check_slots
+from kvstore.memory import PoolMemory
 from kvstore.nixl_agent import NixlAgent
 from kvstore.plane import BlockStream, PeerPool
 from pillion.errors import PillionError, Unavailable
@@ -104,21 +104,18 @@ class NixlPlane:
     """See :class:`kvstore.plane.DataPlane`. Making one takes about a second: not on the event loop's thread.
 
     Args:
-        memory: the pool's mapping; ``num_slots`` blocks of ``block_bytes`` from its beginning are registered once.
+        memory: the pool's, which is registered once.
         stall_timeout_s: longest time without a finished part of a read; the source is given up then.
     """
 
     name = "nixl"
 
-    def __init__(
-        self, memory: mmap.mmap, num_slots: int, block_bytes: int, *, stall_timeout_s: float = STALL_TIMEOUT_S
-    ) -> None:
-        self._streamed = GrpcPlane(memory, num_slots, block_bytes)
-        self._pool_bytes = num_slots * block_bytes
-        self._block_bytes = block_bytes
-        self._part_blocks = max(1, MAX_PART_BYTES // block_bytes)
+    def __init__(self, memory: PoolMemory, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+        self._streamed = GrpcPlane(memory)
+        self._memory = memory
+        self._part_blocks = max(1, MAX_PART_BYTES // memory.block_bytes)
         self._stall_timeout_s = stall_timeout_s
-        self._agent = NixlAgent(memory, num_slots, block_bytes)
+        self._agent = NixlAgent(memory)
         self.nixl_metadata: bytes = self._agent.metadata
         self.pool_address: int = self._agent.address
         # Touched by the agent's thread alone.
@@ -135,7 +132,7 @@ class NixlPlane:
         self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
         """A caller that is cancelled still waits for the end: its slots are being written to."""
-        check_slots(source, self._block_bytes, remote, local, self._pool_bytes)
+        check_slots(source, self._memory, remote, local)
         if self._closing or self._under_way >= MAX_READS:
             raise Unavailable(f"{self._under_way} reads are under way already, at most {MAX_READS} may be")
         self._under_way += 1
@@ -181,13 +178,14 @@ class NixlPlane:
     # -- the agent's thread
 
     def _run(self) -> None:
-        while not self._closing or self._reads:
-            with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=self._pause_s())()
-            self._agent.progress()
-            now = time.monotonic()
-            for read in list(self._reads):
-                self._advance(read, now)
+        with self._memory.on_device():
+            while not self._closing or self._reads:
+                with contextlib.suppress(queue.Empty):
+                    self._inbox.get(timeout=self._pause_s())()
+                self._agent.progress()
+                now = time.monotonic()
+                for read in list(self._reads):
+                    self._advance(read, now)
 
     def _pause_s(self) -> float:
         if any(read.handle is None and not (read.peer and read.peer.probe) for read in self._reads):

@@ -20,13 +20,15 @@ from kvstore.attach import AttachServer
 from kvstore.disk_files import DiskFolder
 from kvstore.eviction import make_policy
 from kvstore.index import Registry
+from kvstore.node_memory import NodeMemory
 from kvstore.node_meter import readings
 from kvstore.plane import choose_transport
 from kvstore.plane_servicer import SERVICE_NAME as PLANE_SERVICE_NAME
 from kvstore.plane_servicer import KVPlaneServicer
-from kvstore.pool import Pool, PoolShape
+from kvstore.pool import Pool
+from kvstore.pool_shape import PoolShape
 from kvstore.records import IndexEvent
-from kvstore.segment import Segment
+from kvstore.region_server import RegionServer
 from kvstore.servicer import SERVICE_NAME, KVNodeServicer
 from kvstore.storage import Storage
 from pillion.config import KVNodeFlags
@@ -57,7 +59,7 @@ class KVNode:
         _check(flags)
         self.address = flags.node_advertise
         self.pool = Pool(
-            pool_bytes=flags.kv_pool_bytes,
+            pool_bytes=0,
             decode_reserve_percent=flags.decode_reserve_percent,
             max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
@@ -70,8 +72,12 @@ class KVNode:
         self._storage: Storage | None = None
         self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
         self._flags = flags
-        self._segment = Segment(flags.kv_pool_bytes)
-        self._attach = AttachServer(flags.attach_socket, self._segment.fileno(), self._admit, self.pool.ended)
+        self._memory = NodeMemory(flags)
+        self._shaping = asyncio.Lock()
+        self.regions = RegionServer(flags.node_id, self._memory)
+        self._attach = AttachServer(
+            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve
+        )
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
         self._registry: Registry | None = None
@@ -83,6 +89,8 @@ class KVNode:
     async def start(self) -> None:
         """Listen for gRPC first: a worker that attaches is told where to call."""
         flags = self._flags
+        await self._memory.open()
+        self.pool.pool_bytes = self._memory.pool_bytes
         if flags.kv_transport == "nixl":
             # Asked for by name, so its absence is a mistake; otherwise it is looked for when it is needed.
             await asyncio.to_thread(choose_transport, "nixl")
@@ -137,7 +145,8 @@ class KVNode:
             self._folder.close()
         if self._registry is not None:
             await self._registry.aclose()
-        self._segment.close()
+        self.regions.close()
+        self._memory.close()
 
     async def wait_failed(self) -> str:
         """Returns the reason if the node died by itself; otherwise never."""
@@ -146,21 +155,42 @@ class KVNode:
     def status(self) -> NodeStatus:
         """The node's books."""
         status = replace(self.pool.status(), node_id=self._flags.node_id, boot_epoch=self._current_boot())
+        status = replace(status, kv_device=self._flags.kv_device)
         return status if self._storage is None else self._storage.complete(status)
 
     # -- inside
 
-    def _admit(self, hello: AttachHello) -> AttachReply:
-        epoch, num_slots = self.pool.attach(hello)
+    async def _admit(self, hello: AttachHello) -> AttachReply:
+        async with self._shaping:
+            if not self.pool.shaped:
+                await self._memory.shape(hello.block_bytes)
+                self.pool.pool_bytes = self._memory.pool_bytes
+            try:
+                epoch, num_slots = self.pool.attach(hello)
+            finally:
+                if not self.pool.shaped:
+                    self._memory.unshape()
         log.info("%s (%s) attached", hello.part_id, hello.role)
-        return AttachReply(node_id=self._flags.node_id, node_address=self.address, epoch=epoch, num_slots=num_slots)
+        domain = self._memory.domain
+        return AttachReply(
+            node_id=self._flags.node_id,
+            node_address=self.address,
+            epoch=epoch,
+            num_slots=num_slots,
+            memory_kind=domain.kind,
+            device_uuid=domain.device_uuid,
+            device_index=domain.device_index,
+            mapped_bytes=self._memory.mapped_bytes,
+        )
 
     def _shaped(self, shape: PoolShape) -> None:
+        assert self._memory.pool is not None
         self._storage = Storage(
             self._flags,
             shape,
-            self._segment.fileno(),
+            self._memory.pool,
             self.pool,
+            pinned=self._memory.domain.pinned,
             announce=self._tell_index,
             addresses=self._addresses,
             boot_epoch=self._current_boot,

@@ -1,6 +1,6 @@
 """The data plane: how blocks of another node's pool come into this one's. Two implementations pass the same tests.
 
-    nixl    one-sided: this node reads the other's memory (UCX: shared memory, TCP, RDMA); the other's CPU is not asked
+    nixl    one-sided: this node reads the other's memory (UCX: shared memory, RDMA, CUDA); the other's CPU is not asked
     grpc    the other node streams the bytes; works everywhere
 
 Nothing here decides anything: which blocks, from whom and what becomes of them is :mod:`kvstore.fetch`'s business.
@@ -9,9 +9,9 @@ Nothing here decides anything: which blocks, from whom and what becomes of them 
 from __future__ import annotations
 
 import logging
-import mmap
 from typing import Protocol
 
+from kvstore.memory import PoolMemory
 from pillion.errors import ConfigError
 from pillion.wire.kvplane import BlockShape, PeerPool, Pinned
 
@@ -76,8 +76,8 @@ def choose_transport(kv_transport: str) -> str:
     return "grpc"
 
 
-def choose_plane(kv_transport: str, memory: mmap.mmap, num_slots: int, block_bytes: int) -> DataPlane:
-    """The plane of a pool that is mapped at ``memory``: ``num_slots`` blocks of ``block_bytes`` from its beginning.
+def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
+    """The plane of a pool.
 
     Takes about a second with NIXL, as :func:`choose_transport`. Raises ConfigError as that does.
     """
@@ -86,10 +86,10 @@ def choose_plane(kv_transport: str, memory: mmap.mmap, num_slots: int, block_byt
 
     if choose_transport(kv_transport) == "nixl":
         try:
-            return NixlPlane(memory, num_slots, block_bytes)
+            return NixlPlane(memory)
         except ConfigError as error:
             # A big pool may meet limits that two pages do not.
             if kv_transport == "nixl":
                 raise
             log.warning("blocks move between nodes by gRPC: %s", error.message)
-    return GrpcPlane(memory, num_slots, block_bytes)
+    return GrpcPlane(memory)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvstore.hashing import split_hashes
+from kvstore.memory import PoolMemory
 from kvstore.plane import BlockShape, PeerPool, Pinned
 from pillion.errors import InvalidRequest
 from pillion.v1 import kvplane_pb2_grpc
@@ -38,8 +39,8 @@ class Source(Protocol):
         """Slots of a ticket's chain. Raises NotFound unless ``epoch`` holds the ticket."""
 
     @property
-    def memory(self) -> memoryview:
-        """The pool's bytes, slot after slot."""
+    def memory(self) -> PoolMemory:
+        """The pool's."""
 
 
 class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
@@ -70,12 +71,15 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
         slots, source = tuple(request.slots), self._source()
         if len(slots) > MAX_READ_SLOTS:
             raise InvalidRequest(f"{len(slots)} slots cannot be read in one call, at most {MAX_READ_SLOTS}")
-        _, shape = await source.describe()
-        size = shape.block_bytes
-        for slot in slots:
-            # Looked at for every block: what was released meanwhile may hold another block already.
-            if slot not in source.pinned_slots(request.epoch, request.ticket_id):
-                raise InvalidRequest(f"slot {slot} is not of ticket {request.ticket_id}'s chain")
-            for start in range(slot * size, (slot + 1) * size, MAX_PIECE_BYTES):
-                end = min(start + MAX_PIECE_BYTES, (slot + 1) * size)
-                yield wire.piece_to_pb(bytes(source.memory[start:end]))
+        memory = source.memory
+        for first in range(0, len(slots), memory.ahead_blocks):
+            part = slots[first : first + memory.ahead_blocks]
+            # Looked at as late as can be: what was released meanwhile may hold another block already.
+            pinned = source.pinned_slots(request.epoch, request.ticket_id)
+            for slot in part:
+                if slot not in pinned:
+                    raise InvalidRequest(f"slot {slot} is not of ticket {request.ticket_id}'s chain")
+            async with memory.reading(part) as blocks:
+                for block in blocks:
+                    for start in range(0, len(block), MAX_PIECE_BYTES):
+                        yield wire.piece_to_pb(bytes(block[start : start + MAX_PIECE_BYTES]))

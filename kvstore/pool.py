@@ -12,13 +12,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvstore.admission import Grant, Waiter, WaitingLine
 from kvstore.eviction import EvictionPolicy
 from kvstore.fetch import Fetcher
 from kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from kvstore.ledger import Ledger
+from kvstore.pool_shape import PoolShape, slots_of
 from kvstore.records import FETCH, SESSION, IndexEvent
 from kvstore.tree import Block
 from pillion import metric_catalog as names
@@ -39,17 +40,6 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
-# Beyond this a slot number or a byte offset would stop fitting somewhere.
-MAX_BLOCKS = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """What the first worker decided: how many slots, of how many bytes, of which namespace (hexadecimal)."""
-
-    num_slots: int
-    block_bytes: int
-    namespace: str
 
 
 class Pool:
@@ -65,6 +55,7 @@ class Pool:
         shaped: hears of the pool's shape, once.
 
     Attributes:
+        pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
         meters: how long tickets and fetches took; the node adds its books.
     """
@@ -85,7 +76,7 @@ class Pool:
         self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
         self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
         self.served_blocks = 0
-        self._pool_bytes = pool_bytes
+        self.pool_bytes = pool_bytes
         self._shaped = shaped
         self._namespace = ""
         self._timeout_s = heartbeat_timeout_s
@@ -100,6 +91,11 @@ class Pool:
         self.line = WaitingLine(self.ledger, max_waiting)
 
     # -- holders
+
+    @property
+    def shaped(self) -> bool:
+        """Whether a first worker has attached."""
+        return self._block_bytes > 0
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
         """Epoch and number of slots for a worker. The first one shapes the pool.
@@ -118,13 +114,13 @@ class Pool:
                 "this pool's blocks are of another model, dtype, layout or block size than the worker's: all workers "
                 "of one node must agree on them; restart the node to change them"
             )
-        if hello.block_bytes > self._pool_bytes:
+        if hello.block_bytes > self.pool_bytes:
             raise InvalidRequest(
-                f"one block has {hello.block_bytes} bytes, the whole pool {self._pool_bytes}: raise --kv-pool-bytes"
+                f"one block has {hello.block_bytes} bytes, the whole pool {self.pool_bytes}: raise --kv-pool-bytes"
             )
         self._bound_holders()
         if not self._block_bytes:
-            num_slots = min(self._pool_bytes // hello.block_bytes, MAX_BLOCKS)
+            num_slots = slots_of(self.pool_bytes, hello.block_bytes)
             self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
             self.ledger.shape(num_slots)

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.checksum import block_checksum
 from kvstore.ledger import Ledger
+from kvstore.memory import PoolMemory
 from kvstore.spill_plan import Watermarks, evict_still_unused, next_victims
-from kvstore.tiers import BlockName, Tier
+from kvstore.tiers import BlockName, BufferTier, Tier
 from kvstore.tree import Block
 
 log = logging.getLogger("pillion.kvnode")
@@ -39,7 +39,7 @@ class Spiller:
     """Of one pool that has its shape.
 
     Args:
-        memory_of: a slot's bytes.
+        memory: the pool's.
         tiers: each gets what is evicted here and is not there already, fastest first; may be none.
         low_percent, high_percent: free share of the pool at which evicting begins and ends. Raises ConfigError.
         forgotten: hears of blocks that a tier no longer keeps, or never did; for :class:`kvstore.spill_plan.News`.
@@ -49,7 +49,7 @@ class Spiller:
     def __init__(
         self,
         ledger: Ledger,
-        memory_of: Callable[[int], memoryview],
+        memory: PoolMemory,
         tiers: Sequence[Tier],
         low_percent: int,
         high_percent: int,
@@ -58,7 +58,7 @@ class Spiller:
     ) -> None:
         self.spilled_blocks = 0
         self._ledger = ledger
-        self._memory_of = memory_of
+        self._memory = memory
         self._tiers = tiers
         self._marks = Watermarks(low_percent, high_percent)
         self._forgotten = forgotten
@@ -103,18 +103,21 @@ class Spiller:
             return self._evict(victims, {}) > 0
         while self._under_way_bytes >= MAX_UNDER_WAY_BYTES:
             await asyncio.wait(self._work, return_when=asyncio.FIRST_COMPLETED)
-        block_bytes = self._memory_of(victims[0].slot).nbytes
+        block_bytes = self._memory.block_bytes
         room_bytes = max(tier.room_bytes() for tier in self._tiers)
         if room_bytes < block_bytes:
             return False
         victims = victims[: max(1, min(BATCH_BYTES, room_bytes) // block_bytes)]
         open_tiers = [tier for tier in self._tiers if tier.room_bytes() >= block_bytes]
         wanted = [block for block in victims if any(block.hash not in tier for tier in open_tiers)]
-        copies = await self._copied(wanted) if wanted else []
-        return self._evict(victims, dict(zip(wanted, copies, strict=True))) > 0
+        copies = dict(zip(wanted, await self._copied(wanted) if wanted else [], strict=True))
+        evicted = self._evict(victims, copies)
+        # What is left was used again meanwhile.
+        self._give_back([data for data, _ in copies.values()])
+        return evicted > 0
 
     def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
-        """Evicts what is still unused, tells the tiers, and returns how many went."""
+        """Evicts what is still unused, tells the tiers, and returns how many went. Takes their copies out."""
         moved: list[tuple[BlockName, memoryview]] = []
         stayed: list[bytes] = []
         evicted = 0
@@ -123,7 +126,7 @@ class Spiller:
                 continue
             evicted += 1
             if block in copies:
-                data, checksum = copies[block]
+                data, checksum = copies.pop(block)
                 parent = block.parent.hash if block.parent else b""
                 moved.append((BlockName(block.hash, parent, block.segment, checksum), data))
                 self._moving[block.hash] = self._moving.get(block.hash, 0) + 1
@@ -149,6 +152,7 @@ class Spiller:
             log.exception("a lower tier failed")
         finally:
             self._under_way_bytes -= sum(data.nbytes for _, data in moved)
+            self._give_back([data for _, data in moved])
             for name, _ in moved:
                 self._moving[name.hash] -= 1
                 if not self._moving[name.hash]:
@@ -158,17 +162,28 @@ class Spiller:
                 self._forgotten(list(dict.fromkeys(gone)))
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        copying = asyncio.ensure_future(asyncio.to_thread(self._copy, blocks))
+        """Bytes and checksums: in a tier's own buffers as far as it has some free, so that it need not copy again."""
+        lent = [] if self._buffers is None else self._buffers.lend(len(blocks))
+        fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(lent))]
+        targets = lent + fresh
+        slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
+        copying = asyncio.ensure_future(self._memory.copy_out(slots, targets, sums))
         self._begin(copying)
-        return await asyncio.shield(copying)
+        try:
+            return list(zip(targets, await asyncio.shield(copying), strict=True))
+        except BaseException:
+            # Nobody takes the copies; the buffers go back once they are not written to any more.
+            copying.add_done_callback(lambda _: self._give_back(lent))
+            raise
 
-    def _copy(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        """Bytes and checksums. In a thread; both let go of the interpreter, so the loop runs on beside."""
-        copies = []
-        for block in blocks:
-            data = np.frombuffer(self._memory_of(block.slot), np.uint8).copy().data
-            copies.append((data, block.checksum or block_checksum(data)))
-        return copies
+    def _give_back(self, buffers: Sequence[memoryview]) -> None:
+        if self._buffers is not None and buffers:
+            self._buffers.take_back(buffers)
+
+    @property
+    def _buffers(self) -> BufferTier | None:
+        """The tier that lends buffers, where there is one."""
+        return next((tier for tier in self._tiers if isinstance(tier, BufferTier)), None)
 
     def _begin(self, work: asyncio.Future[Any]) -> None:
         self._work.add(work)

@@ -15,15 +15,17 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import asdict, replace
 from itertools import islice
 
-from kvstore.checksum import block_checksum
 from kvstore.disk import DiskTier, open_disk_tier
 from kvstore.disk_files import DiskFolder
 from kvstore.fetch import Fetcher, FetchLimits
+from kvstore.host_tier import HostTier
+from kvstore.memory import PoolMemory, until_over
 from kvstore.peers import Peers
+from kvstore.pinned import PinnedMemory
 from kvstore.plane import BlockShape, DataPlane, PeerPool, Pinned, choose_plane
-from kvstore.pool import Pool, PoolShape
+from kvstore.pool import Pool
+from kvstore.pool_shape import PoolShape
 from kvstore.records import IndexEvent
-from kvstore.segment import map_shared
 from kvstore.spill import Spiller
 from kvstore.spill_plan import News
 from kvstore.tiers import BlockName, Tier
@@ -44,21 +46,23 @@ class Storage:
     """Made when the pool gets its shape; :meth:`run` does what goes on in the background.
 
     Args:
+        pinned: makes memory for the host tier. Raises ConfigError.
         announce: tells the index.
         addresses: of all nodes' gRPC services, by node id. Raises Unavailable.
         boot_epoch: this node's, as the index knows it.
         folder: the disk tier's, opened and locked when the node started; None without one.
 
-    Raises ConfigError where the memory cannot be mapped.
+    The memory becomes this class's to close, not its segment.
     """
 
     def __init__(
         self,
         flags: KVNodeFlags,
         shape: PoolShape,
-        memory_fd: int,
+        memory: PoolMemory,
         pool: Pool,
         *,
+        pinned: Callable[[int], PinnedMemory],
         announce: Callable[[list[IndexEvent]], None],
         addresses: Callable[[], Awaitable[Mapping[str, str]]],
         boot_epoch: Callable[[], int],
@@ -67,16 +71,16 @@ class Storage:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._addresses, self._boot_epoch = announce, addresses, boot_epoch
         self._folder = folder
-        self._mapped = map_shared(memory_fd, shape.num_slots * shape.block_bytes)
-        self.memory = memoryview(self._mapped)
+        self.memory, self._pinned = memory, pinned
         self._tiers: list[Tier] = []
         self._disk: DiskTier | None = None
+        self._host: HostTier | None = None
         self._plane: asyncio.Task[DataPlane] | None = None
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self._peers = Peers(flags.node_id, self._block_shape, addresses, self.plane)
         self._spiller = Spiller(
             pool.ledger,
-            self.memory_of,
+            memory,
             self._tiers,
             flags.low_watermark_percent,
             flags.high_watermark_percent,
@@ -91,14 +95,21 @@ class Storage:
             pool.ledger,
             shape.block_bytes,
             limits,
-            memory_of=self.memory_of,
+            memory=memory,
             changed=pool.changed,
             source=self._peers.source,
             tiers=self._tiers,
         )
 
     async def run(self) -> None:
-        """Opens the tiers, then evicts ahead of need, until it is cancelled. Raises ConfigError for a bad disk."""
+        """Opens the tiers, then evicts ahead of need, until it is cancelled.
+
+        Raises ConfigError for a bad disk, and where the host has not so much memory.
+        """
+        if self._flags.host_bytes:
+            pinned = await until_over(asyncio.to_thread(self._pinned, self._flags.host_bytes))
+            self._host = HostTier(pinned.view, self._shape.block_bytes, pinned.close, verify=self._flags.verify_blocks)
+            self._tiers.append(self._host)
         if self._folder is not None:
             self._disk = await open_disk_tier(
                 self._folder,
@@ -124,14 +135,7 @@ class Storage:
         if self._plane is not None:
             with contextlib.suppress(Exception):
                 (await self._plane).close()
-        with contextlib.suppress(BufferError):
-            # Whoever still looks at the memory keeps it mapped.
-            self.memory.release()
-            self._mapped.close()
-
-    def memory_of(self, slot: int) -> memoryview:
-        """A slot's bytes."""
-        return self.memory[slot * self._shape.block_bytes : (slot + 1) * self._shape.block_bytes]
+        self.memory.close()
 
     # -- what the index hears
 
@@ -161,10 +165,7 @@ class Storage:
     async def plane(self) -> DataPlane:
         """This node's data plane; the first caller waits for a second or two."""
         if self._plane is None:
-            flags, shape = self._flags, self._shape
-            making = asyncio.to_thread(
-                choose_plane, flags.kv_transport, self._mapped, shape.num_slots, shape.block_bytes
-            )
+            making = asyncio.to_thread(choose_plane, self._flags.kv_transport, self.memory)
             self._plane = asyncio.create_task(making, name="data plane")
         return await asyncio.shield(self._plane)
 
@@ -178,6 +179,8 @@ class Storage:
             block_bytes=shape.block_bytes,
             pool_address=plane.pool_address,
             nixl_metadata=plane.nixl_metadata,
+            memory_kind=self.memory.kind,
+            device_index=self.memory.device_index,
         )
         return pool, self._block_shape
 
@@ -200,7 +203,7 @@ class Storage:
         if not self._flags.verify_blocks:
             return (0,) * len(chain)
         unknown = [block for block in chain if not block.checksum]
-        found = await asyncio.to_thread(lambda: [block_checksum(self.memory_of(block.slot)) for block in unknown])
+        found = await self.memory.checksums([block.slot for block in unknown])
         for block, checksum in zip(unknown, found, strict=True):
             block.checksum = checksum
         return tuple(block.checksum for block in chain)
@@ -225,11 +228,14 @@ class Storage:
         counts = asdict(self.fetcher.counts)
         if self._disk is not None:
             counts["corrupt_blocks"] += self._disk.counts.corrupt
+        if self._host is not None:
+            counts["corrupt_blocks"] += self._host.counts.corrupt
         return replace(
             status,
             **counts,
             spilled_blocks=self._spiller.spilled_blocks,
-            disk_blocks=sum(len(tier) for tier in self._tiers),
+            host_blocks=0 if self._host is None else len(self._host),
+            disk_blocks=0 if self._disk is None else len(self._disk),
             kv_transport=self._transport(),
         )
 

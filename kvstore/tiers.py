@@ -1,13 +1,13 @@
 """Lower tiers: where blocks go when they leave the pool, and where they come back from.
 
-Each is a target of eviction and a source of blocks, in order: pool, disk, object store.
+Each is a target of eviction and a source of blocks, in order: pool, pinned host memory, disk, object store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,18 @@ class Tier(Protocol):
 
     async def close(self) -> None:
         """Waits for writes under way. What is kept stays. Idempotent."""
+
+
+@runtime_checkable
+class BufferTier(Tier, Protocol):
+    """A tier in memory: copies can be made straight into it and out of it. A buffer that it lent, or whose block it
+    holds for a reader, stays what it is until it is taken back."""
+
+    def lend(self, count: int) -> list[memoryview]:
+        """Up to ``count`` buffers of one block each, to be filled, handed to :meth:`store` or not, and taken back."""
+
+    async def borrow(self, hashes: Sequence[bytes]) -> list[memoryview]:
+        """The bytes of blocks, in order, until one is missing or broken; to be read only, and taken back."""
+
+    def take_back(self, buffers: Sequence[memoryview]) -> None:
+        """Whoever had them neither reads nor writes them any more. Buffers of others are ignored."""

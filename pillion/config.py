@@ -27,12 +27,13 @@ QUANTIZATION_CHOICES = ("none", "int8")
 DEVICE = "What computes and where KV blocks lie: a GPU or the CPU; auto: a GPU where there is one."
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPE = "Type of KV on a GPU; fp8: 8 bits with a scale for each token and head. auto: the weights' type."
-GPU_MEMORY = "Share of a GPU's memory that may be in use; what weights and workspace leave of it is the KV pool."
-KV_POOL = "Memory for KV blocks. 0: 1 GiB of a host's memory, of a GPU's what --gpu-memory-utilization leaves."
-HOST_BYTES = "Pinned host memory for KV blocks that leave a GPU's pool. 0: none."
 INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
 ALSO_MODEL = "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Again for more."
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
+KV_POOL_BYTES = "Memory for KV blocks. 0: 1 GiB of a host's memory, or by --gpu-memory-utilization on a GPU."
+KV_DEVICE = "Where the KV pool is: cpu, cuda or cuda:N."
+GPU_MEMORY_UTILIZATION = "Share of the GPU's memory that weights, workspaces and the KV pool may take together."
+HOST_BYTES = "Pinned host memory for blocks that leave a pool on a GPU, before the disk. 0: none."
 SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -113,7 +114,10 @@ class KVNodeFlags(CommonFlags):
     node_advertise: str = flag("", ADVERTISE)
     insecure_internal: bool = flag(False, INSECURE_INTERNAL)
     attach_socket: str = flag("/run/pillion/kvnode.sock", "Unix socket over which workers map the pool.")
-    kv_pool_bytes: int = flag(2**30, "Memory for KV blocks.", kind=parse_size)
+    kv_pool_bytes: int = flag(0, KV_POOL_BYTES, kind=parse_size)
+    kv_device: str = flag("cpu", KV_DEVICE)
+    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY_UTILIZATION)
+    host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
     eviction_policy: str = flag("lru", "What leaves the pool first.", choices=("lru", "lfu", "arc"))
@@ -202,8 +206,8 @@ class GatewayFlags(EdgeFlags):
 class ServeFlags(EdgeFlags, ComputeFlags):
     """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
 
-    kv_pool_bytes: int = flag(0, KV_POOL, kind=parse_size)
-    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY)
+    kv_pool_bytes: int = flag(0, KV_POOL_BYTES, kind=parse_size)
+    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY_UTILIZATION)
     host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
@@ -226,8 +230,8 @@ class ServeFlags(EdgeFlags, ComputeFlags):
 class OfflineFlags(ComputeFlags):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 
-    kv_pool_bytes: int = flag(0, KV_POOL, kind=parse_size)
-    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY)
+    kv_pool_bytes: int = flag(0, KV_POOL_BYTES, kind=parse_size)
+    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY_UTILIZATION)
     host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
     max_num_batched_tokens: int = flag(512, "Token budget of a step (I5).", kind=parse_size)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.fp8_decode import decode_e4m3
+from kernels.gpu.launch import interpreting
 
 # Words of an item, by place, as in kernels.gpu.attention_plan. A jitted function sees only constants of its module.
 _TABLE = tl.constexpr(0)
@@ -35,6 +36,17 @@ _WORDS = tl.constexpr(8)
 # Lower than every score, and finite: a row that has seen nothing yet subtracts it from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+# Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+_INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def _dot(left, right, acc):
+    """Exact for float32, which tensor cores would cut to 19 bits."""
+    if _INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee" if left.dtype == tl.float32 else "tf32")
 
 
 @triton.jit
@@ -78,7 +90,7 @@ def _tiles(
     columns = tl.arange(0, BLOCK_D)
     # A float8 piece has BLOCK_SIZE scales behind its rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
-    precision: tl.constexpr = "ieee" if query.dtype == tl.float32 else "tf32"
+    none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         read = tl.minimum(tokens, last) if MASKED else tokens
@@ -92,12 +104,12 @@ def _tiles(
             keys = tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
         if FP8:
             factors = scales + (slots * scale_slot_stride + scale_offset + inside)
-            folded: tl.constexpr = 1.0 if query.dtype == tl.bfloat16 else 256.0
+            folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
             keys = decode_e4m3(keys, query.dtype, NATIVE_FP8)
-            scores = tl.dot(query, tl.trans(keys), input_precision=precision)
+            scores = _dot(query, tl.trans(keys), none)
             scores *= (tl.load(factors) * folded)[None, :]
         else:
-            scores = tl.dot(query, tl.trans(keys), input_precision=precision)
+            scores = _dot(query, tl.trans(keys), none)
         if SOFTCAP:
             scores = _capped(scores * score_scale, softcap)
         if MASKED:
@@ -123,7 +135,7 @@ def _tiles(
         if FP8:
             values = decode_e4m3(values, query.dtype, NATIVE_FP8)
             weights *= (tl.load(factors + KV_HEADS * piece // 4) * folded)[None, :]
-        acc = tl.dot(weights.to(query.dtype), values, acc, input_precision=precision)
+        acc = _dot(weights.to(query.dtype), values, acc)
         top = new_top
     return acc, top, total
 

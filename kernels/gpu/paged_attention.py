@@ -13,13 +13,14 @@ and replayed over another record at the same place. A captured step without chun
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 
 from kernels.gpu.attention import _attend, _merge
 from kernels.gpu.attention_plan import AttentionPlan, AttentionPlanner, Batch, Tiling
+from kernels.gpu.build import ARCHITECTURES, BuildSpec
 from kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from kernels.gpu.tuned import tuned
 
@@ -86,8 +87,8 @@ class PagedAttention:
         if kv == "plain":
             check_tensor("pool", pool, (None, num_layers, 2, num_kv_heads, block_size, head_dim), dtype)
         else:
-            check_tensor("pool", pool, (None, num_layers, 2, num_kv_heads, piece_size(kv, block_size, head_dim)))
-            check(pool.dtype == torch.uint8, f"pool of float8 is of {pool.dtype}, not of bytes")
+            piece = piece_size(kv, block_size, head_dim)
+            check_tensor("pool", pool, (None, num_layers, 2, num_kv_heads, piece), torch.uint8)
         self._pool, self._dtype, self._device = pool, dtype, pool.device
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._layers, self._block_size, self._kv = num_layers, block_size, kv
@@ -235,3 +236,85 @@ class PagedAttention:
 
 def _tiling(use: dict[str, int], processors: int) -> Tiling:
     return Tiling(use["rows"], use["keys"], use["programs"] * processors, use["unit_tiles"])
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles: Llama 3 8B, and what differs in other models."""
+    llama = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False}
+    cases: list[tuple[str, str, PlainOrFloat8, dict[str, Any]]] = [
+        ("", "bf16", "plain", {}),
+        ("_fp16", "fp16", "plain", {}),
+        ("_fp8", "bf16", "fp8_e4m3", {}),
+        ("_fp8_fp16", "fp16", "fp8_e4m3", {}),
+        ("_fp32", "fp32", "plain", {}),
+        ("_qwen_28_heads", "bf16", "plain", {"GROUP": 7, "KV_HEADS": 4, "BLOCK_SIZE": 64}),
+        ("_64", "bf16", "plain", {"HEAD_DIM": 64}),
+        ("_64_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64}),
+        ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32}),
+        ("_256", "bf16", "plain", {"HEAD_DIM": 256}),
+        ("_256_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 256}),
+        ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
+        ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
+    ]
+    specs = [
+        _spec(kernel, name, arch, dtype, kv, {**llama, **other})
+        for name, dtype, kv, other in cases
+        for kernel in ("attention_decode", "attention_chunk")
+        for arch in ARCHITECTURES
+    ]
+    return [*specs, *(_merge_spec(arch) for arch in ARCHITECTURES)]
+
+
+def _spec(kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shape: dict[str, Any]) -> BuildSpec:
+    width = padded_head_dim(shape["HEAD_DIM"])
+    fp8, chunk = kv == "fp8_e4m3", kernel == "attention_chunk"
+    use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=4 if dtype == "fp32" else 2)
+    pointers = {
+        "queries": f"*{dtype}",
+        "pool": "*u8" if fp8 else f"*{dtype}",
+        "scales": "*fp32" if fp8 else f"*{dtype}",
+        "record": "*i32",
+        "out": f"*{dtype}",
+        "partials": "*fp32",
+        "partial_logs": "*fp32",
+    }
+    strides = ("query_stride", "slot_stride", "layer_offset", "scale_slot_stride", "scale_layer_offset")
+    return BuildSpec(
+        name=f"{kernel}{name}",
+        kernel=_attend,
+        signature={
+            **pointers,
+            **dict.fromkeys(("starts_at", *strides), "i32"),
+            "score_scale": "fp32",
+            "softcap": "fp32",
+        },
+        constants={
+            **shape,
+            "BLOCK_D": width,
+            "BLOCK_M": use.get("rows", LEAST_DECODE_ROWS),
+            "BLOCK_N": use["keys"],
+            "FP8": fp8,
+            "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH,
+            "EDGES": chunk,
+        },
+        aligned=(*pointers, *strides[:3]),
+        num_warps=use["num_warps"],
+        num_stages=use["num_stages"],
+        architectures=(arch,),
+    )
+
+
+def _merge_spec(arch: int) -> BuildSpec:
+    use = tuned("attention_merge", arch)
+    pointers = {"record": "*i32", "partials": "*fp32", "partial_logs": "*fp32", "out": "*bf16"}
+    constants = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "DECODE_M": 16, "CHUNK_M": 128}
+    return BuildSpec(
+        name="attention_merge",
+        kernel=_merge,
+        signature={**pointers, "counts_at": "i32"},
+        constants={**constants, "PARTS": use["parts"]},
+        aligned=tuple(pointers),
+        num_warps=use["num_warps"],
+        max_registers=128,
+        architectures=(arch,),
+    )

@@ -615,6 +615,8 @@ class NodeStatus(_message.Message):
     SHORT_FETCHES_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_TRANSPORT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_DEVICE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -646,6 +648,10 @@ class NodeStatus(_message.Message):
     """Blocks on this node's disk now."""
     kv_transport: _builtins.str
     """What moves blocks between nodes: nixl or grpc."""
+    host_blocks: _builtins.int
+    """Blocks in this node's pinned host memory now, beside a pool on a GPU."""
+    kv_device: _builtins.str
+    """Where the pool is: cpu or cuda:N."""
     @_builtins.property
     def fenced_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not said yet that they drained; who starts them may want to kill them."""
@@ -677,10 +683,12 @@ class NodeStatus(_message.Message):
         short_fetches: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
         kv_transport: _builtins.str = ...,
+        host_blocks: _builtins.int = ...,
+        kv_device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "evicted_blocks", b"evicted_blocks", "fenced_parts", b"fenced_parts", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "kv_transport", b"kv_transport", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "evicted_blocks", b"evicted_blocks", "fenced_parts", b"fenced_parts", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

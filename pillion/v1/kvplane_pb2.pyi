@@ -60,6 +60,8 @@ class MeetReply(_message.Message):
     KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     NIXL_METADATA_FIELD_NUMBER: _builtins.int
     POOL_ADDRESS_FIELD_NUMBER: _builtins.int
+    MEMORY_KIND_FIELD_NUMBER: _builtins.int
+    DEVICE_INDEX_FIELD_NUMBER: _builtins.int
     boot_epoch: _builtins.int
     num_slots: _builtins.int
     block_bytes: _builtins.int
@@ -68,6 +70,9 @@ class MeetReply(_message.Message):
     """Empty where the source has no NIXL."""
     pool_address: _builtins.int
     """Where the pool begins in the source's address space, for NIXL."""
+    memory_kind: _builtins.str
+    """What that memory is: host (or empty) or cuda, and of which GPU as the source counts."""
+    device_index: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -80,10 +85,12 @@ class MeetReply(_message.Message):
         kv_namespace: _builtins.bytes = ...,
         nixl_metadata: _builtins.bytes = ...,
         pool_address: _builtins.int = ...,
+        memory_kind: _builtins.str = ...,
+        device_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "hello", b"hello", "kv_namespace", b"kv_namespace", "nixl_metadata", b"nixl_metadata", "num_slots", b"num_slots", "pool_address", b"pool_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "device_index", b"device_index", "hello", b"hello", "kv_namespace", b"kv_namespace", "memory_kind", b"memory_kind", "nixl_metadata", b"nixl_metadata", "num_slots", b"num_slots", "pool_address", b"pool_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

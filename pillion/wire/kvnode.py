@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import InvalidRequest
@@ -99,6 +100,8 @@ class NodeStatus:
     short_fetches: int = 0
     disk_blocks: int = 0
     kv_transport: str = ""
+    host_blocks: int = 0
+    kv_device: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,51 +121,142 @@ class AttachHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachReply:
-    """The node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal."""
+    """The node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal.
+
+    ``memory_kind``: "host", or "cuda": then ``device_uuid`` names the GPU, ``device_index`` says how the node counts
+    it, and ``mapped_bytes`` is the size of the memory behind the descriptor, which can only be mapped whole.
+    """
 
     node_id: str = ""
     node_address: str = ""
     epoch: int = 0
     num_slots: int = 0
+    memory_kind: str = "host"
+    device_uuid: str = ""
+    device_index: int = 0
+    mapped_bytes: int = 0
     protocol: int = PROTOCOL
     version: str = VERSION
     error: str = ""
 
 
-def line_to_bytes(message: AttachHello | AttachReply) -> bytes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionHello:
+    """Instead of an AttachHello: a process wants memory of ``size_bytes`` that it shares with all that name the same
+    ``region_key`` (64 hexadecimal digits, the hash of what is in it)."""
+
+    part_id: str
+    region_key: str
+    size_bytes: int
+    protocol: int = PROTOCOL
+    version: str = VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionReply:
+    """Comes with the memory's descriptor once the region is the asker's. ``state``: "fill", and the asker answers with
+    RegionFilled when it has done so, or "ready"; the other fields are those of AttachReply."""
+
+    node_id: str = ""
+    state: str = ""
+    memory_kind: str = "host"
+    device_uuid: str = ""
+    mapped_bytes: int = 0
+    protocol: int = PROTOCOL
+    version: str = VERSION
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionFilled:
+    """Others may have the region now: every byte of it is written."""
+
+    filled_bytes: int
+
+
+Line = AttachHello | AttachReply | RegionHello | RegionReply | RegionFilled
+_LineKind = TypeVar("_LineKind", AttachHello, AttachReply, RegionHello, RegionReply, RegionFilled)
+_NEEDED: dict[type, set[str]] = {
+    AttachHello: {"part_id", "role", "block_bytes"},
+    RegionHello: {"part_id", "region_key", "size_bytes"},
+    RegionFilled: {"filled_bytes"},
+}
+_REGION_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def line_to_bytes(message: Line) -> bytes:
     """One line of JSON."""
     return json.dumps(asdict(message), separators=(",", ":")).encode() + b"\n"
 
 
+def hello_from_line(line: bytes) -> AttachHello | RegionHello:
+    """A worker's first line, whatever it wants. Raises what the two converters raise."""
+    return region_hello_from_line(line) if "region_key" in _said(line) else attach_hello_from_line(line)
+
+
 def attach_hello_from_line(line: bytes) -> AttachHello:
     """Unknown keys are dropped. Raises InvalidRequest on what is no hello, Conflict on a foreign protocol."""
-    said = _fields(line, AttachHello)
-    hello = AttachHello(**said)
+    hello = _read(line, AttachHello)
     check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), part_id=hello.part_id))
     return hello
 
 
 def attach_reply_from_line(line: bytes) -> AttachReply:
     """Unknown keys are dropped. Raises InvalidRequest on what is no reply, Conflict on a foreign protocol."""
-    reply = AttachReply(**_fields(line, AttachReply))
+    reply = _read(line, AttachReply)
     check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), part_id=reply.node_id or "the KV node"))
+    _check_memory(reply)
     return reply
 
 
-def _fields(line: bytes, kind: type[AttachHello] | type[AttachReply]) -> dict[str, Any]:
+def region_hello_from_line(line: bytes) -> RegionHello:
+    """Unknown keys are dropped. Raises InvalidRequest on what is no hello, Conflict on a foreign protocol."""
+    hello = _read(line, RegionHello)
+    check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), part_id=hello.part_id))
+    if not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0:
+        raise InvalidRequest("a region needs a name of 64 hexadecimal digits, and at least one byte")
+    return hello
+
+
+def region_reply_from_line(line: bytes) -> RegionReply:
+    """Unknown keys are dropped. Raises InvalidRequest on what is no reply, Conflict on a foreign protocol."""
+    reply = _read(line, RegionReply)
+    check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), part_id=reply.node_id or "the KV node"))
+    _check_memory(reply)
+    if not reply.error and reply.state not in ("fill", "ready"):
+        raise InvalidRequest(f"a region is to be filled or ready, not {reply.state!r}")
+    return reply
+
+
+def region_filled_from_line(line: bytes) -> RegionFilled:
+    """Raises InvalidRequest on anything else."""
+    return _read(line, RegionFilled)
+
+
+def _check_memory(reply: AttachReply | RegionReply) -> None:
+    if reply.memory_kind not in ("host", "cuda") or reply.mapped_bytes < 0:
+        raise InvalidRequest(f"memory of kind {reply.memory_kind!r} and {reply.mapped_bytes} bytes cannot be mapped")
+
+
+def _said(line: bytes) -> dict[str, Any]:
     try:
         said = json.loads(line)
     except ValueError:
         said = None
     if not isinstance(said, dict):
         raise InvalidRequest("the attach protocol speaks one line of JSON")
+    return said
+
+
+def _read(line: bytes, kind: type[_LineKind]) -> _LineKind:
+    said = _said(line)
     wanted = {name: str if field.type == "str" else int for name, field in kind.__dataclass_fields__.items()}
     known = {name: value for name, value in said.items() if name in wanted}
-    missing = {"part_id", "role", "block_bytes"} - known.keys() if kind is AttachHello else set()
+    missing = _NEEDED.get(kind, set()) - known.keys()
     wrong = {name for name, value in known.items() if type(value) is not wanted[name]}
     if missing or wrong:
         raise InvalidRequest(f"attach line: missing or wrong {', '.join(sorted(missing | wrong))}")
-    return known
+    return kind(**known)
 
 
 def ticket_from_pb(message: kvnode_pb2.OpenTicketReply) -> Ticket:

@@ -34,6 +34,7 @@ class PeerPool:
     Attributes:
         pool_address: where the pool begins in the source's address space.
         nixl_metadata: empty where the source has no NIXL.
+        memory_kind, device_index: "host" or "cuda", and which GPU, as the source counts.
     """
 
     node_id: str
@@ -42,6 +43,8 @@ class PeerPool:
     block_bytes: int
     pool_address: int
     nixl_metadata: bytes
+    memory_kind: str = "host"
+    device_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ def met_to_pb(pool: PeerPool, shape: BlockShape) -> kvplane_pb2.MeetReply:
         kv_namespace=shape.namespace,
         nixl_metadata=pool.nixl_metadata,
         pool_address=pool.pool_address,
+        memory_kind=pool.memory_kind,
+        device_index=pool.device_index,
     )
 
 
@@ -87,7 +92,11 @@ def met_from_pb(reply: kvplane_pb2.MeetReply) -> tuple[PeerPool, BlockShape]:
         block_bytes=reply.block_bytes,
         pool_address=reply.pool_address,
         nixl_metadata=reply.nixl_metadata,
+        memory_kind=reply.memory_kind or "host",
+        device_index=reply.device_index,
     )
+    if pool.memory_kind not in ("host", "cuda"):
+        raise Conflict(f"{pool.node_id} has its pool in memory of kind {pool.memory_kind!r}, which is not known here")
     return pool, BlockShape(reply.block_bytes, reply.kv_namespace)
 
 

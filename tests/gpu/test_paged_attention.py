@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from tests.support.gpu import DEVICE, rounded  # isort: skip  (before the kernels)
+from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
 from tests.support.paged_case import LAYER, UNTOUCHED, PagedCase, Shape  # isort: skip
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kernels.gpu.attention_plan import ITEM_WORDS, PARTIAL
 from pillion.errors import Internal
 
-SHORT = st.tuples(st.integers(0, 300), st.integers(1, 3))
-CHUNK = st.tuples(st.integers(0, 150), st.integers(4, 50))
-BATCHES = st.lists(SHORT | CHUNK, min_size=1, max_size=4)
+SHORT = st.tuples(st.integers(0, 200), st.integers(1, 2))
+CHUNK = st.tuples(st.integers(0, 100), st.integers(3, 40))
+BATCHES = st.lists(SHORT | CHUNK, min_size=1, max_size=3)
+# An example takes the interpreter seconds: a failing one is shown as it was found.
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 def check(case: PagedCase, **more: object) -> None:
@@ -37,7 +39,7 @@ def check(case: PagedCase, **more: object) -> None:
     window=st.sampled_from([0, 1, 33, 128]),
     softcap=st.sampled_from([0.0, 1.5]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100 if NATIVE else 12, deadline=None, phases=UNSHRUNK)
 def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, block_size, dtype, window, softcap):
     check(PagedCase.of(Shape(group, head_dim, block_size, dtype, softcap, window), parts))
 
@@ -50,7 +52,7 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, bl
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     window=st.sampled_from([0, 40]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=50 if NATIVE else 6, deadline=None, phases=UNSHRUNK)
 def test_float8_is_attended_as_what_its_codes_and_scales_say(parts, group, head_dim, block_size, dtype, window):
     check(PagedCase.of(Shape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
 

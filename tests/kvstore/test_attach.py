@@ -19,7 +19,7 @@ import pytest
 from kvstore.attach import MAX_LINE_BYTES, AttachServer, attach
 from kvstore.pool import Pool
 from kvstore.segment import Segment, map_shared
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, Conflict
 from pillion.wire.kvnode import AttachHello, AttachReply
 
 BLOCK_BYTES = 4096
@@ -43,9 +43,9 @@ class Node:
         self.path = f"{folder}/sub/attach.sock"
         self.pool = Pool(pool_bytes=POOL_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0)
         self.segment = Segment(POOL_BYTES)
-        self.server = AttachServer(self.path, self.segment.fileno(), self.admit, self.pool.ended)
+        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended)
 
-    def admit(self, hello: AttachHello) -> AttachReply:
+    async def admit(self, hello: AttachHello) -> AttachReply:
         epoch, num_slots = self.pool.attach(hello)
         return AttachReply(node_id="n", node_address="unix:nowhere", epoch=epoch, num_slots=num_slots)
 
@@ -153,6 +153,10 @@ async def test_nonsense_is_refused(node: Node, line: bytes) -> None:
     assert not node.pool.ledger.holders
 
 
+async def nobody(hello: AttachHello) -> AttachReply:
+    raise Conflict("nobody is admitted")
+
+
 def speak(path: str, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(10)
@@ -166,7 +170,7 @@ async def test_the_socket_is_private_and_not_taken_over(node: Node) -> None:
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
     with pytest.raises(ConfigError, match="another KV node"):
-        AttachServer(node.path, -1, node.admit, node.pool.ended).start()
+        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended).start()
 
 
 async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
@@ -174,7 +178,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         path, precious = f"{folder}/a.sock", pathlib.Path(folder, "a.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(path)
-        server = AttachServer(path, -1, lambda hello: AttachReply(), lambda epoch: None)
+        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None)
         server.start()
         await server.stop()
         precious.write_text("precious")  # noqa: ASYNC240

@@ -16,6 +16,7 @@ from kvstore.checksum import block_checksum
 from kvstore.fetch import Fetcher, FetchLimits
 from kvstore.hashing import chain_hashes, split_hashes
 from kvstore.ledger import Ledger
+from kvstore.memory import HostMemory
 from kvstore.plane import Pinned
 from kvstore.records import SESSION
 from kvstore.tiers import BlockName
@@ -72,7 +73,7 @@ class FakeSource:
             block_hash = self.pinned[ticket_id][there]
             data = bytearray(content(block_hash))
             data[5] ^= block_hash in self.flip
-            self.node.memory_of(here)[:] = data
+            self.node.memory.block(here)[:] = data
 
 
 class FakeTier:
@@ -113,14 +114,14 @@ class Node:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(NUM_SLOTS)
         self.gateway = self.ledger.attach("g", SESSION)
-        self._memory = memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES))
+        self.memory = HostMemory(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
         self.sources: dict[str, FakeSource] = {}
         self._nonces = itertools.count(1)
         self.fetcher = Fetcher(
             self.ledger,
             BLOCK_BYTES,
             FetchLimits(timeout_s=timeout_s, max_bytes=2**30, verify=verify),
-            memory_of=self.memory_of,
+            memory=self.memory,
             changed=lambda: None,
             source=self.source,
             tiers=[tier] if tier else [],
@@ -135,9 +136,6 @@ class Node:
             raise NotFound("no such node")
         return self.sources[name]
 
-    def memory_of(self, slot: int) -> memoryview:
-        return self._memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
-
     def ticket(self, hashes: Sequence[bytes] = PROMPT) -> int:
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, len(hashes) + 1)
         assert ticket is not None
@@ -151,7 +149,7 @@ class Node:
         """The books add up, nothing is left, and every block holds what its hash stands for."""
         self.ledger.check_integrity()
         for block_hash, block in self.ledger.tree.by_hash.items():
-            assert bytes(self.memory_of(block.slot)) == content(block_hash)
+            assert bytes(self.memory.block(block.slot)) == content(block_hash)
         assert self.ledger.holders.keys() == {self.gateway}
         for source in self.sources.values():
             assert sorted(source.released) == sorted(source.pinned)
@@ -331,7 +329,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     worker, other = node.ledger.attach("w", "decode"), node.ticket()
     slots = node.ledger.adopt(worker, other, 5).leased_slots
     for slot, block_hash in zip(slots, PROMPT[:5], strict=True):
-        node.memory_of(slot)[:] = content(block_hash)
+        node.memory.block(slot)[:] = content(block_hash)
     node.ledger.commit(worker, [CommitRun(other, slots, b"".join(PROMPT[:5]))])
     source.gate.set()
     assert await call == 10

@@ -13,6 +13,7 @@ import pytest
 from kvstore import peers as peers_module
 from kvstore.client import NodeClient
 from kvstore.grpc_plane import GrpcPlane
+from kvstore.memory import HostMemory
 from kvstore.peers import Peer, Peers
 from kvstore.plane import BlockShape, DataPlane
 from kvstore.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
@@ -49,7 +50,7 @@ async def reading(
 ) -> AsyncIterator[tuple[Peers, GrpcPlane, memoryview]]:
     segment = Segment(NUM_SLOTS * BLOCK_BYTES)
     memory = map_shared(segment.fileno(), NUM_SLOTS * BLOCK_BYTES)
-    plane = GrpcPlane(memory, NUM_SLOTS, BLOCK_BYTES)
+    plane = GrpcPlane(HostMemory(memory, NUM_SLOTS, BLOCK_BYTES))
 
     async def own() -> DataPlane:
         return plane

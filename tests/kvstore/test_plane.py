@@ -12,10 +12,11 @@ import pytest
 from kvstore import grpc_plane, nixl_plane, peers
 from kvstore.checksum import block_checksum
 from kvstore.grpc_plane import GrpcPlane
+from kvstore.memory import HostMemory
 from kvstore.nixl_agent import nixl_trouble
 from kvstore.nixl_plane import NixlPlane
 from kvstore.peers import Peer, Peers
-from kvstore.plane import BlockShape, DataPlane, Pinned, choose_plane, choose_transport
+from kvstore.plane import BlockShape, DataPlane, Pinned, choose_transport
 from kvstore.segment import Segment, map_shared
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from tests.support.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
@@ -32,12 +33,13 @@ class Reader:
     def __init__(self, transport: str, num_slots: int, block_bytes: int, addresses: dict[str, str]) -> None:
         self.segment = Segment(num_slots * block_bytes)
         self.memory = map_shared(self.segment.fileno(), num_slots * block_bytes)
+        self.pool = HostMemory(self.memory, num_slots, block_bytes)
         self.num_slots, self.block_bytes = num_slots, block_bytes
         self.plane: DataPlane
         if transport != "grpc":
-            self.plane = NixlPlane(self.memory, num_slots, block_bytes, stall_timeout_s=0.5)
+            self.plane = NixlPlane(self.pool, stall_timeout_s=0.5)
         else:
-            self.plane = GrpcPlane(self.memory, num_slots, block_bytes)
+            self.plane = GrpcPlane(self.pool)
         self.addresses = addresses
 
         async def directory() -> dict[str, str]:
@@ -274,9 +276,8 @@ def test_what_auto_comes_to(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
 def test_a_pool_that_is_too_small_is_refused() -> None:
     segment = Segment(4096)
     memory = map_shared(segment.fileno(), 4096)
-    for transport in ("grpc", "auto"):
-        with pytest.raises(ConfigError, match="fit"):
-            choose_plane(transport, memory, 2, 4096)
+    with pytest.raises(ConfigError, match="fit"):
+        HostMemory(memory, 2, 4096)
     segment.close()
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from kvstore import nixl_plane
+from kvstore.memory import HostMemory
 from kvstore.nixl_agent import nixl_trouble
 from kvstore.nixl_plane import NixlPlane
 from kvstore.peers import Peers
@@ -50,7 +51,7 @@ async def reading_side(address: str) -> AsyncIterator[tuple[Peers, NixlPlane, me
     """Peers, plane and memory of a node that reads from the one at ``address``."""
     segment = Segment(NUM_SLOTS * BLOCK_BYTES)
     memory = map_shared(segment.fileno(), NUM_SLOTS * BLOCK_BYTES)
-    plane = NixlPlane(memory, NUM_SLOTS, BLOCK_BYTES, stall_timeout_s=0.5)
+    plane = NixlPlane(HostMemory(memory, NUM_SLOTS, BLOCK_BYTES), stall_timeout_s=0.5)
 
     async def directory() -> Mapping[str, str]:
         return {"source": address}

@@ -15,6 +15,7 @@ from kvstore.checksum import block_checksum
 from kvstore.disk import open_disk_tier
 from kvstore.disk_files import DiskFolder
 from kvstore.eviction import LruEviction, make_policy
+from kvstore.memory import HostMemory
 from kvstore.records import IndexEvent
 from kvstore.spill import Spiller
 from kvstore.spill_plan import News, Watermarks
@@ -73,25 +74,33 @@ class FakeTier:
     async def close(self) -> None: ...
 
 
+class Memory(HostMemory):
+    """Threads that read it say so, and may have to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
+        self.read = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def block(self, slot: int) -> memoryview:
+        if threading.current_thread() is not threading.main_thread():
+            self.read.set()
+            assert self.go_on.wait(DEADLINE_S)
+        return super().block(slot)
+
+
 class Host:
     """A pool with memory, a spiller and an index that believes what it is told."""
 
     def __init__(self, tiers: Sequence[Tier], policy: str = "lru") -> None:
         self.node = Node(make_policy(policy), NUM_SLOTS)
         self.ledger = self.node.ledger
-        self.memory = memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES))
+        self.memory = Memory()
         self.index: set[bytes] = set()
-        self.spiller = Spiller(self.ledger, self.memory_of, tiers, LOW, HIGH, self.forgotten, self.changed)
+        self.spiller = Spiller(self.ledger, self.memory, tiers, LOW, HIGH, self.forgotten, self.changed)
         self.news = News(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
-        self.read = threading.Event()
-        self.go_on = threading.Event()
-        self.go_on.set()
-
-    def memory_of(self, slot: int) -> memoryview:
-        if threading.current_thread() is not threading.main_thread():
-            self.read.set()
-            assert self.go_on.wait(DEADLINE_S)
-        return self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]
+        self.read, self.go_on = self.memory.read, self.memory.go_on
 
     def hear(self, events: Iterable[IndexEvent]) -> None:
         for event in events:
@@ -109,7 +118,7 @@ class Host:
         here = self.ledger.tree.longest_prefix(hashes).blocks
         ticket_id = self.node.open(hashes)
         for block in self.ledger.tree.chain(self.ledger.tickets[ticket_id].tail)[here:]:
-            self.memory_of(block.slot)[:] = content(block.hash)
+            self.memory.block(block.slot)[:] = content(block.hash)
         self.changed()
         return ticket_id
 

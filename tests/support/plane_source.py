@@ -22,6 +22,7 @@ from typing import Any
 
 from kvstore.checksum import block_checksum
 from kvstore.grpc_plane import GrpcPlane
+from kvstore.memory import HostMemory
 from kvstore.nixl_plane import NixlPlane
 from kvstore.plane import BlockShape, DataPlane, PeerPool, Pinned
 from kvstore.plane_servicer import SERVICE_NAME, KVPlaneServicer
@@ -110,16 +111,14 @@ class FilledPool:
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
-        self.memory = memoryview(self._mapped)
+        self.memory = HostMemory(self._mapped, num_slots, block_bytes)
         for slot in range(num_slots):
             self._mapped[slot * block_bytes : (slot + 1) * block_bytes] = block_of(boot, slot, block_bytes)
-        self._sums = [
-            block_checksum(self.memory[slot * block_bytes : (slot + 1) * block_bytes]) for slot in range(num_slots)
-        ]
+        self._sums = [block_checksum(self.memory.block(slot)) for slot in range(num_slots)]
         if flipped >= 0:
             self._mapped[flipped * block_bytes + block_bytes // 2] ^= 4
         kind = NixlPlane if transport == "nixl" else GrpcPlane
-        plane: DataPlane = kind(self._mapped, num_slots, block_bytes)
+        plane: DataPlane = kind(self.memory)
         self._plane = plane
         self._facts = PeerPool(node_id, boot, num_slots, block_bytes, plane.pool_address, plane.nixl_metadata)
         self._chain, self._order = chain_of(num_slots)

@@ -1,0 +1,345 @@
+"""A GPU's memory through CUDA's driver API, by ctypes: the few calls that a node and its workers need, without torch.
+
+    Device --primary context, which torch uses too--> create --> map --> copy on a Stream --> unmap --> release
+                                                        +-- export --> descriptor --socket--> import --> map
+
+Memory is made with the virtual memory API and travels as a file descriptor. So it crosses the attach socket as the
+host's memory does, needs no common PID or IPC namespace, and lives until its last user is gone, also when the process
+that made it was killed. (A legacy IPC handle's importer reads freed memory then.)
+
+Calls let go of the interpreter's lock; a thread that waits for a copy holds up nobody. Names and numbers are those of
+cuda.h (CUDA Driver API, sections "Virtual Memory Management" and "Memory Management").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import uuid
+from collections.abc import Iterator
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
+from typing import Any
+
+from pillion.errors import ConfigError
+
+LIBRARY = "libcuda.so.1"
+
+# Results that somebody acts upon.
+OUT_OF_MEMORY = 2
+
+ATTRIBUTE_VIRTUAL_MEMORY = 102
+ATTRIBUTE_FILE_DESCRIPTORS = 103
+ATTRIBUTE_RDMA = 110
+ALLOCATION_PINNED = 1
+LOCATION_DEVICE = 1
+HANDLE_FILE_DESCRIPTOR = 1
+GRANULARITY_MINIMUM = 0
+ACCESS_READ_WRITE = 3
+STREAM_NON_BLOCKING = 1
+HOST_REGISTER_PORTABLE = 1
+_UUID_BYTES = 16
+
+
+class CudaError(ConfigError):
+    """A call that failed; ``result`` is its CUresult."""
+
+    def __init__(self, message: str, result: int) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationFlags(ctypes.Structure):
+    """CUmemAllocationProp.allocFlags."""
+
+    _fields_ = (
+        ("compression_type", c_ubyte),
+        ("gpu_direct_rdma_capable", c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", c_ubyte * 4),
+    )
+
+
+class AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("requested_handle_types", c_int),
+        ("location", Location),
+        ("win32_handle_metadata", c_void_p),
+        ("alloc_flags", AllocationFlags),
+    )
+
+
+class AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+
+# Every symbol that is used, as the library exports it, with its arguments; each returns a CUresult.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetUuid_v2": (POINTER(c_char * _UUID_BYTES), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProp), c_int),
+    "cuMemCreate": (POINTER(c_ulonglong), c_size_t, POINTER(AllocationProp), c_ulonglong),
+    "cuMemRelease": (c_ulonglong,),
+    "cuMemExportToShareableHandle": (c_void_p, c_ulonglong, c_int, c_ulonglong),
+    "cuMemImportFromShareableHandle": (POINTER(c_ulonglong), c_void_p, c_int),
+    "cuMemAddressReserve": (POINTER(c_ulonglong), c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+    "cuMemAddressFree": (c_ulonglong, c_size_t),
+    "cuMemMap": (c_ulonglong, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+    "cuMemUnmap": (c_ulonglong, c_size_t),
+    "cuMemSetAccess": (c_ulonglong, c_size_t, POINTER(AccessDesc), c_size_t),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_ulonglong, c_size_t, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+}
+
+
+class Driver:
+    """The loaded and initialized library. ``version``: as cuda.h counts, 13000 is 13.0.
+
+    Raises ConfigError where there is none, or no device that it can use.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library: Any = ctypes.CDLL(library)
+            for name, arguments in SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = arguments, c_int
+        except (OSError, AttributeError) as error:
+            raise ConfigError(f"no CUDA driver that can be used: {error}") from None
+        self.call("cuInit", 0)
+        version = c_int()
+        self.call("cuDriverGetVersion", byref(version))
+        self.version = version.value
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Raises CudaError unless it succeeds."""
+        result = getattr(self._library, name)(*arguments)
+        if result:
+            words = c_char_p()
+            known = self._library.cuGetErrorName(result, byref(words)) == 0 and words.value
+            raise CudaError(f"{name} failed: {words.value.decode() if known and words.value else result}", result)
+
+    def count(self) -> int:
+        """Devices that this process sees."""
+        count = c_int()
+        self.call("cuDeviceGetCount", byref(count))
+        return count.value
+
+    def device(self, index: int) -> Device:
+        """The device that torch calls cuda:``index``. Raises ConfigError where there is none."""
+        if not 0 <= index < self.count():
+            raise ConfigError(f"there is no CUDA device {index}: this process sees {self.count()}")
+        return Device(self, index)
+
+    def device_of(self, device_uuid: str) -> Device:
+        """By what it is called everywhere. Raises ConfigError where this process does not see it."""
+        for index in range(self.count()):
+            if self.uuid_of(index) == device_uuid:
+                return Device(self, index)
+        raise ConfigError(f"this process does not see the CUDA device {device_uuid}: CUDA_VISIBLE_DEVICES may hide it")
+
+    def uuid_of(self, index: int) -> str:
+        """Of the device at ``index``; on a part of a device (MIG), that part's."""
+        number = c_int()
+        self.call("cuDeviceGet", byref(number), index)
+        raw = (c_char * _UUID_BYTES)()
+        self.call("cuDeviceGetUuid_v2", byref(raw), number)
+        return str(uuid.UUID(bytes=bytes(raw)))
+
+
+class Device:
+    """One device and its primary context, which is made here if nobody has made it yet.
+
+    Attributes:
+        index: as this process counts.
+        uuid: the same in every process.
+        granularity: every allocation's size is a multiple of it, in bytes.
+    """
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self.driver, self.index, self.uuid = driver, index, driver.uuid_of(index)
+        number, context = c_int(), c_void_p()
+        driver.call("cuDeviceGet", byref(number), index)
+        self._number = number.value
+        for attribute in (ATTRIBUTE_VIRTUAL_MEMORY, ATTRIBUTE_FILE_DESCRIPTORS):
+            if not self._attribute(attribute):
+                raise ConfigError(f"CUDA device {index} cannot share memory by file descriptors")
+        driver.call("cuDevicePrimaryCtxRetain", byref(context), self._number)
+        self._context: c_void_p | None = context
+        size = c_size_t()
+        prop = self._prop(rdma=False)
+        with self.current():
+            driver.call("cuMemGetAllocationGranularity", byref(size), byref(prop), GRANULARITY_MINIMUM)
+        self.granularity = size.value
+
+    def close(self) -> None:
+        """Gives the context up; it ends with its last user in this process. Idempotent."""
+        if self._context is not None:
+            self._context = None
+            self.driver.call("cuDevicePrimaryCtxRelease_v2", self._number)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Calls of this thread are about this device; what was current before is so again afterwards."""
+        self.driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the device, whoever uses it."""
+        free, total = c_size_t(), c_size_t()
+        with self.current():
+            self.driver.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    # -- memory that can be shared
+
+    def rounded(self, size_bytes: int) -> int:
+        """The allocation that holds ``size_bytes``."""
+        return -(-size_bytes // self.granularity) * self.granularity
+
+    def create(self, size_bytes: int) -> int:
+        """A handle of fresh memory, a multiple of ``granularity``. Raises CudaError."""
+        handle = c_ulonglong()
+        # Other machines' adapters can reach it directly where the device can do that, and the system lets it.
+        ways = (True, False) if self._attribute(ATTRIBUTE_RDMA) else (False,)
+        for rdma in ways:
+            try:
+                with self.current():
+                    self.driver.call("cuMemCreate", byref(handle), size_bytes, byref(self._prop(rdma=rdma)), 0)
+                break
+            except CudaError as error:
+                if not rdma or error.result == OUT_OF_MEMORY:
+                    raise
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """Memory goes with its last handle, mapping and descriptor, in any process."""
+        self.driver.call("cuMemRelease", handle)
+
+    def export_fd(self, handle: int) -> int:
+        """A descriptor of the memory, the caller's to close."""
+        fd = c_int(-1)
+        self.driver.call("cuMemExportToShareableHandle", byref(fd), handle, HANDLE_FILE_DESCRIPTOR, 0)
+        os.set_inheritable(fd.value, False)
+        return fd.value
+
+    def import_fd(self, fd: int) -> int:
+        """A handle of the memory behind a descriptor, which stays the caller's."""
+        handle = c_ulonglong()
+        with self.current():
+            self.driver.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
+        return handle.value
+
+    def map(self, handle: int, size_bytes: int) -> int:
+        """Address of the memory in this process's contexts, to read and write."""
+        address = c_ulonglong()
+        access = AccessDesc(Location(LOCATION_DEVICE, self._number), ACCESS_READ_WRITE)
+        with self.current(), contextlib.ExitStack() as undo:
+            self.driver.call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
+            undo.callback(self.driver.call, "cuMemAddressFree", address, size_bytes)
+            self.driver.call("cuMemMap", address, size_bytes, 0, handle, 0)
+            undo.callback(self.driver.call, "cuMemUnmap", address, size_bytes)
+            self.driver.call("cuMemSetAccess", address, size_bytes, byref(access), 1)
+            undo.pop_all()
+        return address.value
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Nothing that uses the memory is under way any more."""
+        with self.current():
+            self.driver.call("cuMemUnmap", address, size_bytes)
+            self.driver.call("cuMemAddressFree", address, size_bytes)
+
+    # -- the host's side
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pins host memory, so that copies from and to it need no detour."""
+        with self.current():
+            self.driver.call("cuMemHostRegister_v2", address, size_bytes, HOST_REGISTER_PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Before the memory is unmapped."""
+        with self.current():
+            self.driver.call("cuMemHostUnregister", address)
+
+    def _attribute(self, attribute: int) -> int:
+        value = c_int()
+        self.driver.call("cuDeviceGetAttribute", byref(value), attribute, self._number)
+        return value.value
+
+    def _prop(self, *, rdma: bool) -> AllocationProp:
+        return AllocationProp(
+            type=ALLOCATION_PINNED,
+            requested_handle_types=HANDLE_FILE_DESCRIPTOR,
+            location=Location(LOCATION_DEVICE, self._number),
+            alloc_flags=AllocationFlags(gpu_direct_rdma_capable=rdma),
+        )
+
+
+class Stream:
+    """Copies in the order in which they were asked for, beside everything else. Addresses are plain numbers; both sides
+    of a copy must stay as they are until :meth:`synchronize` has returned."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        stream = c_void_p()
+        with device.current():
+            device.driver.call("cuStreamCreate", byref(stream), STREAM_NON_BLOCKING)
+        self._stream: c_void_p | None = stream
+
+    def to_host(self, target: int, source: int, size_bytes: int) -> None:
+        """Device to host."""
+        self._copy("cuMemcpyDtoHAsync_v2", target, source, size_bytes)
+
+    def to_device(self, target: int, source: int, size_bytes: int) -> None:
+        """Host to device."""
+        self._copy("cuMemcpyHtoDAsync_v2", target, source, size_bytes)
+
+    def within(self, target: int, source: int, size_bytes: int) -> None:
+        """Device to device."""
+        self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
+
+    def synchronize(self) -> None:
+        """Returns when everything that was asked for is done. Raises CudaError if it failed."""
+        with self._device.current():
+            self._device.driver.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        """Nothing is under way any more. Idempotent."""
+        if self._stream is not None:
+            with self._device.current():
+                self._device.driver.call("cuStreamDestroy_v2", self._stream)
+            self._stream = None
+
+    def _copy(self, name: str, target: int, source: int, size_bytes: int) -> None:
+        with self._device.current():
+            self._device.driver.call(name, target, source, size_bytes, self._stream)

@@ -1,0 +1,154 @@
+"""Regions: memory beside the pool that workers of one node share under a name, such as a model's weights. Sans-IO (I9).
+
+    asked --first asker: fill--> filling --filled--> ready --last user goes--> idle --room is needed--> gone
+               ^                   |  ^                ^--------- asked ---------+
+               |                   |  +-- others wait --> ready, once it is filled
+               +-- the next waiter +-- the filler ends before: the next waiter fills; nobody waits: gone
+
+A region is filled by exactly one, who proves by its connection that it lives. Nobody else sees a region that is not
+filled. An idle one stays: a worker that is started again need not load its weights again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pillion.errors import Conflict, Overloaded
+
+# Kept at once, idle ones included.
+MAX_REGIONS = 64
+# For one region.
+MAX_WAITERS = 256
+
+FILL, READY = "fill", "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """``user`` may have the region: to fill it, or ready."""
+
+    user: int
+    key: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Nobody uses the region's memory: it can be given back."""
+
+    key: str
+
+
+Action = Granted | Dropped
+
+
+@dataclass(slots=True)
+class _Region:
+    """``filler`` is None once it is filled. ``users`` have it; ``waiting`` want it, in order."""
+
+    size_bytes: int
+    filler: int | None
+    users: set[int] = field(default_factory=set)
+    waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+class Regions:
+    """All of a node's. A user is one connection, under a number that is never used again."""
+
+    def __init__(self, max_regions: int = MAX_REGIONS, max_waiters: int = MAX_WAITERS) -> None:
+        self._max_regions, self._max_waiters = max_regions, max_waiters
+        # Idle ones in the order in which they became so.
+        self._regions: OrderedDict[str, _Region] = OrderedDict()
+        self._key_of: dict[int, str] = {}
+
+    def ask(self, user: int, key: str, size_bytes: int) -> list[Action]:
+        """``user`` wants a region. It is granted now or later.
+
+        Raises Conflict where a region of that name has another size, Overloaded where too many are kept or wait.
+        """
+        actions: list[Action] = []
+        region = self._regions.get(key)
+        if region is not None and region.size_bytes != size_bytes:
+            raise Conflict(f"the region has {region.size_bytes} bytes, {size_bytes} were asked for")
+        if region is not None and region.filler is not None and len(region.waiting) >= self._max_waiters:
+            raise Overloaded(f"{self._max_waiters} workers wait for this region already")
+        if region is None:
+            actions += self._room_for_one()
+            region = self._regions[key] = _Region(size_bytes, filler=user)
+            region.users.add(user)
+            actions.append(Granted(user, key, FILL))
+        elif region.filler is None:
+            region.users.add(user)
+            actions.append(Granted(user, key, READY))
+        else:
+            region.waiting[user] = None
+        self._key_of[user] = key
+        return actions
+
+    def filled(self, user: int) -> list[Action]:
+        """What ``user`` was given to fill is filled: everybody who waits has it now. Raises Conflict for others."""
+        key = self._key_of.get(user, "")
+        region = self._regions.get(key)
+        if region is None or region.filler != user:
+            raise Conflict("this region is not yours to fill")
+        region.filler = None
+        actions: list[Action] = [Granted(waiter, key, READY) for waiter in region.waiting]
+        region.users.update(region.waiting)
+        region.waiting.clear()
+        return actions
+
+    def gone(self, user: int) -> list[Action]:
+        """``user`` neither uses the region nor waits for it any more. Idempotent."""
+        key = self._key_of.pop(user, "")
+        region = self._regions.get(key)
+        if region is None:
+            return []
+        region.waiting.pop(user, None)
+        region.users.discard(user)
+        if region.filler == user:
+            if not region.waiting:
+                del self._regions[key]
+                return [Dropped(key)]
+            region.filler = region.waiting.popitem(last=False)[0]
+            region.users.add(region.filler)
+            return [Granted(region.filler, key, FILL)]
+        if not region.users:
+            self._regions.move_to_end(key)
+        return []
+
+    def drop_idle(self) -> list[Action]:
+        """Memory is short: what nobody uses goes."""
+        keys = [key for key, region in self._regions.items() if not region.users]
+        for key in keys:
+            del self._regions[key]
+        return [Dropped(key) for key in keys]
+
+    def check_integrity(self) -> None:
+        """Raises Conflict with what does not add up."""
+        findings = []
+        if len(self._regions) > self._max_regions:
+            findings.append(f"{len(self._regions)} regions, at most {self._max_regions} may be")
+        for key, region in self._regions.items():
+            named = {user for user, said in self._key_of.items() if said == key}
+            if named != region.users | region.waiting.keys() or region.users & region.waiting.keys():
+                findings.append(f"region {key}: its users and those who name it differ")
+            if region.filler is not None and region.users != {region.filler}:
+                findings.append(f"region {key}: others than its filler see it before it is filled")
+            if region.filler is None and region.waiting:
+                findings.append(f"region {key}: {len(region.waiting)} wait for what is ready")
+            if len(region.waiting) > self._max_waiters:
+                findings.append(f"region {key}: {len(region.waiting)} wait, at most {self._max_waiters} may")
+        if set(self._key_of.values()) - self._regions.keys():
+            findings.append("somebody uses a region that is gone")
+        if findings:
+            raise Conflict("; ".join(findings))
+
+    def _room_for_one(self) -> list[Action]:
+        if len(self._regions) < self._max_regions:
+            return []
+        for key, region in self._regions.items():
+            if not region.users:
+                del self._regions[key]
+                return [Dropped(key)]
+        raise Overloaded(f"{self._max_regions} regions are in use already")

@@ -1,0 +1,83 @@
+"""The gated activations against torch's, and their reference against the decoder's own."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.layers import GATED
+from kernels.gpu import reference
+from kernels.gpu.gated import ACTIVATIONS, gated
+from pillion.errors import Internal
+from tests.support.guarded import Guarded
+
+# Its exponentials may become infinite, as a GPU's do.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@given(
+    tokens=st.integers(1, 5),
+    inner=st.sampled_from([1, 7, 64, 1030, 2049]),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(ACTIVATIONS),
+    size=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_kernel_agrees_with_torch(tokens, inner, dtype, activation, size, seed):
+    torch.manual_seed(seed)
+    gate_up = torch.randn(tokens, 2 * inner)
+    gate_up[:, :inner] *= size
+    gate_up = gate_up.to(dtype).to(DEVICE)
+    out = Guarded((tokens, inner), dtype)
+    gated(gate_up, out.inside, activation)
+    # A device's exponential and division are some float32 units off each.
+    roundings = 8 if dtype == torch.float32 else 2
+    torch.testing.assert_close(out.inside, reference.gated(gate_up, activation), **rounded(dtype, roundings))
+    assert out.margins_are_whole()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_is_rounded_before_it_multiplies(activation):
+    """In float16: the interpreter cuts bfloat16 off where a GPU rounds."""
+    torch.manual_seed(1)
+    gate_up = torch.randn(4, 4096).half().to(DEVICE)
+    out = torch.empty(4, 2048, dtype=torch.float16, device=DEVICE)
+    gated(gate_up, out, activation)
+    same = (out == reference.gated(gate_up, activation)).float().mean()
+    gate, up = gate_up.float().chunk(2, -1)
+    once = reference.gated(torch.cat((gate, up), -1), activation).half()
+    assert same > 0.99
+    assert (out == once).float().mean() < 0.9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_reference_is_what_the_decoder_does(activation, dtype):
+    torch.manual_seed(2)
+    gate_up = torch.randn(3, 48).to(dtype)
+    assert torch.equal(reference.gated(gate_up, activation), GATED[activation](gate_up))
+
+
+@pytest.mark.skipif(not NATIVE, reason="the interpreter takes too long")
+def test_a_long_prefill_is_within_the_grid():
+    gate_up = torch.randn(70_000, 256, device=DEVICE).half()
+    out = torch.empty(70_000, 128, dtype=torch.float16, device=DEVICE)
+    gated(gate_up, out, "silu")
+    torch.testing.assert_close(out, reference.gated(gate_up, "silu"), **rounded(torch.float16, 2))
+
+
+def test_misshapen_tensors_are_refused():
+    gate_up = torch.zeros(2, 8, device=DEVICE)
+    for out in (torch.zeros(2, 8), torch.zeros(3, 4), torch.zeros(2, 4).half(), torch.zeros(4, 2).T):
+        with pytest.raises(Internal):
+            gated(gate_up, out.to(DEVICE), "silu")
+    with pytest.raises(Internal):
+        gated(torch.zeros(2, 7, device=DEVICE), torch.zeros(2, 3, device=DEVICE), "silu")
+    with pytest.raises(Internal):
+        gated(gate_up, torch.zeros(2, 4, device=DEVICE), "relu")

@@ -1,0 +1,167 @@
+"""RMS norms and the residual stream against torch, and their reference against the decoder's own."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import layers
+from kernels.gpu import reference
+from kernels.gpu.norms import MAX_COLUMNS, add_rms_norm, rms_norm
+from pillion.errors import Internal
+from tests.support.guarded import Guarded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = (1, 5, 16, 80, 130, 576, 1030, 2048, 2560)
+EPS = 1e-3
+
+
+def made_weight(columns: int, dtype: torch.dtype, wide: bool) -> torch.Tensor:
+    return (torch.randn(columns) + 1).to(torch.float32 if wide else dtype).to(DEVICE)
+
+
+def tolerance(dtype: torch.dtype, roundings: int) -> dict[str, float]:
+    """Of values of size 4. A device's square root and the order of its sums are some float32 units off."""
+    slack = rounded(dtype, roundings * (8 if dtype == torch.float32 else 1))
+    return {"rtol": slack["rtol"], "atol": 4 * slack["atol"]}
+
+
+@given(
+    rows=st.integers(1, 9),
+    columns=st.sampled_from(COLUMNS),
+    before=st.sampled_from([0, 16, 3]),
+    behind=st.sampled_from([0, 16, 3]),
+    dtype=st.sampled_from(DTYPES),
+    wide=st.booleans(),
+    in_place=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_rows_of_a_wider_buffer_are_normed(rows, columns, before, behind, dtype, wide, in_place, seed):
+    torch.manual_seed(seed)
+    buffer = (3 * torch.randn(rows, before + columns + behind)).to(dtype).to(DEVICE)
+    was = buffer.clone()
+    part = slice(before, before + columns)
+    weight = made_weight(columns, dtype, wide)
+    expected = reference.rms_norm(was[:, part], weight, EPS, wide)
+    guarded = Guarded((rows, columns), dtype)
+    rms_norm(buffer[:, part], weight, buffer[:, part] if in_place else guarded.inside, EPS, wide)
+    torch.testing.assert_close(buffer[:, part] if in_place else guarded.inside, expected, **tolerance(dtype, 3))
+    assert guarded.margins_are_whole()
+    if in_place:
+        was[:, part] = buffer[:, part]
+    assert torch.equal(buffer, was)
+
+
+@given(
+    rows=st.integers(1, 9),
+    columns=st.sampled_from(COLUMNS),
+    dtype=st.sampled_from(DTYPES),
+    wide=st.booleans(),
+    has_post=st.booleans(),
+    has_norm=st.booleans(),
+    scale=st.sampled_from([1.0, 0.22]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_post, has_norm, scale, seed):
+    torch.manual_seed(seed)
+    residual = Guarded((rows, columns), dtype)
+    residual.inside.copy_(torch.randn(rows, columns))
+    found = (2 * torch.randn(rows, columns)).to(dtype).to(DEVICE)
+    weight = made_weight(columns, dtype, wide) if has_norm else None
+    post_weight = made_weight(columns, dtype, wide) if has_post else None
+    total, normed = reference.add_rms_norm(residual.inside, found, scale, post_weight, weight, EPS, wide)
+    out = Guarded((rows, columns), dtype)
+    add_rms_norm(
+        residual.inside,
+        found,
+        out.inside if has_norm else None,
+        weight=weight,
+        post_weight=post_weight,
+        scale=scale,
+        eps=EPS,
+        wide=wide,
+    )
+    torch.testing.assert_close(residual.inside, total, **tolerance(dtype, 4))
+    if normed is not None:
+        # Of what the kernel summed: a row of one value is all but its sign after the norm, which rounding may turn.
+        expected = reference.rms_norm(residual.inside, weight, EPS, wide)
+        torch.testing.assert_close(out.inside, expected, **tolerance(dtype, 3))
+    assert residual.margins_are_whole()
+    assert out.margins_are_whole()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_roundings_are_where_the_decoder_has_them(wide):
+    """In float16: the interpreter cuts bfloat16 off where a GPU rounds."""
+    torch.manual_seed(3)
+    residual, found = (torch.randn(8, 1024).half().to(DEVICE) for _ in range(2))
+    weight, post_weight = (made_weight(1024, torch.float16, wide) for _ in range(2))
+    total, normed = reference.add_rms_norm(residual, found, 0.22, post_weight, weight, EPS, wide)
+    out = torch.empty_like(residual)
+    add_rms_norm(residual, found, out, weight=weight, post_weight=post_weight, scale=0.22, eps=EPS, wide=wide)
+    assert (residual == total).float().mean() > 0.99
+    assert (out == normed).float().mean() > 0.99
+    otherwise = reference.rms_norm(total, weight, EPS, not wide).half()
+    assert (out == otherwise).float().mean() < 0.9
+
+
+def test_the_longest_rows():
+    torch.manual_seed(4)
+    residual, found = (torch.randn(2, MAX_COLUMNS).half().to(DEVICE) for _ in range(2))
+    weight = made_weight(MAX_COLUMNS, torch.float16, False)
+    total, normed = reference.add_rms_norm(residual, found, 1.0, None, weight, EPS, False)
+    out = torch.empty_like(residual)
+    add_rms_norm(residual, found, out, weight=weight, eps=EPS, wide=False)
+    torch.testing.assert_close(residual, total, **tolerance(torch.float16, 1))
+    torch.testing.assert_close(out, normed, **tolerance(torch.float16, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_reference_is_what_the_decoder_does(wide, dtype):
+    torch.manual_seed(5)
+    hidden, found = (torch.randn(3, 48).to(dtype) for _ in range(2))
+    weight, post_weight = (made_weight(48, dtype, wide).cpu() for _ in range(2))
+    norm, post_norm = (layers.Norm(each, EPS, wide) for each in (weight, post_weight))
+    total, normed = reference.add_rms_norm(hidden, found, 0.5, post_weight, weight, EPS, wide)
+    expected = torch.add(hidden, post_norm(found), alpha=0.5)
+    assert torch.equal(total, expected)
+    assert normed is not None
+    assert torch.equal(normed, norm(expected))
+
+
+@pytest.mark.skipif(not NATIVE, reason="the interpreter takes too long")
+def test_a_long_prefill_is_within_the_grid():
+    values = torch.randn(300_000, 64, device=DEVICE).half()
+    weight = made_weight(64, torch.float16, False)
+    out = torch.empty_like(values)
+    rms_norm(values, weight, out, EPS, False)
+    torch.testing.assert_close(out, reference.rms_norm(values, weight, EPS, False), **tolerance(torch.float16, 3))
+
+
+def test_misshapen_tensors_are_refused():
+    values = torch.zeros(2, 8, device=DEVICE)
+    weight = torch.ones(8, device=DEVICE)
+    for out in (torch.zeros(2, 7), torch.zeros(2, 8).half(), torch.zeros(8, 2).T):
+        with pytest.raises(Internal):
+            rms_norm(values, weight, out.to(DEVICE), EPS, False)
+    for bad in (torch.ones(7), torch.ones(8).half(), torch.ones(2, 8)):
+        with pytest.raises(Internal):
+            rms_norm(values, bad.to(DEVICE), values, EPS, False)
+    with pytest.raises(Internal):
+        rms_norm(values.half(), weight.half(), values.half(), EPS, True)
+    wide = torch.zeros(1, MAX_COLUMNS + 1, device=DEVICE)
+    with pytest.raises(Internal):
+        rms_norm(wide, torch.ones(MAX_COLUMNS + 1, device=DEVICE), wide, EPS, False)
+    with pytest.raises(Internal):
+        add_rms_norm(values, values[:, :7], values, weight=weight, eps=EPS, wide=False)
+    with pytest.raises(Internal):
+        add_rms_norm(values, values.clone(), None, weight=weight, eps=EPS, wide=False)
+    with pytest.raises(Internal):
+        add_rms_norm(torch.zeros(2, 16, device=DEVICE)[:, :8], values, None, weight=None, eps=EPS, wide=False)

@@ -1,0 +1,176 @@
+"""The device's sampler against the CPU's, which is checked against transformers: the same tokens."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, NATIVE  # isort: skip  (before the kernels)
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampler import sample
+from engine.sampling_rows import MIN_TEMPERATURE
+from kernels.gpu import sampling_record
+from kernels.gpu.sampling import choose
+from kernels.gpu.sampling_device import Scratch
+from kernels.gpu.sampling_record import cuts_any, pack_rows
+from pillion.errors import Internal
+from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
+from tests.support.sampling import Ask, chi_square_fits, rows_of, warp
+
+torch.set_num_threads(1)
+# The interpreter takes about a second for a row.
+EXAMPLES = 150 if NATIVE else 5
+
+asks = st.builds(
+    Ask,
+    temperature=st.sampled_from([0.0, 1e-5, 0.01, 0.6, 1.0, 2.5, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([1.0, 1e-9, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.2, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    position=st.integers(0, 2**40),
+)
+
+
+def random_logits(*shape: int, seed: int = 4, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def on_cpu(logits: torch.Tensor, batch: list[Ask]) -> list[int]:
+    return list(sample(logits.float().clone(), rows_of(batch)).token_ids)
+
+
+def check(logits: torch.Tensor, batch: list[Ask]) -> None:
+    """The same tokens; or, of a drawn row, one that may be chosen as well by the module's tolerances."""
+    found, wanted = chosen_on_device(logits, batch), on_cpu(logits, batch)
+    for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
+        if token != other:
+            assert batch[row].temperature >= MIN_TEMPERATURE, (row, token, other)
+            assert nearly_tie(edited_row(logits[row], batch[row]), batch[row], token, other), (row, token, other)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    batch=st.lists(asks, min_size=1, max_size=4),
+    seed=st.integers(0, 2**20),
+    size=st.sampled_from([1, 127, 300, 1000, 2000]),
+    spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_tokens_are_those_of_the_cpu(batch, seed, size, spread, dtype):
+    check(random_logits(len(batch), size, seed=seed, spread=spread).to(dtype), batch)
+
+
+@pytest.mark.parametrize(
+    ("ask", "spread"),
+    [
+        (Ask(temperature=0.0), 2.0),
+        (Ask(temperature=0.7, seed=9, position=2**33 + 1), 2.0),
+        (Ask(top_k=20, top_p=0.95, seed=5), 3.0),
+        (Ask(top_p=0.9, seed=8), 0.2),
+        (Ask(min_p=0.05, seed=6), 2.0),
+    ],
+    ids=repr,
+)
+def test_tokens_of_several_slices_are_those_of_the_cpu(ask, spread):
+    """A vocabulary whose last slice is one group, and that not full; a nucleus of more than the head holds."""
+    check(random_logits(1, 8195, spread=spread), [ask])
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    batch=st.lists(asks, min_size=1, max_size=3),
+    seed=st.integers(0, 2**20),
+    bias=st.dictionaries(st.integers(0, 299), st.floats(-20, 20, width=32), max_size=9),
+    seen=st.lists(st.integers(0, 299), max_size=30),
+    answered=st.lists(st.integers(0, 299), max_size=30),
+    banned=st.lists(st.sampled_from([0, 7, 299, 300, 9000]), max_size=3),
+)
+def test_edited_rows_are_those_of_the_cpu(batch, seed, bias, seen, answered, banned):
+    ask = Ask(bias=bias, seen=seen, repetition=1.3, answered=answered, presence=0.5, frequency=-0.3, banned=banned)
+    edited = [
+        replace(ask, temperature=one.temperature, top_k=one.top_k, seed=one.seed, position=one.position)
+        for one in batch
+    ]
+    mixed = [one for pair in zip(batch, edited, strict=True) for one in pair]
+    check(random_logits(len(mixed), 300, seed=seed), mixed)
+
+
+ODD = [-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1.0, 3e38, -3e38]
+
+
+@settings(max_examples=EXAMPLES * 2, deadline=None)
+@given(values=st.lists(st.sampled_from(ODD), min_size=1, max_size=200), ask=asks)
+def test_logits_that_are_no_numbers(values, ask):
+    logits = torch.tensor([values, [0.0] * len(values)])
+    greedy = replace(ask, temperature=0.0)
+    check(logits, [ask, greedy])
+    # A greedy row is told by the same code with and without drawn rows beside it.
+    assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    """Alone, in any place and any company: the same token (I6)."""
+    batch = [
+        Ask(temperature=0.0),
+        Ask(seed=3),
+        Ask(temperature=1.5, top_k=9, seed=4),
+        Ask(top_p=0.8, seed=5),
+        Ask(temperature=0.8, min_p=0.1, seed=6),
+    ]
+    logits = random_logits(len(batch), 4300, spread=1.0)
+    together = chosen_on_device(logits, batch)
+    for order in ([1], [3], [4, 2, 1]):
+        assert chosen_on_device(logits[order], [batch[row] for row in order]) == [together[row] for row in order]
+    # Looking for cuts that no row has changes nothing.
+    assert chosen_on_device(logits[:2], batch[:2], cutting=True) == together[:2]
+
+
+def test_nothing_is_written_for_rows_that_are_none():
+    batch = [Ask(seed=3), Ask(temperature=0.0)]
+    logits = random_logits(2, 300)
+    assert chosen_on_device(logits, batch, padded_to=4, cutting=True) == [*on_cpu(logits, batch), -7, -7]
+
+
+@pytest.mark.parametrize("ask", [Ask(), Ask(temperature=0.6), Ask(temperature=1.3, top_k=7), Ask(top_p=0.8)], ids=repr)
+def test_tokens_are_distributed_as_the_softmax_says(ask):
+    """Of many seeds and positions; the interpreter has time for few, and the same tokens as the CPU's say it there."""
+    draws = 20_000 if NATIVE else 40
+    logits = random_logits(40)
+    batch = [replace(ask, seed=number % 7, position=number) for number in range(draws)]
+    tokens = chosen_on_device(logits.expand(draws, -1), batch)
+    assert chi_square_fits(tokens, warp(logits[None], ask)[0].double().softmax(-1).numpy())
+
+
+def test_records_are_what_kernels_read():
+    assert sampling_record.MIN_TEMPERATURE == MIN_TEMPERATURE
+    rows = rows_of([Ask(temperature=1e-6, top_k=2**40, seed=-1, position=2**33), Ask(temperature=2.0, min_p=0.5)])
+    record = pack_rows(rows, 3)
+    assert record.shape == (3, sampling_record.RECORD_FIELDS)
+    assert record.view(np.float32)[:, 0].tolist() == [0.0, 2.0, -1.0]
+    assert record.view(np.float32)[:2, 3].tolist() == [-np.inf, np.float32(2.0) * np.log(np.float32(0.5))]
+    assert record[0, [1, 4, 5, 6, 7]].tolist() == [2**31 - 1, -1, -1, 0, 2]
+    assert cuts_any(rows)
+    assert not cuts_any(rows_of([Ask(temperature=0.0, top_k=3), Ask()]))
+
+
+def test_misshapen_tensors_are_refused():
+    scratch = Scratch.allocate(2, 300, DEVICE)
+    record = torch.from_numpy(pack_rows(rows_of([Ask()] * 2))).to(DEVICE)
+    out, logits = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.zeros(2, 300, device=DEVICE)
+    for wrong in (
+        (torch.zeros(2, 301, device=DEVICE), record, out),
+        (logits.double(), record, out),
+        (logits, record[:1], out),
+        (logits, record, out.long()),
+        (torch.zeros(3, 300, device=DEVICE), record.repeat(2, 1)[:3], torch.zeros(3, dtype=torch.int32, device=DEVICE)),
+    ):
+        with pytest.raises(Internal):
+            choose(*wrong, scratch)
+    with pytest.raises(Internal):
+        Scratch.allocate(2, 2**25, DEVICE)

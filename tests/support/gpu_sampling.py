@@ -1,0 +1,63 @@
+"""What tests of the device's sampler share: its launch on rows of parameters, and a judge of answers that differ."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.penalties import edited
+from kernels.gpu.sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
+from kernels.gpu.sampling_device import Scratch
+from kernels.gpu.sampling_edits import apply_edits
+from kernels.gpu.sampling_record import EditPacker, cuts_any, pack_rows
+from tests.support.sampling import Ask, all_noise, rows_of
+
+
+def chosen_on_device(
+    logits: torch.Tensor, asks: Sequence[Ask], *, padded_to: int = 0, cutting: bool | None = None
+) -> list[int]:
+    """What the kernels choose of logits [R, V], which are copied; -7 where nothing was written."""
+    rows, vocab = rows_of(asks), logits.shape[1]
+    count = max(len(asks), padded_to)
+    table = torch.full((count, vocab), 1.0, dtype=logits.dtype)
+    table[: len(asks)] = logits
+    table = table.to(DEVICE)
+    edits = EditPacker(vocab).pack(rows.edits)
+    if len(edits):
+        apply_edits(table, torch.from_numpy(edits).to(DEVICE))
+    record = torch.from_numpy(pack_rows(rows, padded_to)).to(DEVICE)
+    out = torch.full((count,), -7, dtype=torch.int32, device=DEVICE)
+    scratch = Scratch.allocate(count, vocab, DEVICE)
+    choose(table, record, out, scratch, cutting=cuts_any(rows) if cutting is None else cutting)
+    return out.tolist()
+
+
+def edited_row(logits: torch.Tensor, ask: Ask) -> np.ndarray:
+    """One row [V] with its edits, by the CPU's own code."""
+    table = logits[None].float().numpy().copy()
+    with edited(table, rows_of([ask]).edits), np.errstate(all="ignore"):
+        return table[0].copy()
+
+
+def nearly_tie(row: np.ndarray, ask: Ask, one: int, other: int) -> bool:
+    """Whether two tokens of an edited row [V] may both be answers, by what kernels.gpu.sampling promises."""
+    values = row.astype(np.float64)
+    scores = (values - values.max()) / np.float32(ask.temperature)
+    totals = scores + all_noise(ask.seed, ask.position, len(row))
+    if abs(totals[one] - totals[other]) <= TOTAL_TOLERANCE:
+        return True
+    weights = np.exp(scores)
+    if 0 < ask.top_k < len(row):
+        weights[values < np.sort(values)[-ask.top_k]] = 0.0
+    before = [weights[values > values[token]].sum() / weights.sum() for token in (one, other)]
+    return any(abs(share - np.float32(ask.top_p)) <= MASS_TOLERANCE for share in before)
+
+
+def with_seed(ask: Ask, number: int) -> Ask:
+    """The same row at another place of the noise."""
+    return replace(ask, seed=number)
