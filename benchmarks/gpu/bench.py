@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ ROTATED_BYTES = 4 * 64 * 2**20
 MIN_REPEATS, MAX_REPEATS = 10, 200
 # Of one measurement, beside its warm-up.
 MEASURE_S = 0.5
-SMOKE_REPEATS = 1
 
 Call = Callable[[], object]
 
@@ -85,7 +84,9 @@ class Bench:
         torch.manual_seed(0)
 
     def tell(self, row: Row) -> None:
-        """Keep a row."""
+        """Keep a row; what a smoke run took is held to nothing."""
+        if self.smoke:
+            row = replace(row, target="")
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row.as_json()) + "\n")
         print(line_of(row), flush=True)
@@ -108,11 +109,11 @@ class Bench:
         They do the same work on different data, ROTATED_BYTES together or more. Each repeat runs all of them, between
         two events on the stream; with ``graph`` as one CUDA graph, so that no launch by the host is in the figure.
         """
+        if self.device.type != "cuda":
+            return _host_time(calls[0])
         for call in calls:
             call()
         self.wait()
-        if self.device.type != "cuda":
-            return _host_times(calls, SMOKE_REPEATS)
         run = _captured(calls) if graph else _in_a_row(calls)
         run()
         self.wait()
@@ -171,7 +172,7 @@ class Bench:
 
 def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:
     """How many pieces of data of this size a measurement goes round in."""
-    return 2 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
+    return 1 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
 
 
 def spread(took: Times) -> dict[str, float]:
@@ -192,14 +193,10 @@ def _times(seconds: Sequence[float]) -> Times:
     return Times(min(seconds), statistics.median(seconds), max(seconds))
 
 
-def _host_times(calls: Sequence[Call], repeats: int) -> Times:
-    found = []
-    for _ in range(repeats):
-        began_s = time.perf_counter()
-        for call in calls:
-            call()
-        found.append((time.perf_counter() - began_s) / len(calls))
-    return _times(found)
+def _host_time(call: Call) -> Times:
+    began_s = time.perf_counter()
+    call()
+    return _times([time.perf_counter() - began_s])
 
 
 def _in_a_row(calls: Sequence[Call]) -> Call:

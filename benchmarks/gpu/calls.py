@@ -42,7 +42,7 @@ class Maker:
     make: Make
     kernel: str
     rows: tuple[int, ...]
-    smoke_rows: tuple[int, ...] = (3,)
+    smoke_rows: tuple[int, ...] = (2,)
 
     def __call__(self, bench: Bench, shape: Shape, rows: int) -> Case:
         """The case."""

@@ -39,7 +39,7 @@ class Load:
 
 
 LOADS = (Load(64, 2, 1024, 256, 2048), Load(64, 2, 1024, 256, 512), Load(256, 2, 1024, 256, 2048))
-SMOKE_LOADS = (Load(2, 2, 40, 3, 48),)
+SMOKE_LOADS = (Load(2, 1, 20, 3, 24),)
 WARM_UP = Load(4, 1, 256, 8, 512)
 
 

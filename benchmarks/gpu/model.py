@@ -88,6 +88,10 @@ class Pace:
     land: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
 
+    def behind(self, steps: int) -> Pace:
+        """Without the first ones."""
+        return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
+
 
 class Running:
     """A backend with its pool."""

@@ -14,7 +14,7 @@ ROUNDS = 5
 
 def run(bench: Bench) -> None:
     """A row for prompts of 2K tokens and of 8K, cut into chunks."""
-    chunk, chunks = (24, 2) if bench.smoke else (2048, 4)
+    chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
     model = Model(bench, max_tokens=chunk, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
     running = model.backend(chunk * chunks + 64)

@@ -73,7 +73,7 @@ LLAMA_8B = Shape(
     vocab=128256,
     max_positions=131072,
 )
-TINY = Shape(hidden=64, layers=2, inner=96, heads=4, kv_heads=2, head_dim=16, vocab=300, max_positions=4096)
+TINY = Shape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=16, vocab=260, max_positions=4096)
 
 
 def shape_of(smoke: bool) -> Shape:

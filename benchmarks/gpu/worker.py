@@ -23,7 +23,8 @@ from benchmarks.gpu.shapes import Part, decodes
 STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK = 64, 1024, 8192, 2048, 512
 # Steps between two looks at the clock.
 STEPS_AT_ONCE = 16
-SMOKE = (2, 40, 48, 24, 12)
+WARM_UP_S = 0.5
+SMOKE = (2, 20, 16, 8, 8)
 
 
 class Work:
@@ -32,6 +33,7 @@ class Work:
     def __init__(self, running: Running, *, smoke: bool) -> None:
         streams, context, prompt, chunk, small = SMOKE if smoke else (STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK)
         self._running, tables = running, running.tables
+        self._at_once = 2 if smoke else STEPS_AT_ONCE
         alone = decodes(streams, context)
         self._batches = {
             "decode": [tables.batch(alone)],
@@ -46,7 +48,7 @@ class Work:
         rows = [sampled_rows(len(batch.sample_rows)) for batch in batches]
         began_s, times, steps = time.perf_counter(), list[float](), 0
         while not steps or time.perf_counter() < began_s + seconds:
-            many = batches * max(1, STEPS_AT_ONCE // len(batches))
+            many = batches * max(1, self._at_once // len(batches))
             pace = self._running.pace(many, rows * (len(many) // len(batches)))
             times += [1e3 * each for each in pace.landed]
             steps += len(many)
@@ -66,8 +68,9 @@ def main() -> None:
         model = Model(bench, max_tokens=tokens, max_seqs=streams + 1, max_model_len=max(prompt, context) + 64)
         running = model.backend(streams * (context + 16) + prompt + 16)
         work = Work(running, smoke=said.smoke)
-        for role in (said.role, *(["mixed"] if said.role == "decode" else [])):
-            work.run(role, 0.0 if said.smoke else 0.5)
+        # What is not in a graph is compiled now.
+        for role in () if said.smoke else ("decode", "prefill", "mixed"):
+            work.run(role, WARM_UP_S)
         print("ready", flush=True)
         for line in sys.stdin:
             role, seconds = line.split()
