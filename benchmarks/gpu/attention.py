@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.bench import Bench, Row, Times, rotations, spread
-from benchmarks.gpu.pools import Attended, Pool
+from benchmarks.gpu.pools import TOLERANCE, Attended, Pool, verify_rows
 from benchmarks.gpu.shapes import Part, Shape, decodes, shape_of
 from kernels.gpu.paged_attention import PlainOrFloat8
 
 # Of the product that stands for the device's rate.
 PRODUCT_SIDE = 8192
-# Largest difference between our results and torch's: both round to bfloat16, in their own order.
-TOLERANCE = 2e-2
 # Two kernels after another may pay their ends twice; one launch of both should not cost more than that.
 MIXED_TARGET = "<= 1.1"
 
@@ -51,6 +49,7 @@ def _attempt_decode(
         layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
         pool = Pool(bench, shape, block_size=block_size, tokens=tokens, layers=layers, kv=kv)
         attended = pool.attend(parts)
+        verify_rows(pool, attended)
         took = bench.time(attended.calls)
         # The goal is for the plain kind; half the bytes leave the same latencies.
         bench.tell_bytes(name, took, attended.read_bytes, target if kv == "plain" else "")
@@ -70,9 +69,7 @@ def _chunk(bench: Bench, shape: Shape, name: str, chunk: int, prefix: int, block
         Row(f"{name}, torch SDPA on gathered KV", theirs.median_s * 1e6, "us", share, "our time", ">= 1.0", more=more)
     )
     both = theirs.median_s + gather.median_s
-    bench.tell(
-        Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more)
-    )
+    bench.tell(Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more))
     if worst > TOLERANCE:
         raise AssertionError(f"our attention differs from torch's by {worst}")
 

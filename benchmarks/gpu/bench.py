@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ class Bench:
             run()
             event.record()
         self.wait()
-        return _times([a.elapsed_time(b) / 1e3 / len(calls) for a, b in zip(events, events[1:], strict=False)])
+        return _times([a.elapsed_time(b) / 1e3 / len(calls) for a, b in pairwise(events)])
 
     @property
     def bandwidth(self) -> float:
@@ -167,7 +168,9 @@ class Bench:
     def tell_flops(self, name: str, took: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
         """A row of something that arithmetic limits: microseconds, and its share of the products' rate."""
         more = {**spread(took), "tflop_per_s": flops / took.median_s / 1e12, **more}
-        self.tell(Row(name, took.median_s * 1e6, "us", flops / rate / took.median_s, "bf16 products", target, more=more))
+        self.tell(
+            Row(name, took.median_s * 1e6, "us", flops / rate / took.median_s, "bf16 products", target, more=more)
+        )
 
 
 def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:

@@ -6,7 +6,7 @@ swept the caches in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ class Case:
     """``calls`` do the same work on different data, and one of them moves ``moved_bytes``. ``verify`` runs the first
     and raises AssertionError where its result is not the reference's."""
 
-    calls: list[Callable[[], object]]
+    calls: Sequence[Callable[[], object]]
     moved_bytes: float
     verify: Callable[[], None]
 

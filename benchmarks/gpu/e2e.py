@@ -73,7 +73,8 @@ def run(bench: Bench) -> None:
                 continue
 
             def measure(policy: str = policy, mps: bool = mps, name: str = name) -> None:
-                with daemon() if mps else contextlib.nullcontext({}) as environment:
+                with contextlib.ExitStack() as stack:
+                    environment = stack.enter_context(daemon()) if mps else {}
                     _measure(bench, name, policy, environment)
 
             bench.attempt(name, measure)
@@ -156,9 +157,7 @@ async def _ask_all(target: str, load: Load, seed: int) -> list[tuple[float, list
             prompt = [draw.randrange(2, 250) for _ in range(load.prompt_tokens)]
             begun_s, last_s, first_s = time.perf_counter(), 0.0, 0.0
             gaps: list[float] = []
-            async for delta in client.generate(
-                prompt, temperature=0.0, max_tokens=load.answer_tokens, ignore_eos=True
-            ):
+            async for delta in client.generate(prompt, temperature=0.0, max_tokens=load.answer_tokens, ignore_eos=True):
                 if not delta.token_ids:
                     continue
                 now_s = time.perf_counter()

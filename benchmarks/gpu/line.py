@@ -55,7 +55,9 @@ def run(bench: Bench) -> None:
     if not bench.smoke:
         Line(running.backend, room // BLOCK_SIZE, WARM_UP).run()
     for load in loads:
-        name = f"engine, {load.prompt_tokens} in / {load.answer_tokens} out x {load.streams}, steps of {load.step_tokens}"
+        name = (
+            f"engine, {load.prompt_tokens} in / {load.answer_tokens} out x {load.streams}, steps of {load.step_tokens}"
+        )
 
         def measure(load: Load = load, name: str = name) -> None:
             line = Line(running.backend, room // BLOCK_SIZE, load)
@@ -100,7 +102,9 @@ class Line:
             plan = self._scheduler.schedule(now_s)
             self._take(self._scheduler.flush(now_s))
             if plan.pieces:
-                out.append((plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan))))
+                out.append(
+                    (plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
+                )
                 self._scheduler.launched(plan)
             stays = 1 if plan.pieces else 0
             while len(out) > stays:

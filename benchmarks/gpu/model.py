@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ class Model:
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds of steps: ``landed`` between two landings, ``launch`` and ``land`` on the host, ``device`` from one step's
-    end on the device to the next one's (empty without one)."""
+    """Seconds of steps: ``landed`` between two landings, ``launch`` and ``land`` on the host, ``device`` between two ends
+    of steps on the device (empty without one)."""
 
     landed: list[float] = field(default_factory=list)
     launch: list[float] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Running:
         while out:
             last_s = self._land(out, found, last_s)
         self._bench.wait()
-        found.device = [a.elapsed_time(b) / 1e3 for a, b in zip(ends, ends[1:], strict=False)]
+        found.device = [a.elapsed_time(b) / 1e3 for a, b in pairwise(ends)]
         return found
 
     def close(self) -> None:

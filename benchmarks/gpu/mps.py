@@ -1,4 +1,4 @@
-"""A prefill and a decode process on one GPU, without and with NVIDIA's Multi-Process Service, against one that does both.
+"""A prefill and a decode process on one GPU, without and with NVIDIA's Multi-Process Service, against one that is both.
 
 Without MPS the GPU belongs to one process at a time, in slices of milliseconds; with it, kernels of both run side by
 side. Each process has weights and a pool of its own here: what they do to each other's steps is the same.

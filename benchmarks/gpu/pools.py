@@ -14,6 +14,9 @@ from kernels.gpu.paged_attention import PagedAttention, PlainOrFloat8, piece_siz
 
 # All keys of a float8 pool have this scale: scores stay of a size that a softmax has something to choose from.
 FP8_SCALE = 0.5
+# Rows whose results are compared, and how far they may be off: P and results are rounded to bfloat16.
+VERIFIED_ROWS = 8
+TOLERANCE = 2e-2
 
 
 def make_pool(bench: Bench, shape: Shape, slots: int, layers: int, block_size: int, kv: PlainOrFloat8) -> torch.Tensor:
@@ -117,3 +120,32 @@ class Pool:
             return both[0][None], both[1][None]
 
         return gather
+
+    def keys_values(self, attended: Attended, layer: int, sequence: int) -> torch.Tensor:
+        """K and V of one sequence, float32 [2, kv_heads, context, head_dim], out of either kind of pool."""
+        shape, context = self._shape, int(attended.batch.context_lens[sequence])
+        table = attended.batch.block_tables[sequence, : -(-context // self.block_size)]
+        pieces = self.tensor[torch.from_numpy(table.astype("int64")).to(self._device), layer]
+        if self._kv == "fp8_e4m3":
+            values = self.block_size * shape.head_dim
+            rows = pieces[..., :values].contiguous().view(torch.float8_e4m3fn).float()
+            scales = pieces[..., values:].contiguous().view(torch.float32)
+            pieces = rows.view(*rows.shape[:-1], self.block_size, shape.head_dim) * scales[..., None]
+        # [blocks, 2, heads, block_size, head_dim] -> [2, heads, tokens, head_dim]
+        return pieces.float().permute(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, shape.head_dim)[:, :, :context]
+
+
+def verify_rows(pool: Pool, attended: Attended) -> None:
+    """Runs the first layer. Raises AssertionError where rows of the first and the last sequence are not what plain
+    torch makes of them in float32."""
+    attended.calls[0]()
+    batch, (_, heads, head_dim) = attended.batch, attended.queries.shape
+    for sequence in {0, batch.num_seqs - 1}:
+        keys, values = pool.keys_values(attended, 0, sequence)
+        begin, end = batch.query_starts[sequence : sequence + 2].tolist()
+        for row in {*range(begin, end, max(1, (end - begin) // VERIFIED_ROWS)), end - 1}:
+            seen = int(batch.positions[row]) + 1
+            query = attended.queries[row].float().view(keys.shape[0], -1, head_dim)
+            weights = torch.softmax(query @ keys[:, :seen].transpose(1, 2) * head_dim**-0.5, -1)
+            expected = (weights @ values[:, :seen]).reshape(heads * head_dim)
+            torch.testing.assert_close(attended.out[row].float(), expected, rtol=TOLERANCE, atol=TOLERANCE)

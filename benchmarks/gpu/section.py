@@ -1,6 +1,6 @@
 """One section in a process of its own: what it breaks on the device, it breaks for itself.
 
-    python -m benchmarks.gpu.section NAME --rows FILE [--smoke]
+python -m benchmarks.gpu.section NAME --rows FILE [--smoke]
 """
 
 from __future__ import annotations

@@ -138,5 +138,7 @@ class Tables:
             query_starts=starts,
             context_lens=contexts,
             block_tables=tables,
-            sample_rows=np.array([end - 1 for end, part in zip(starts[1:], parts, strict=True) if part.sampled], np.int32),
+            sample_rows=np.array(
+                [end - 1 for end, part in zip(starts[1:], parts, strict=True) if part.sampled], np.int32
+            ),
         )

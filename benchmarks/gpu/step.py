@@ -13,11 +13,11 @@ import statistics
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.model import Model, Pace
+from benchmarks.gpu.model import Model, Pace, Running
 from benchmarks.gpu.shapes import Tables, decodes
 from engine.batch import StepBatch
 
-TARGET = "<= 1.15"
+TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
 # The first ones compile what no graph holds.
 WARM_STEPS = 5
 STEPS = 60
@@ -39,11 +39,11 @@ def run(bench: Bench) -> None:
         for batch in batches:
             name = f"decode step, {batch} x {context}, {kind}"
 
-            def measure(batch: int = batch, name: str = name, eager: bool = eager) -> None:
+            def measure(batch: int = batch, name: str = name, running: Running = running) -> None:
                 pace = running.pace(_steps(running.tables, batch, context, warm + steps))
                 size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
                 parts_s = _parts_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
-                _tell(bench, name, pace.behind(warm), size / bandwidth, parts_s, "" if eager else TARGET)
+                _tell(bench, name, pace.behind(warm), size / bandwidth, parts_s)
 
             bench.attempt(name, measure)
         running.close()
@@ -81,7 +81,9 @@ def _steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBat
     return found
 
 
-def _tell(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float, target: str) -> None:
+def _tell(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float) -> None:
+    # Without graphs it is the host that counts: shown, and held to nothing.
+    target, hidden = (TARGET, HOST_TARGET) if name.endswith("graphs") else ("", "")
     step_s, launch_s = statistics.median(pace.landed), statistics.median(pace.launch)
     more = {
         "limit_ms": limit_s * 1e3,
@@ -96,4 +98,4 @@ def _tell(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float, t
         more["device_ms"] = statistics.median(pace.device) * 1e3
     bench.tell(Row(name, step_s * 1e3, "ms", step_s / limit_s, "weights and KV at copy bandwidth", target, more=more))
     # Hidden: the host is ready with a step while the device still runs the one before.
-    bench.tell(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", "<= 0.80" if target else ""))
+    bench.tell(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", hidden))

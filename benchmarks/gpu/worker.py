@@ -52,7 +52,12 @@ class Work:
             pace = self._running.pace(many, rows * (len(many) // len(batches)))
             times += [1e3 * each for each in pace.landed]
             steps += len(many)
-        return {"role": role, "step_ms": times, "prompt_tokens": steps * chunk, "seconds": time.perf_counter() - began_s}
+        return {
+            "role": role,
+            "step_ms": times,
+            "prompt_tokens": steps * chunk,
+            "seconds": time.perf_counter() - began_s,
+        }
 
 
 def main() -> None:
