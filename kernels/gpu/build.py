@@ -26,7 +26,7 @@ ARCHITECTURES = (80, 90)
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 # A thread has no more.
 MAX_REGISTERS = 255
-MODULES = ("embedding", "gated", "norms", "paged_attention", "sampling", "sampling_cuts", "sampling_edits")
+MODULES = ("embedding", "gated", "kv_write", "norms", "paged_attention", "sampling", "sampling_cuts", "sampling_edits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ A layer ends and the next begins in one pass over the rows:
 
 Both norms are optional, as models have them. Sums are in float32; roundings are where transformers has them: after a
 post norm, after the sum, and in a norm either before its weight multiplies ("plain") or only after ("wide").
+
+Kernels are not compiled anew for numbers of rows that are 1 or multiples of 16, which would stop a server now and then.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from kernels.gpu.tuned import tuned
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A row is held in registers as a whole.
 MAX_COLUMNS = 16384
-_MIN_TILE_COLUMNS = 16
+# Not fewer, so that a tile has a value for every thread: norms in place must not be read by two.
+_MIN_TILE_COLUMNS = 32
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def _tile(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row.to(tl.int64), column, (row < rows) & (column < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     values,
     weight,
@@ -66,7 +69,7 @@ def _rms_norm(
     tl.store(out + row * out_stride + column, normed, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
     residual,
     found,

@@ -38,3 +38,53 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up of [T, 2 * inner], gate first; ``activation`` is "silu" or "gelu_tanh"."""
     gate, up = gate_up.chunk(2, -1)
     return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+
+
+def normed_and_turned(
+    qkv: torch.Tensor,
+    kv_heads: int,
+    heads: int,
+    norm: tuple[torch.Tensor, float] | None,
+    rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, heads, D], keys and values [T, kv_heads, D] of a projection, in float32 and never rounded.
+
+    norm: weight [heads + kv_heads, D] and eps. rotary: cosines and sines [max_len, D / 2] and positions [T].
+    """
+    every = qkv.float().view(len(qkv), heads + 2 * kv_heads, -1)
+    changed, values = every[:, :-kv_heads], every[:, -kv_heads:]
+    if norm is not None:
+        changed = rms_norm(changed, norm[0].float(), norm[1], wide=True)
+    if rotary is not None:
+        cos, sin = (table[rotary[2].long()].float()[:, None] for table in rotary[:2])
+        low, high = changed.chunk(2, -1)
+        changed = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    return changed[:, :heads], changed[:, heads:], values
+
+
+def store_rows(pool: torch.Tensor, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Puts keys and values [T, kv_heads, D] into rows of a layer of ``pool`` [.., block_size, D]; -1 is nowhere."""
+    block_size = pool.shape[4]
+    for token, row in enumerate(rows.tolist()):
+        if row >= 0:
+            pool[row // block_size, layer, 0, :, row % block_size] = keys[token].to(pool.dtype)
+            pool[row // block_size, layer, 1, :, row % block_size] = values[token].to(pool.dtype)
+
+
+def fp8_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 rows [..., D] -> e4m3 codes (uint8) of the same shape, and their scales [...]."""
+    scales = (values.abs().amax(-1) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+    scaled = (values * (1.0 / scales)[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def fp8_parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of an "fp8-rows-1" pool: codes [slots, layers, 2, kv_heads, block_size, D], and scales [.., block_size]."""
+    block_size = pool.shape[4] // (head_dim + 4)
+    codes = pool[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    return codes, pool.view(torch.float32)[..., -block_size:]
+
+
+def fp8_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What codes [..., D] and scales [...] stand for, in float32."""
+    return codes.contiguous().view(torch.float8_e4m3fn).float() * scales[..., None]

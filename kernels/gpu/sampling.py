@@ -116,10 +116,7 @@ def _race(logits, record, cuts, report, vocab, num_slices, CUTTING: tl.constexpr
         top = tl.max(maxima, axis=0)
         leader = tl.min(tl.min(tl.where(values == top, tokens, NO_TOKEN), axis=1), axis=0)
         winner = tl.full((), NO_TOKEN, tl.int32)
-        if CUTTING:
-            cut = tl.load(cuts + row)
-        else:
-            cut = float("-inf")
+        cut = tl.load(cuts + row) if CUTTING else float("-inf")
         if (temperature > 0.0) & (top > float("-inf")) & (top < float("inf")) & (top >= cut):
             winner = _winner(source, fields, vocab, top, maxima, groups, temperature, cut)
         base = report + row * (4 * num_slices) + place

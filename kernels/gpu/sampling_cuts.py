@@ -5,16 +5,16 @@
 
 One program looks for a row's cut, so it must not look at the whole vocabulary. It first finds a bound that the cut is
 certainly not below. With top_k that is the k-th largest of the groups' largest logits: each of these is a token. With a
-nucleus of all tokens it is one below which, by the groups' masses and largest logits, there is too little mass to matter.
-Logits that reach the bound, mostly a few hundred, are copied together; where they are too many, the row itself is
-looked through.
+nucleus of all tokens it is one below which, by the groups' masses and largest logits, there is too little mass to
+matter. Logits that reach the bound, mostly a few hundred, are copied together; where they are too many, the row itself
+is looked through.
 
 The cut is the largest float32 c for which enough reaches c: k tokens, or p of the mass. The bits of floats, mended for
 negative ones, are integers in the same order, so c is searched for among integers, by quarters: 16 passes find any
 float32 exactly. Counts are exact, masses are float32 sums in an order that the row alone gives.
 
 Estimated for an H200, V = 128256, not measured: _survey as a greedy step, 3 us; _cut 10 to 20 us where few logits reach
-the bound, up to 0.4 ms for a row of tens of thousands (a flat distribution under a long nucleus), rows beside each other.
+the bound, up to 0.4 ms where tens of thousands do (a flat distribution under a long nucleus), rows beside each other.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ def _reaching(values, count, a, b, c, top, rate, BY_MASS: tl.constexpr, BLOCK: t
     for start in range(0, count, BLOCK):
         inside = start + offsets < count
         value = tl.load(values + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        if BY_MASS:
-            weight = tl.exp((value - top) * rate)
-        else:
-            weight = tl.full((BLOCK,), 1.0, tl.float32)
+        weight = tl.exp((value - top) * rate) if BY_MASS else tl.full((BLOCK,), 1.0, tl.float32)
         at_a += tl.where(inside & (value >= a), weight, 0.0)
         at_b += tl.where(inside & (value >= b), weight, 0.0)
         at_c += tl.where(inside & (value >= c), weight, 0.0)
@@ -152,7 +149,7 @@ def _survey(logits, record, maxima, masses, vocab, num_groups, SLICE_GROUPS: tl.
         inside = groups < num_groups
         tl.store(maxima + row * num_groups + groups, largest, mask=inside)
         if lone:
-            weights = tl.exp((values - largest[:, None]) * tl.div_rn(1.0, temperature))
+            weights = tl.exp((values - largest[:, None]) * (1.0 / temperature))
             mass = tl.where(largest > float("-inf"), tl.sum(weights, axis=1), 0.0)
             tl.store(masses + row * num_groups + groups, mass, mask=inside)
 
@@ -188,7 +185,7 @@ def _cut(
         top = tl.max(largest, axis=0)
         if (top > float("-inf")) & (top < float("inf")):
             if (top_k > 0) | (top_p < 1.0):
-                rate = tl.div_rn(1.0, temperature)
+                rate = 1.0 / temperature
                 low = tl.full((), LOWEST_KEY, tl.int64)
                 total = tl.full((), 0.0, tl.float32)
                 if top_k > 0:

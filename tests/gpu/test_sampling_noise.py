@@ -29,14 +29,14 @@ def _philox(given, out):
 
 
 @triton.jit
-def _words(key, first, out, STREAM: tl.constexpr, COUNT: tl.constexpr):
+def _words(key, first, out, STREAM: tl.constexpr, COUNT: tl.constexpr):  # noqa: N803
     places = tl.arange(0, COUNT)
     words = random_words(tl.load(key), tl.load(key + 1), tl.load(key + 2), tl.load(key + 3), first + places, STREAM)
     tl.store(out + places, words)
 
 
 @triton.jit
-def _exponential(words, out, BITS: tl.constexpr, COUNT: tl.constexpr):
+def _exponential(words, out, BITS: tl.constexpr, COUNT: tl.constexpr):  # noqa: N803
     places = tl.arange(0, COUNT)
     tl.store(out + places, exponential(tl.load(words + places), BITS))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,8 +55,3 @@ def nearly_tie(row: np.ndarray, ask: Ask, one: int, other: int) -> bool:
         weights[values < np.sort(values)[-ask.top_k]] = 0.0
     before = [weights[values > values[token]].sum() / weights.sum() for token in (one, other)]
     return any(abs(share - np.float32(ask.top_p)) <= MASS_TOLERANCE for share in before)
-
-
-def with_seed(ask: Ask, number: int) -> Ask:
-    """The same row at another place of the noise."""
-    return replace(ask, seed=number)
