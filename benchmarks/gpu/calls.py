@@ -37,10 +37,9 @@ Make = Callable[[Bench, Shape, int], Case]
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes a case of so many rows; ``kernel``: its name in the tuning files, "" where nothing is tuned."""
+    """Makes a case of so many rows."""
 
     make: Make
-    kernel: str
     rows: tuple[int, ...]
     smoke_rows: tuple[int, ...] = (2,)
 
@@ -51,6 +50,7 @@ class Maker:
 
 TOKEN_ROWS = (1, 64, 256, 2048)
 SAMPLED_ROWS = (1, 64, 256)
+BLOCK_ROWS = (1, 16, 256)
 
 
 def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
@@ -113,12 +113,12 @@ def gated_case(bench: Bench, shape: Shape, rows: int) -> Case:
 
 def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """Rotation of queries and keys, and K and V into the pool's blocks."""
-    from kernels.gpu.kv_write import write_kv
+    from kernels.gpu.kv_write import Rotary, kv_write
 
     heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_dim
     columns = (heads + 2 * kv_heads) * width
-    # Queries and keys are read and written in place, keys and values go to the pool.
-    size = rows * width * 2 * (2 * heads + 4 * kv_heads)
+    # Everything is read once; queries are written in place, keys and values to the pool.
+    size = 2 * rows * columns * 2
     count = rotations(size, bench.smoke, most=32)
     slots = -(-rows // BLOCK_SIZE)
     pool = torch.zeros(slots, count, 2, kv_heads, BLOCK_SIZE, width, dtype=torch.bfloat16, device=bench.device)
@@ -127,15 +127,16 @@ def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
     place = torch.from_numpy(np.random.default_rng(0).permutation(slots * BLOCK_SIZE)[:rows].astype(np.int32))
     place = place.to(bench.device)
     angles = torch.arange(rows, device=bench.device)[:, None] * torch.rand(width // 2, device=bench.device)
-    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    rotary = Rotary(angles.cos().bfloat16(), angles.sin().bfloat16(), positions)
 
     def one(layer: int) -> None:
-        write_kv(qkv[layer], pool, layer, positions, place, num_heads=heads, cos=cos, sin=sin)
+        kv_write(qkv[layer], pool, place, layer, heads=heads, rotary=rotary)
 
     def verify() -> None:
         keys = qkv[0][:, heads * width :].reshape(rows, 2 * kv_heads, width)[:, :kv_heads].float()
         values = qkv[0][:, (heads + kv_heads) * width :].reshape(rows, kv_heads, width).clone()
         low, high = keys.chunk(2, -1)
+        cos, sin = rotary.cos.float(), rotary.sin.float()
         turned = torch.cat((low * cos[:, None] - high * sin[:, None], high * cos[:, None] + low * sin[:, None]), -1)
         one(0)
         written = pool[(place // BLOCK_SIZE).long(), 0, :, :, (place % BLOCK_SIZE).long()]
@@ -143,6 +144,38 @@ def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
         _close(written[:, 0], turned.bfloat16())
 
     return Case([_bound(one, layer) for layer in range(count)], size, verify)
+
+
+def _blocks_case(way: str) -> Make:
+    """Whole blocks of a model, all layers: to and from a buffer, as a transfer has them, or within the pool."""
+
+    def make(bench: Bench, shape: Shape, rows: int) -> Case:
+        from kernels.gpu import blocks
+
+        size = shape.layers * shape.kv_bytes * BLOCK_SIZE
+        count = rotations(2 * rows * size, bench.smoke, most=16)
+        slots = 2 * rows * count
+        pool = torch.randint(0, 256, (slots, size), dtype=torch.uint8, device=bench.device)
+        order = torch.randperm(slots, device=bench.device).int().view(count, 2, rows)
+        pairs = order.transpose(1, 2).contiguous()
+        buffer = torch.zeros(rows, size, dtype=torch.uint8, device=bench.device)
+
+        def one(turn: int) -> None:
+            if way == "gathered":
+                blocks.gather(pool, order[turn, 0], buffer)
+            elif way == "scattered":
+                blocks.scatter(buffer, order[turn, 0], pool)
+            else:
+                blocks.copy(pool, pairs[turn])
+
+        def verify() -> None:
+            one(0)
+            source, target = pool[order[0, 0].long()], pool[order[0, 1].long()]
+            assert torch.equal(source, target if way == "copied" else buffer)
+
+        return Case([_bound(one, turn) for turn in range(count)], 2.0 * rows * size, verify)
+
+    return make
 
 
 def _sampling_case(temperature: float, top_p: float) -> Make:
@@ -202,11 +235,14 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 CASES: dict[str, Maker] = {
-    "embed": Maker(embed_case, "embed", TOKEN_ROWS),
-    "kv_write": Maker(kv_write_case, "kv_write", TOKEN_ROWS),
-    "add_rms_norm": Maker(norm_case, "norms", TOKEN_ROWS),
-    "gated": Maker(gated_case, "gated", TOKEN_ROWS),
-    "sampling, greedy": Maker(_sampling_case(0.0, 1.0), "sample_race", SAMPLED_ROWS),
-    "sampling, temperature 1": Maker(_sampling_case(1.0, 1.0), "sample_race", SAMPLED_ROWS),
-    "sampling, top_p 0.9": Maker(_sampling_case(1.0, 0.9), "sample_cut", SAMPLED_ROWS),
+    "embed": Maker(embed_case, TOKEN_ROWS),
+    "kv_write": Maker(kv_write_case, TOKEN_ROWS),
+    "add_rms_norm": Maker(norm_case, TOKEN_ROWS),
+    "gated": Maker(gated_case, TOKEN_ROWS),
+    "blocks, gathered": Maker(_blocks_case("gathered"), BLOCK_ROWS),
+    "blocks, scattered": Maker(_blocks_case("scattered"), BLOCK_ROWS),
+    "blocks, copied": Maker(_blocks_case("copied"), BLOCK_ROWS),
+    "sampling, greedy": Maker(_sampling_case(0.0, 1.0), SAMPLED_ROWS),
+    "sampling, temperature 1": Maker(_sampling_case(1.0, 1.0), SAMPLED_ROWS),
+    "sampling, top_p 0.9": Maker(_sampling_case(1.0, 0.9), SAMPLED_ROWS),
 }

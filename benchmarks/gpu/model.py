@@ -81,8 +81,8 @@ class Model:
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds of steps: ``landed`` between two landings, ``launch`` and ``land`` on the host, ``device`` between two ends
-    of steps on the device (empty without one)."""
+    """Seconds of steps: ``landed`` between two landings, ``launch`` and ``land`` on the host, ``device`` between the
+    ends of two steps on the device (empty without one)."""
 
     landed: list[float] = field(default_factory=list)
     launch: list[float] = field(default_factory=list)

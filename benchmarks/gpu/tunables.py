@@ -121,7 +121,7 @@ TUNABLES: dict[str, Tunable] = {
         {"tile_values": (256, 512, 1024, 2048), "num_warps": (1, 2, 4)},
     ),
     "blocks": Tunable(
-        "blocks", _small(("blocks, gathered", 64)), {"part_words": (1024, 2048, 4096), "num_warps": (4, 8)}
+        "blocks", _small(("blocks, gathered", 16)), {"part_words": (1024, 2048, 4096), "num_warps": (4, 8)}
     ),
     "sample_race": Tunable(
         "sample_race",
