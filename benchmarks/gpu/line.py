@@ -1,0 +1,178 @@
+"""The engine saturated: the real scheduler over the GPU backend, one step ahead, without gRPC, Redis or a KV node.
+
+    request --add--> scheduler --plan--> launch, land --commit--> tokens
+       ^                 |                                          |
+       '-- a seat is free '-- slots: a list in the place of a node <'
+
+What a cluster adds to this is measured end to end (:mod:`benchmarks.gpu.e2e`), where its packages are installed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.model import BLOCK_SIZE, Model
+from engine.batching import build_batch, build_sampling
+from engine.gpu_backend import GpuBackend
+from engine.plan import Outcome
+from engine.scheduler import Scheduler
+from engine.sequence import Holding, Sequence, SequenceSpec
+from pillion.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A closed loop: ``streams`` at a time, ``rounds`` requests for each."""
+
+    streams: int
+    rounds: int
+    prompt_tokens: int
+    answer_tokens: int
+    step_tokens: int
+
+
+LOADS = (Load(64, 2, 1024, 256, 2048), Load(64, 2, 1024, 256, 512), Load(256, 2, 1024, 256, 2048))
+SMOKE_LOADS = (Load(2, 1, 20, 3, 24),)
+WARM_UP = Load(4, 1, 256, 8, 512)
+
+
+def run(bench: Bench) -> None:
+    """Two rows and a figure for each load."""
+    loads = SMOKE_LOADS if bench.smoke else LOADS
+    longest = max(load.prompt_tokens + load.answer_tokens for load in loads)
+    streams = max(load.streams for load in loads)
+    budget = max(load.step_tokens for load in loads)
+    model = Model(bench, max_tokens=budget, max_seqs=streams, max_model_len=longest + BLOCK_SIZE)
+    room = streams * (longest + 4 * BLOCK_SIZE)
+    running = model.backend(room)
+    if not bench.smoke:
+        Line(running.backend, room // BLOCK_SIZE, WARM_UP).run()
+    for load in loads:
+        name = (
+            f"engine, {load.prompt_tokens} in / {load.answer_tokens} out x {load.streams}, steps of {load.step_tokens}"
+        )
+
+        def measure(load: Load = load, name: str = name) -> None:
+            line = Line(running.backend, room // BLOCK_SIZE, load)
+            _tell(bench, name, line, line.run())
+
+        bench.attempt(name, measure)
+    running.close()
+
+
+@dataclass(slots=True)
+class Seen:
+    """Of one request, seconds: when it came, and when tokens did."""
+
+    added_s: float
+    tokens_s: list[float] = field(default_factory=list)
+
+
+class Line:
+    """A scheduler over a backend, and a list of slots in the place of a KV node."""
+
+    def __init__(self, backend: GpuBackend, num_slots: int, load: Load) -> None:
+        self._backend, self._load = backend, load
+        self._scheduler = Scheduler(
+            block_size=BLOCK_SIZE, max_num_batched_tokens=load.step_tokens, max_num_seqs=load.streams
+        )
+        self._free = list(range(num_slots))
+        self._held: dict[int, list[int]] = {}
+        self._left = load.streams * load.rounds
+        self._live = 0
+        self._next = 1
+        self._draw = np.random.default_rng(0)
+        self.seen: dict[int, Seen] = {}
+
+    def run(self) -> float:
+        """Everything; seconds that it took."""
+        out: deque[tuple[Any, Any]] = deque()
+        began_s = time.perf_counter()
+        while self._left or self._live:
+            while self._left and self._live < self._load.streams:
+                self._add()
+            now_s = time.perf_counter()
+            plan = self._scheduler.schedule(now_s)
+            self._take(self._scheduler.flush(now_s))
+            if plan.pieces:
+                out.append(
+                    (plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
+                )
+                self._scheduler.launched(plan)
+            stays = 1 if plan.pieces else 0
+            while len(out) > stays:
+                landed, flight = out.popleft()
+                sampled = flight.land()
+                self._take(self._scheduler.commit(landed, sampled, time.perf_counter()))
+        while out:
+            # Rows that were launched for streams whose last token was under way.
+            landed, flight = out.popleft()
+            self._take(self._scheduler.commit(landed, flight.land(), time.perf_counter()))
+        return time.perf_counter() - began_s
+
+    def _add(self) -> None:
+        load, number = self._load, self._next
+        self._next, self._left, self._live = number + 1, self._left - 1, self._live + 1
+        spec = SequenceSpec(
+            seq_id=number,
+            token_ids=self._draw.integers(2, 250, load.prompt_tokens).astype(np.int32),
+            parent_hash=bytes(32),
+            prompt_tokens=load.prompt_tokens,
+            sampling=SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1),
+            max_tokens=load.answer_tokens,
+            max_model_len=1_000_000,
+        )
+        now_s = time.perf_counter()
+        self.seen[number] = Seen(now_s)
+        holding = Holding(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
+        self._scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
+
+    def _slots(self, count: int) -> tuple[int, ...]:
+        taken, self._free = self._free[:count], self._free[count:]
+        assert len(taken) == count, "the pool is too small for this load"
+        return tuple(taken)
+
+    def _take(self, outcome: Outcome) -> None:
+        """What a node and clients would do with it, at once."""
+        now_s = time.perf_counter()
+        for update in outcome.updates:
+            assert update.ending is None or update.ending.error is None, update.ending
+            self.seen[update.seq_id].tokens_s.extend([now_s] * len(update.token_ids))
+            self._live -= update.ending is not None
+        for order in outcome.commits:
+            self._held.setdefault(order.ticket_id, []).extend(order.slots)
+            self._scheduler.committed(order.seq_id, order.slots, "", now_s)
+        for ticket in outcome.releases:
+            self._free.extend(self._held.pop(ticket, ()))
+        self._free.extend(outcome.give_back)
+        if outcome.lease_blocks:
+            self._scheduler.granted(self._slots(outcome.lease_blocks), now_s)
+
+
+def _tell(bench: Bench, name: str, line: Line, took_s: float) -> None:
+    seen = list(line.seen.values())
+    gaps = sorted(b - a for one in seen for a, b in pairwise(one.tokens_s))
+    first = sorted(one.tokens_s[0] - one.added_s for one in seen)
+    tokens = sum(len(one.tokens_s) for one in seen)
+    more = {
+        "requests": len(seen),
+        "itl_p50_ms": rank(gaps, 50) * 1e3,
+        "itl_p99_ms": rank(gaps, 99) * 1e3,
+        "ttft_p50_ms": rank(first, 50) * 1e3,
+        "ttft_p99_ms": rank(first, 99) * 1e3,
+        "seconds": took_s,
+    }
+    note = "ITL p99 {itl_p99_ms:.1f} ms, TTFT p50 {ttft_p50_ms:.0f} ms".format(**more)
+    bench.tell(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
+
+
+def rank(ordered: list[float], percent: float) -> float:
+    """Nearest-rank percentile of sorted values."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

@@ -1,0 +1,134 @@
+"""The whole model with random weights behind the engine's own backend: what decode, prefill and line measure."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.calls import sampled_rows
+from benchmarks.gpu.shapes import Shape, Tables, shape_of
+from engine.backend import KVLayout
+from engine.batch import StepBatch
+from engine.gpu_backend import GpuBackend, GpuLimits
+from engine.gpu_model import GpuModel
+from engine.gpu_weights import GpuWeights, plan_weights
+from engine.model_config import parse_config
+from engine.sampling_rows import SamplingRows
+
+BLOCK_SIZE = 16
+# Steps that are under way at once: the one that runs, and the one behind it.
+AHEAD = 2
+
+
+class TensorPool:
+    """Memory of a GPU of this process's own, as ``engine.backend.DevicePool`` wants it."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        # Random: what is multiplied decides how much power it takes, and so how fast the clock runs.
+        self._memory = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
+        self.address, self.size_bytes = self._memory.data_ptr(), size_bytes
+
+
+class Model:
+    """Weights and buffers; backends over them are made and closed one after the other."""
+
+    def __init__(self, bench: Bench, *, max_tokens: int, max_seqs: int, max_model_len: int) -> None:
+        self.bench, self.shape = bench, shape_of(bench.smoke)
+        self.config = parse_config(self.shape.config())
+        plan = plan_weights(self.config, torch.bfloat16, separate_head=True)
+        memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=bench.device)
+        self.weights = GpuWeights(self.config, plan, memory, torch.bfloat16)
+        self.weights.fill_dummy()
+        self.limits = GpuLimits(max_tokens=max_tokens, max_seqs=max_seqs, max_model_len=max_model_len)
+        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens)
+        # A step reads all weights but the embedding, of which it reads rows.
+        self.step_bytes = plan.nbytes - plan.places["embedding"].nbytes
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the pool."""
+        shape = self.shape
+        return KVLayout("bench", shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, "bfloat16")
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token in all layers."""
+        return self.shape.layers * self.shape.kv_bytes
+
+    def backend(self, tokens: int, *, eager: bool = False) -> Running:
+        """A backend over a pool of so many tokens, warm."""
+        slots = -(-tokens // BLOCK_SIZE)
+        backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
+        size = slots * self.layout.block_bytes
+        if self.bench.device.type == "cuda":
+            backend.bind_pool(TensorPool(size, self.bench.device), slots)
+        else:
+            backend.bind_pool(memoryview(bytearray(size)), slots)
+        backend.warm_up(self.limits.max_tokens)
+        return Running(backend, Tables(slots, BLOCK_SIZE), self.bench)
+
+    def flops(self, tokens: int, *, shape: Shape | None = None) -> float:
+        """Of the layers' products."""
+        shape = shape or self.shape
+        return 2.0 * tokens * shape.layers * sum(a * b for a, b in shape.products.values())
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds of steps: ``landed`` between two landings, ``launch`` and ``land`` on the host, ``device`` between the
+    ends of two steps on the device (empty without one)."""
+
+    landed: list[float] = field(default_factory=list)
+    launch: list[float] = field(default_factory=list)
+    land: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+
+    def behind(self, steps: int) -> Pace:
+        """Without the first ones."""
+        return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
+
+
+class Running:
+    """A backend with its pool."""
+
+    def __init__(self, backend: GpuBackend, tables: Tables, bench: Bench) -> None:
+        self.backend, self.tables, self._bench = backend, tables, bench
+
+    def pace(self, batches: list[StepBatch], rows: list[SamplingRows] | None = None) -> Pace:
+        """Runs them in order, each launched before the one before has landed."""
+        found, out, ends = Pace(), deque[Any](), []
+        rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
+        last_s = 0.0
+        for batch, said in zip(batches, rows, strict=True):
+            began_s = time.perf_counter()
+            out.append(self.backend.launch(batch, (), said))
+            found.launch.append(time.perf_counter() - began_s)
+            if self._bench.device.type == "cuda":
+                ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+                ends[-1].record()
+            if len(out) == AHEAD:
+                last_s = self._land(out, found, last_s)
+        while out:
+            last_s = self._land(out, found, last_s)
+        self._bench.wait()
+        found.device = [a.elapsed_time(b) / 1e3 for a, b in pairwise(ends)]
+        return found
+
+    def close(self) -> None:
+        """Lets go of graphs and pool."""
+        self.backend.close()
+
+    def _land(self, out: deque[Any], found: Pace, last_s: float) -> float:
+        began_s = time.perf_counter()
+        out.popleft().land()
+        now_s = time.perf_counter()
+        found.land.append(now_s - began_s)
+        if last_s:
+            found.landed.append(now_s - last_s)
+        return now_s

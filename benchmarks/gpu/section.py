@@ -1,0 +1,40 @@
+"""One section in a process of its own: what it breaks on the device, it breaks for itself.
+
+python -m benchmarks.gpu.section NAME --rows FILE [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.bench import Bench
+
+# Names and the seconds that each may take, in the order in which they run.
+SECTIONS = {
+    "attention": 150,
+    "step": 150,
+    "prefill": 90,
+    "small": 120,
+    "line": 150,
+    "mps": 270,
+    "e2e": 580,
+}
+
+
+def main() -> int:
+    """Runs the section. What it fails with is a row like any other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=tuple(SECTIONS))
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--smoke", action="store_true")
+    said = parser.parse_args()
+    bench = Bench(smoke=said.smoke, rows=said.rows)
+    bench.attempt(said.name, lambda: importlib.import_module(f"benchmarks.gpu.{said.name}").run(bench))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The kernels beside attention and products: each moves some bytes once, so memory is the limit of them all.
+
+A launch of few rows is limited by its latency instead, some microseconds whatever it does; its share says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.calls import CASES, Case
+from benchmarks.gpu.shapes import shape_of
+
+# From this many bytes on a kernel should be at the copy bandwidth, not at a launch's latency.
+LARGE_BYTES = 64 * 2**20
+LARGE_TARGET = ">= 0.75"
+
+
+def run(bench: Bench) -> None:
+    """A row for each kernel and number of rows."""
+    shape = shape_of(bench.smoke)
+    for kernel, make in CASES.items():
+        for rows in make.smoke_rows if bench.smoke else make.rows:
+            name = f"{kernel}, {rows} rows"
+            bench.attempt(name, _measured(bench, name, lambda make=make, rows=rows: make(bench, shape, rows)))  # type: ignore[misc]
+
+
+def _measured(bench: Bench, name: str, make: Callable[[], Case]) -> Callable[[], None]:
+    def measure() -> None:
+        case = make()
+        case.verify()
+        took = bench.time(case.calls)
+        bench.tell_bytes(name, took, case.moved_bytes, LARGE_TARGET if case.moved_bytes >= LARGE_BYTES else "")
+
+    return measure

@@ -1,0 +1,136 @@
+"""What can be tuned, with which candidates, on which cases: Llama 3 8B's shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from benchmarks.gpu.bench import Bench, rotations
+from benchmarks.gpu.calls import CASES, Case
+from benchmarks.gpu.pools import Pool, verify_rows
+from benchmarks.gpu.shapes import Part, decodes, shape_of
+from kernels.gpu.paged_attention import PlainOrFloat8
+
+BLOCK_SIZE = 16
+Build = Callable[[], Case]
+Cases = Callable[[Bench], list[Build]]
+Use = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tunable:
+    """``kernel`` and ``facts``: what ``kernels.gpu.tuned.tuned`` is asked. ``cases``: what is timed. ``grid``: values
+    of constants, all of whose combinations are tried; what it does not name stays as it is."""
+
+    kernel: str
+    cases: Cases
+    grid: dict[str, tuple[int, ...]]
+    facts: dict[str, int | str] = field(default_factory=dict)
+
+    def candidates(self, now: Use) -> Iterator[Use]:
+        """All that are tried, over the constants in use now."""
+        for values in itertools.product(*self.grid.values()):
+            yield {**now, **dict(zip(self.grid, values, strict=True))}
+
+
+def _small(*wanted: tuple[str, int]) -> Cases:
+    def cases(bench: Bench) -> list[Build]:
+        shape = shape_of(bench.smoke)
+
+        def build(name: str, rows: int) -> Build:
+            return lambda: CASES[name](bench, shape, rows)
+
+        return [build(name, 2 if bench.smoke else rows) for name, rows in wanted]
+
+    return cases
+
+
+def _attended(kv: PlainOrFloat8, *wanted: tuple[list[Part], list[Part]]) -> Cases:
+    """Steps to attend, each as it is and as a smoke run has it."""
+
+    def cases(bench: Bench) -> list[Build]:
+        return [_attention(bench, tiny if bench.smoke else parts, kv) for parts, tiny in wanted]
+
+    return cases
+
+
+def _attention(bench: Bench, parts: list[Part], kv: PlainOrFloat8) -> Build:
+    def build() -> Case:
+        shape = shape_of(bench.smoke)
+        tokens = sum(-(-(part.prefix + part.tokens) // BLOCK_SIZE) * BLOCK_SIZE for part in parts)
+        layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
+        # The pool is random, and large: one for each candidate would take longer than what is measured over it.
+        pool = _pool(bench, tokens, layers, kv)
+        attended = pool.attend(parts)
+        return Case(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))
+
+    return build
+
+
+_POOLS: dict[tuple[int, int, str], Pool] = {}
+
+
+def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> Pool:
+    key = (tokens, layers, kv)
+    if key not in _POOLS:
+        shape = shape_of(bench.smoke)
+        _POOLS[key] = Pool(bench, shape, block_size=BLOCK_SIZE, tokens=tokens, layers=layers, kv=kv)
+    return _POOLS[key]
+
+
+_BLOCKS = (512, 1024, 2048, 4096)
+_WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
+_CHUNK = ([Part(2048, 8192)], [Part(8, 16)])
+
+TUNABLES: dict[str, Tunable] = {
+    "attention_decode": Tunable(
+        "attention_decode",
+        _attended("plain", _WIDE, _LONG),
+        {"keys": (64, 128), "num_stages": (3, 4, 5), "programs": (2, 3, 4)},
+        {"head_dim": 128, "kv": "plain", "bytes": 2},
+    ),
+    "attention_decode_fp8": Tunable(
+        "attention_decode",
+        _attended("fp8_e4m3", _WIDE, _LONG),
+        {"keys": (64, 128), "num_stages": (3, 5, 7), "programs": (2, 3)},
+        {"head_dim": 128, "kv": "fp8_e4m3", "bytes": 2},
+    ),
+    "attention_chunk": Tunable(
+        "attention_chunk",
+        _attended("plain", _CHUNK),
+        {"rows": (64, 128), "keys": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        {"head_dim": 128, "kv": "plain", "bytes": 2},
+    ),
+    "attention_merge": Tunable(
+        "attention_merge",
+        _attended("plain", _LONG),
+        {"parts": (8, 16, 32), "num_warps": (1, 2, 4), "programs": (8, 16)},
+    ),
+    "embed": Tunable("embed", _small(("embed", 64), ("embed", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
+    "gated": Tunable("gated", _small(("gated", 64), ("gated", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
+    "norms": Tunable(
+        "norms",
+        _small(("add_rms_norm", 64), ("add_rms_norm", 2048)),
+        {"rows": (1, 2), "num_warps": (4, 8, 16)},
+        {"columns": 4096},
+    ),
+    "kv_write": Tunable(
+        "kv_write",
+        _small(("kv_write", 64), ("kv_write", 2048)),
+        {"tile_values": (256, 512, 1024, 2048), "num_warps": (1, 2, 4)},
+    ),
+    "blocks": Tunable(
+        "blocks", _small(("blocks, gathered", 16)), {"part_words": (1024, 2048, 4096), "num_warps": (4, 8)}
+    ),
+    "sample_race": Tunable(
+        "sample_race",
+        _small(("sampling, greedy", 64), ("sampling, temperature 1", 1), ("sampling, temperature 1", 256)),
+        {"slice_groups": (16, 32, 64), "num_warps": (4, 8), "settle_warps": (1, 2)},
+    ),
+    "sample_cut": Tunable(
+        "sample_cut",
+        _small(("sampling, top_p 0.9", 1), ("sampling, top_p 0.9", 256)),
+        {"survey_warps": (4, 8), "num_warps": (4, 8, 16), "block": (2048, 4096)},
+    ),
+}
