@@ -228,7 +228,7 @@ def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _one_row(*, drawn: bool) -> SamplingRows:
-    """A row that draws with every cut and an edit, or one that does nothing: together they compile all of the sampler."""
+    """One that draws with every cut and an edit, or one that does not: together they compile all of the sampler."""
     return SamplingRows(
         temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
         top_k=np.full(1, 5, np.int64),
