@@ -295,6 +295,8 @@ def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
         text, first, second = numbers
         line.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
     elif kind == "cancel":
+        # An end that was decided is told first: its owner hears it before it could cancel.
+        line.hear_idle()
         alive = [seq_id for seq_id, said in line.said.items() if said.end is None and not said.cancelled]
         if alive:
             line.cancel(alive[numbers[0] % len(alive)])
