@@ -332,7 +332,7 @@ class SlowToWarm(FakeBackend):
 
 
 async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
-    """The node hears of it meanwhile: neither fenced nor killed before it has begun."""
+    """Silence counts from its first sign of life: it is neither fenced nor killed before it has begun."""
     said = {"heartbeat_timeout_ms": 300}
     async with running_workers(node=said, decode=said, prefill=said, backend=SlowToWarm) as workers:
         await asyncio.sleep(0.2)
