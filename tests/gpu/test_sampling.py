@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cuts import row_cut
 from engine.sampler import sample
 from engine.sampling_rows import MIN_TEMPERATURE
 from kernels.gpu import sampling_record
 from kernels.gpu.sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
-from kernels.gpu.sampling_device import Scratch
+from kernels.gpu.sampling_cuts import find_cuts
+from kernels.gpu.sampling_device import HEAD_TOKENS, Scratch
 from kernels.gpu.sampling_record import cuts_any, pack_rows
 from pillion.errors import Internal
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
@@ -210,3 +212,21 @@ def test_misshapen_tensors_are_refused():
             choose(*wrong, scratch)
     with pytest.raises(Internal):
         Scratch.allocate(2, 2**25, DEVICE)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (0, 0.9)])
+def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
+    """Nearly flat logits: more of them reach the bound than are gathered, so the row itself is searched."""
+    logits = random_logits(1, 2 * HEAD_TOKENS + 3, spread=0.05)
+    batch = [Ask(temperature=1.0, top_k=top_k, top_p=top_p)]
+    scratch = Scratch.allocate(1, logits.shape[1], DEVICE)
+    record = torch.from_numpy(pack_rows(rows_of(batch))).to(DEVICE)
+    find_cuts(logits.to(DEVICE), record, scratch)
+    row = logits[0].numpy()
+    kept, wanted = (
+        (row >= float(scratch.cut[0])).sum(),
+        (row >= row_cut(row, row.max(), np.float32(1), top_k, top_p)).sum(),
+    )
+    assert wanted > HEAD_TOKENS
+    # Within the tolerance of a nucleus' mass; a count is exact.
+    assert kept == wanted if top_k else abs(kept - wanted) <= MASS_TOLERANCE * len(row) + 1
