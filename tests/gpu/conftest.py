@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.e2e import missing_packages
+from benchmarks.gpu.needs import missing_packages
 
 MISSING = missing_packages()
 collect_ignore = ["test_cluster.py"] if MISSING else []
