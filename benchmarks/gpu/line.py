@@ -135,8 +135,8 @@ class Line:
         self._scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
 
     def _slots(self, count: int) -> tuple[int, ...]:
-        taken, self._free = self._free[:count], self._free[count:]
-        assert len(taken) == count, "the pool is too small for this load"
+        assert count <= len(self._free), "the pool is too small for this load"
+        taken = [self._free.pop() for _ in range(count)]
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:
