@@ -50,12 +50,15 @@ class GpuLimits:
 
     Attributes:
         max_tokens, max_seqs: of a step.
+        max_samples: rows of a step whose logits are wanted; 0 for a worker that never samples. A step may want more: it
+            runs without a graph then.
         max_model_len: tokens of one sequence.
         num_speculative_tokens: that a decode may guess.
     """
 
     max_tokens: int
     max_seqs: int
+    max_samples: int
     max_model_len: int
     num_speculative_tokens: int = 0
 
@@ -91,7 +94,7 @@ class _Bound:
         self.graphs = StepGraphs(
             self.decoder.run,
             limits.max_tokens,
-            limits.max_seqs,
+            limits.max_samples,
             model.device,
             eager=eager or not model.capturable,
         )
@@ -228,7 +231,7 @@ def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _one_row(*, drawn: bool) -> SamplingRows:
-    """A row that draws with every cut and an edit, or one that does nothing: together they compile all of the sampler."""
+    """One that draws with every cut and an edit, or one that does not: together they compile all of the sampler."""
     return SamplingRows(
         temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
         top_k=np.full(1, 5, np.int64),

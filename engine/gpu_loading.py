@@ -68,12 +68,17 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     """What one step of this worker may hold."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
+        samples = min(tokens, seqs * (1 + guesses))
     else:
         assert isinstance(flags, PrefillFlags)
-        tokens = flags.max_num_batched_prefill_tokens
-        seqs, guesses = min(flags.max_waiting_spans, tokens), 0
+        tokens, guesses, samples = flags.max_num_batched_prefill_tokens, 0, 0
+        seqs = min(flags.max_waiting_spans, tokens)
     return GpuLimits(
-        max_tokens=tokens, max_seqs=seqs, max_model_len=prepared.max_model_len, num_speculative_tokens=guesses
+        max_tokens=tokens,
+        max_seqs=seqs,
+        max_samples=samples,
+        max_model_len=prepared.max_model_len,
+        num_speculative_tokens=guesses,
     )
 
 

@@ -3,7 +3,7 @@
     embed -> residual
     each layer   norm -> qkv product -> [qk-norm, rope, KV into the pool] -> attention -> o product
                  [residual += , norm] -> gate and up product -> [act(gate) * up] -> down product -> [residual += , norm]
-    last layer   rows that nobody samples are dropped behind its attention
+    last layer   ends with its KV where nobody samples; else rows that nobody samples are dropped behind its attention
     logits       head product, in float32
 
 What stands in brackets is one kernel. The products are cuBLAS's, through torch. Nothing here synchronises, and but for
@@ -106,24 +106,25 @@ class GpuDecoder:
         first = model.layers[0]
         normed = self._normed(residual, first.attention_norm)
         for index, layer in enumerate(model.layers):
-            attended = self._attend(index, layer, normed, shape)
-            if index + 1 == len(model.layers):
-                if not shape.samples:
-                    return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
+            last = index + 1 == len(model.layers)
+            qkv = self._write_kv(index, layer, normed)
+            if last and not shape.samples:
+                return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
+            attended = self._attend(index, qkv, shape)
+            if last:
                 wanted = record.sample_rows[: shape.samples]
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             found = _product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
             normed = self._add(residual, found, layer.attention_post_norm, layer.mlp_norm)
             found = self._mlp(layer, normed)
-            last = index + 1 == len(model.layers)
             following = model.weights["final_norm"] if last else model.layers[index + 1].attention_norm
             normed = self._add(residual, found, layer.mlp_post_norm, following)
         return self._logits(normed)
 
-    def _attend(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """normed [T, hidden] -> [T, heads * head_dim]; writes the layer's KV."""
+    def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+        """normed [T, hidden] -> projections [T, ...], whose queries are ready to attend; the layer's KV is written."""
         model, record, config = self._model, self._record, self._model.config
-        tokens = shape.tokens
+        tokens = len(normed)
         qkv = _product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
@@ -141,6 +142,12 @@ class GpuDecoder:
             norm=None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps),
             rotary=None if rope is None else Rotary(*model.ropes[rope], record.positions[:tokens]),
         )
+        return qkv
+
+    def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape) -> torch.Tensor:
+        """Projections [T, ...] -> [T, heads * head_dim]."""
+        model, record, config = self._model, self._record, self._model.config
+        tokens, queries = shape.tokens, config.num_heads * config.head_dim
         out = model.attended[:tokens]
         self._attention.attend(
             index,

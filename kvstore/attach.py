@@ -5,7 +5,8 @@
       | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
       | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
       |        ... mapped, at work ...        |  of host memory, or of a GPU's: the reply says which
-      | ============== the end =============> |  proof that the worker maps nothing any more (I4)
+      | ============== the end =============> |  proof that the worker maps nothing any more (I4); for a GPU's memory
+                                                 the exit of its process is (kvstore.peer_process)
       | <============= the end ============== |  the node is gone, and so is every block: the worker exits
 
 Whoever says RegionHello instead gets a shared region (:mod:`kvstore.region_server`).
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from kvstore.cuda_segment import DeviceMapping, map_device
 from kvstore.memory import HOST
+from kvstore.peer_process import FAREWELL, PeerProcess
 from kvstore.segment import map_shared
 from pillion.errors import ConfigError, InvalidRequest, Overloaded, PillionError
 from pillion.wire.kvnode import (
@@ -85,6 +87,8 @@ class Attachment:
             # Tensors over the memory keep it mapped until they go; the promise not to use it is the caller's.
             self.memory.release()
             self._mapped.close()
+        with contextlib.suppress(OSError):
+            self._sock.send(FAREWELL)
         self._sock.close()
 
 
@@ -166,6 +170,7 @@ class AttachServer:
         admit: turns a hello into a reply. Raises PillionErrors to refuse.
         ended: hears of the end of an epoch's connection, exactly once for every one admitted.
         serve_region: has a connection that wants a region, until its end. Raises PillionErrors to refuse.
+        exit_is_proof: whether a worker that says nothing is waited for until its process is gone.
     """
 
     def __init__(
@@ -175,12 +180,14 @@ class AttachServer:
         admit: Callable[[AttachHello], Awaitable[AttachReply]],
         ended: Callable[[int], None],
         serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]] | None = None,
+        exit_is_proof: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = path
         self._memory_fd = memory_fd
         self._admit = admit
         self._ended = ended
         self._serve_region = serve_region
+        self._exit_is_proof = exit_is_proof
         self._server: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -218,7 +225,7 @@ class AttachServer:
             task.add_done_callback(self._connections.discard)
 
     async def _serve(self, sock: socket.socket) -> None:
-        epoch = 0
+        epoch, peer = 0, PeerProcess(sock)
         try:
             hello = await self._hear(sock)
             if isinstance(hello, RegionHello):
@@ -227,13 +234,15 @@ class AttachServer:
             epoch = await self._greet(sock, hello) if hello is not None else 0
             if epoch:
                 log.info("epoch %016x attached", epoch)
-                await until_end(sock)
+                if not await until_end(sock) and self._exit_is_proof():
+                    await peer.gone()
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
             # The books first: who sees the connection closed may rely on the slots being back.
             if epoch:
                 self._ended(epoch)
+            peer.close()
             sock.close()
 
     async def _hear(self, sock: socket.socket) -> AttachHello | RegionHello | None:
@@ -283,11 +292,13 @@ async def read_line(sock: socket.socket) -> bytes:
     return line
 
 
-async def until_end(sock: socket.socket) -> None:
-    """What a worker says after its hello is dropped: the connection only stands for its life."""
-    loop = asyncio.get_running_loop()
-    while await loop.sock_recv(sock, MAX_LINE_BYTES):
-        pass
+async def until_end(sock: socket.socket) -> bool:
+    """Whether the worker said that it has detached; nothing else is heard: the connection only stands for its life."""
+    loop, last = asyncio.get_running_loop(), b""
+    with contextlib.suppress(ConnectionError):
+        while part := await loop.sock_recv(sock, MAX_LINE_BYTES):
+            last = (last + part)[-len(FAREWELL) :]
+    return last == FAREWELL
 
 
 def _listen(path: str) -> socket.socket:

@@ -20,6 +20,7 @@ from kvstore.attach import AttachServer
 from kvstore.disk_files import DiskFolder
 from kvstore.eviction import make_policy
 from kvstore.index import Registry
+from kvstore.memory import HOST
 from kvstore.node_memory import NodeMemory
 from kvstore.node_meter import readings
 from kvstore.plane import choose_transport
@@ -76,7 +77,7 @@ class KVNode:
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
         self._attach = AttachServer(
-            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve
+            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve, self._on_gpu
         )
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
@@ -159,6 +160,9 @@ class KVNode:
         return status if self._storage is None else self._storage.complete(status)
 
     # -- inside
+
+    def _on_gpu(self) -> bool:
+        return self._memory.domain.kind != HOST
 
     async def _admit(self, hello: AttachHello) -> AttachReply:
         async with self._shaping:

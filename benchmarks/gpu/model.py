@@ -45,7 +45,9 @@ class Model:
         memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=bench.device)
         self.weights = GpuWeights(self.config, plan, memory, torch.bfloat16)
         self.weights.fill_dummy()
-        self.limits = GpuLimits(max_tokens=max_tokens, max_seqs=max_seqs, max_model_len=max_model_len)
+        self.limits = GpuLimits(
+            max_tokens=max_tokens, max_seqs=max_seqs, max_samples=max_seqs, max_model_len=max_model_len
+        )
         self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens)
         # A step reads all weights but the embedding, of which it reads rows.
         self.step_bytes = plan.nbytes - plan.places["embedding"].nbytes

@@ -56,36 +56,16 @@ def _capped(scores, softcap):
     return (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
 
 
+# fmt: off
 @triton.jit
 def _tiles(
-    acc,
-    top,
-    total,
-    query,
-    positions,
-    pool,
-    scales,
-    table,
-    begin,
-    end,
-    last,
-    slot_stride,
-    piece_offset,
-    scale_slot_stride,
-    scale_offset,
-    score_scale,
-    softcap,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    acc, top, total, query, positions, pool, scales, table, begin, end, last, slot_stride, piece_offset,
+    scale_slot_stride, scale_offset, score_scale, softcap,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    # fmt: on
     """Folds the keys ``begin`` .. ``end`` - 1, the last of which a row may see is ``last``, into a row tile's state."""
     columns = tl.arange(0, BLOCK_D)
     # A float8 piece has BLOCK_SIZE scales behind its rows.
@@ -134,36 +114,52 @@ def _tiles(
     return acc, top, total
 
 
+# fmt: off
+@triton.jit
+def _store(
+    acc, top, total, token, heads, places, rows, partial, out, partials, partial_logs,
+    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # fmt: on
+    """A row tile's result where the item has its unit whole, else its part and the logarithm of that one's weight."""
+    columns = tl.arange(0, BLOCK_D)
+    # A row that saw nothing in this item has a total of 0: its part is 0, with a logarithm of minus infinity.
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    kept = places < rows
+    if partial < 0:
+        cells = (token.to(tl.int64) * WIDTH + heads * HEAD_DIM)[:, None] + columns[None, :]
+        shown = kept[:, None] & (columns[None, :] < HEAD_DIM)
+        tl.store(out + cells, acc.to(out.dtype.element_ty), mask=shown)
+    else:
+        places = partial + places
+        cells = places.to(tl.int64)[:, None] * BLOCK_D + columns[None, :]
+        tl.store(partials + cells, acc, mask=kept[:, None])
+        tl.store(partial_logs + places, top + tl.log2(total), mask=kept)
+
+
+@triton.jit
+def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Bounds of the key tiles that all rows see whole: not before the last one's window, not behind the first one."""
+    whole_begin = begin
+    if WINDOW:
+        lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)
+        whole_begin = tl.maximum(begin, tl.cdiv(lowest, BLOCK_N) * BLOCK_N)
+        whole_begin = tl.minimum(whole_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    whole_end = tl.minimum(row // GROUP + shift + 1, end) // BLOCK_N * BLOCK_N
+    return whole_begin, tl.maximum(whole_end, whole_begin)
+
+
+# fmt: off
 @triton.jit
 def _attend(
-    queries,
-    pool,
-    scales,
-    record,
-    starts_at,
-    out,
-    partials,
-    partial_logs,
-    query_stride,
-    slot_stride,
-    layer_offset,
-    scale_slot_stride,
-    scale_layer_offset,
-    score_scale,
-    softcap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    EDGES: tl.constexpr,
+    queries, pool, scales, record, starts_at, out, partials, partial_logs, query_stride, slot_stride, layer_offset,
+    scale_slot_stride, scale_layer_offset, score_scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
 ):
+    # fmt: on
+    """A program's items, one after the other. With EDGES, tiles that all rows see whole are done without masks."""
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     mine = record + starts_at + tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
@@ -195,21 +191,15 @@ def _attend(
         piece_offset = layer_offset + head * piece
         scale_offset = scale_layer_offset + (head * piece + BLOCK_SIZE * HEAD_DIM) // 4
         last = end - 1
-        # Tiles that all rows see whole: not before the window of the last row, not behind the first row.
-        whole_begin = begin
         whole_end = begin
         if EDGES:
-            whole_end = tl.minimum((row // GROUP + shift + 1) // BLOCK_N * BLOCK_N, end // BLOCK_N * BLOCK_N)
+            whole_begin, whole_end = _whole(row, rows, shift, begin, end, GROUP, BLOCK_N, WINDOW)
             if WINDOW:
-                lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)
-                whole_begin = tl.maximum(begin, tl.cdiv(lowest, BLOCK_N) * BLOCK_N)
-                whole_begin = tl.minimum(whole_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
                 acc, top, total = _tiles(
                     acc, top, total, query, positions, pool, scales, table, begin, tl.minimum(whole_begin, end), last,
                     slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
                     KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
                 )  # fmt: skip
-            whole_end = tl.maximum(whole_end, whole_begin)
             acc, top, total = _tiles(
                 acc, top, total, query, positions, pool, scales, table, whole_begin, whole_end, last,
                 slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
@@ -221,19 +211,10 @@ def _attend(
             KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
         )  # fmt: skip
 
-        # A row that saw nothing in this item has a total of 0: its part is 0, with a logarithm of minus infinity.
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        kept = places < rows
-        if partial < 0:
-            width: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
-            cells = (token.to(tl.int64) * width + heads * HEAD_DIM)[:, None] + columns[None, :]
-            shown = kept[:, None] & (columns[None, :] < HEAD_DIM)
-            tl.store(out + cells, acc.to(out.dtype.element_ty), mask=shown)
-        else:
-            places = partial + places
-            cells = places.to(tl.int64)[:, None] * BLOCK_D + columns[None, :]
-            tl.store(partials + cells, acc, mask=kept[:, None])
-            tl.store(partial_logs + places, top + tl.log2(total), mask=kept)
+        _store(
+            acc, top, total, token, heads, places, rows, partial, out, partials, partial_logs,
+            KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -19,7 +19,7 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     if NATIVE:
         eights = codes.to(tl.float8e4nv, bitcast=True)
         # By way of float32: a processor converts float16 to bfloat16 at a quarter of the rate, 16 in a cycle.
-        return eights.to(DTYPE) if DTYPE == tl.float16 else eights.to(tl.float32).to(DTYPE)
+        return eights.to(DTYPE) if tl.float16 == DTYPE else eights.to(tl.float32).to(DTYPE)
     wide = codes.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True).to(DTYPE)

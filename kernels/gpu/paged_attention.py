@@ -86,18 +86,15 @@ class PagedAttention:
         check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
         check(scale > 0, f"scores are scaled by {scale}")
         check(dtype in DTYPES, f"queries are of {dtype}")
-        if kv == "plain":
-            check_tensor("pool", pool, (None, num_layers, 2, num_kv_heads, block_size, head_dim), dtype)
-        else:
-            piece = piece_size(kv, block_size, head_dim)
-            check_tensor("pool", pool, (None, num_layers, 2, num_kv_heads, piece), torch.uint8)
+        piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
+        shape = (None, num_layers, 2, num_kv_heads, *piece)
+        check_tensor("pool", pool, shape, dtype if kv == "plain" else torch.uint8)
         self._pool, self._dtype, self._device = pool, dtype, pool.device
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._layers, self._block_size, self._kv = num_layers, block_size, kv
         self._scale, self._softcap = scale, softcap
         self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
-        group = num_heads // num_kv_heads
-        arch, width = arch_of(self._device), padded_head_dim(head_dim)
+        group, arch, width = num_heads // num_kv_heads, arch_of(self._device), padded_head_dim(head_dim)
         facts = {"head_dim": width, "kv": kv, "bytes": dtype.itemsize}
         self._decode, self._chunk = tuned("attention_decode", arch, **facts), tuned("attention_chunk", arch, **facts)
         self._merge = tuned("attention_merge", arch)

@@ -41,7 +41,7 @@ def check(case: PagedCase, **more: object) -> None:
     window=st.sampled_from([0, 1, 33, 128]),
     softcap=st.sampled_from([0.0, 1.5]),
 )
-@settings(max_examples=100 if NATIVE else 12, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=100 if NATIVE else 10, deadline=None, phases=UNSHRUNK)
 def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, block_size, dtype, window, softcap):
     check(PagedCase.of(Shape(group, head_dim, block_size, dtype, softcap, window), parts))
 
@@ -68,7 +68,7 @@ def test_drafts_are_decoded_like_single_tokens(dtype):
     check(case, decode_rows=5)
 
 
-@pytest.mark.parametrize("parts", [[(600, 1)], [(560, 30)]], ids=["decode", "chunk"])
+@pytest.mark.parametrize("parts", [[(600, 1)], [(300, 20)]], ids=["decode", "chunk"])
 def test_a_row_tile_that_many_programs_share_is_merged(parts):
     case = PagedCase.of(Shape(4, 64, 16, torch.float16), parts)
     attention = case.attention()
@@ -88,12 +88,12 @@ def test_layers_with_different_windows_have_plans_of_their_own():
 def test_one_place_serves_step_after_step():
     """A graph is captured over one record and one set of partials: nothing of the step before may show."""
     shape = Shape(4, 64, 16, torch.float32)
-    long, short = PagedCase.of(shape, [(200, 1), (150, 1), (60, 12)]), PagedCase.of(shape, [(10, 1), (70, 9), (190, 1)])
+    long, short = PagedCase.of(shape, [(150, 1), (60, 9)]), PagedCase.of(shape, [(10, 1), (40, 9)])
     pools = torch.cat((long.pool, short.pool))
     attention = long.attention(pool=pools, max_tokens=16, max_seqs=3, max_context_blocks=16)
     record = torch.zeros(attention.max_record_words, dtype=torch.int32, device=DEVICE)
     out = torch.full((len(long.queries), shape.heads * shape.head_dim), UNTOUCHED, device=DEVICE)
-    for case, first_slot in ((long, 0), (short, len(long.pool)), (long, 0)):
+    for case, first_slot in ((long, 0), (short, len(long.pool))):
         plan = attention.plan(replace(case.batch, block_tables=case.batch.block_tables + first_slot))
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         mine = out[: len(case.queries)]

@@ -86,7 +86,9 @@ async def attached(folder: str, block_bytes: int = BLOCK_BYTES) -> Attachment:
 def process(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Killed in the end."""
     command = [sys.executable, "-c", program, *arguments]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=fake_cuda.environment())
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=fake_cuda.environment()
+    )
     try:
         yield started
     finally:
@@ -119,6 +121,45 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
             assert before == (0 if NATIVE else fake_cuda.copied_bytes()), "the node moves no byte"
             assert node.status().kv_device == "cuda"
         await until(lambda: not node.pool.ledger.holders)
+
+
+# Loses its connection as a dying process does, whose kernels may still run; then waits to be killed.
+DYING = """
+import sys, time
+from kvstore.attach import attach
+a = attach(sys.argv[1], part_id="dying", role="decode", block_bytes=65536, timeout_s=10)
+print(a.epoch, flush=True)
+sys.stdin.readline()
+a._sock.close()
+print("closed", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_a_dying_worker_keeps_its_slots_until_it_is_gone(short_folder: str) -> None:
+    """The end of its socket does not stop what it has launched; the end of its process does (I4)."""
+    async with running(short_folder) as node:
+        with process(DYING, f"{short_folder}/attach.sock") as worker:
+            epoch = int((await said(worker))[0])
+            assert node.pool.lease(epoch, 5)
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+            assert await said(worker) == ["closed"]
+            await asyncio.sleep(0.3)
+            assert node.pool.status().free_blocks == NUM_SLOTS - 5
+            worker.kill()
+            await until(lambda: node.pool.status().free_blocks == NUM_SLOTS)
+
+
+async def test_a_worker_that_detaches_frees_its_slots_and_lives_on(short_folder: str) -> None:
+    async with running(short_folder) as node:
+        with process(
+            WORKER.replace("time.sleep(60)", "a.close(); time.sleep(60)"), f"{short_folder}/attach.sock", "reader", "0"
+        ) as worker:
+            await said(worker)
+            await until(lambda: not node.pool.ledger.holders)
+            assert worker.poll() is None
 
 
 async def test_a_killed_worker_frees_its_slots(short_folder: str) -> None:

@@ -37,7 +37,9 @@ def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = Fa
     )
     inside, dtype = (FP8_LAYOUT_VERSION, FP8_E4M3) if fp8 else (LAYOUT_VERSION, "")
     layout = kv_layout(prepared, block_size, inside, dtype)
-    limits = GpuLimits(max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_model_len=prepared.max_model_len)
+    limits = GpuLimits(
+        max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
+    )
     model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED)
     return GpuBackend(model, layout, limits, enforce_eager=eager)
 
