@@ -99,6 +99,13 @@ class DevicePool(Protocol):
         """From there on."""
 
 
+class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
+    """The device has failed for good: every later step would. The worker dies of it, and its supervisor starts another.
+
+    Raised by ``launch`` and ``land``.
+    """
+
+
 class Flight(Protocol):
     """A step from its launch to its landing."""
 

@@ -106,7 +106,8 @@ class Flights:
                 first = row + piece.samples
                 places.extend(at for at, fork in enumerate(forks, first) if fork in piece.sequence.forks)
             row += piece.samples + len(forks)
-        if len(places) == row:
+        if len(places) == row or not sampled.token_ids:
+            # Everything counts, or the step failed and chose nothing.
             return pieces, sampled
         return pieces, Sampled(
             tuple(sampled.token_ids[at] for at in places),

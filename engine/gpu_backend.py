@@ -24,6 +24,7 @@ import torch
 from engine.backend import (
     FP8_E4M3,
     FP8_SCALE_BYTES,
+    BackendLost,
     DevicePool,
     KVLayout,
     checked_copies,
@@ -158,10 +159,14 @@ class GpuBackend:
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuFlight:
         """Begin a step; see ``engine.backend.Backend``. Token ids below 0 are those that the last launch chose."""
-        if copies:
-            self.copy_blocks([source for source, _ in copies], [target for _, target in copies])
-        logits = self._forward(self._bound_or_raise(), batch)
-        return self._sampler.launch(logits, rows)
+        bound = self._bound_or_raise()
+        try:
+            if copies:
+                self.copy_blocks([source for source, _ in copies], [target for _, target in copies])
+            return self._sampler.launch(self._forward(bound, batch), rows)
+        except Exception:
+            self._settle()
+            raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the batch's KV, give float32 logits [R, vocab_size] on the host."""
@@ -199,6 +204,14 @@ class GpuBackend:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         self._bound = self._memory = None
+
+    def _settle(self) -> None:
+        """Nothing of a failed launch runs any more. Raises BackendLost where the device has failed."""
+        if self._model.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._model.device)
+            except RuntimeError as error:
+                raise BackendLost(f"the GPU failed: {error}") from error
 
     def _bind(self, pool: torch.Tensor, *, eager: bool) -> _Bound:
         return _Bound(self._model, pool, self._layout, self._limits, eager=eager)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.backend import BackendLost
 from engine.logprobs import Report
 from engine.plan import Sampled
 from engine.sampler import whole_groups
@@ -36,7 +37,11 @@ class GpuFlight:
     def land(self) -> Sampled:
         """Tokens and log probabilities of the step, in the order of its rows."""
         if self._done is not None:
-            self._done.synchronize()
+            try:
+                self._done.synchronize()
+            except RuntimeError as error:
+                # An event fails of what a kernel did, and so does everything on that device from now on.
+                raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self._tokens.numpy().astype(np.int64)
         if self._raw is None:
             return Sampled(tuple(tokens.tolist()))

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.backend import Flight
+from engine.backend import BackendLost, Flight
 from engine.plan import Outcome, Sampled, StepPlan
 from engine.scheduler import Scheduler
 from pillion.errors import Internal
@@ -171,6 +171,8 @@ class StepLoop:
         flight: Flight
         try:
             flight = self._launch(plan)
+        except BackendLost:
+            raise
         except Exception as error:  # noqa: BLE001  (raised again in the order of landings)
             flight = _Failed(error)
         if self._ahead:
@@ -184,6 +186,8 @@ class StepLoop:
         began_s = max(began_s, self._landed_s)
         try:
             sampled = flight.land()
+        except BackendLost:
+            raise
         except Exception as error:
             self._landed_s = self._clock()
             self._on_step(plan, self._landed_s - began_s, ok=False)

@@ -233,6 +233,18 @@ def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
     assert len(line.said[2].token_ids) == 5
 
 
+def test_a_landing_that_fails_after_somebody_left() -> None:
+    line = AheadLine()
+    for kind in (1, 2):
+        line.submit(prompt(kind, 6), 20)
+    line.step()
+    line.cancel(1)
+    line.breaks = "landing"
+    line.step()
+    assert line.said[2].end is not None
+    run_out(line)
+
+
 def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
     line = AheadLine(slots=64, budget=32)
     line.submit(prompt(1, 15), 12)
@@ -295,6 +307,8 @@ def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
         text, first, second = numbers
         line.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
     elif kind == "cancel":
+        # An end that was decided is told first: its owner hears it before it could cancel.
+        line.hear_idle()
         alive = [seq_id for seq_id, said in line.said.items() if said.end is None and not said.cancelled]
         if alive:
             line.cancel(alive[numbers[0] % len(alive)])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from engine.backend import Landed
+import pytest
+
+from engine.backend import BackendLost, Landed
 from engine.plan import Outcome, Sampled, StepPlan, Update
 from engine.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 
@@ -70,3 +72,28 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     await asyncio.sleep(0.1)
     await asyncio.wait_for(loop.stop(), 10)
     assert not loop._thread.is_alive()
+
+
+class _Lost:
+    def land(self) -> Sampled:
+        raise BackendLost("no device")
+
+
+@pytest.mark.parametrize("at_launch", [True, False])
+async def test_a_device_that_is_lost_ends_the_thread(at_launch: bool) -> None:
+    """Every later step would fail as well: it is the worker that has to go, not one step's sequences."""
+    died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def launch(plan: StepPlan) -> _Lost:
+        return _Lost().land() if at_launch else _Lost()  # type: ignore[return-value]
+
+    loop: Any = StepLoop(
+        Counting(),  # type: ignore[arg-type]
+        launch,
+        on_outcome=lambda outcome: None,
+        on_death=died.set_result,
+    )
+    loop.start()
+    loop.tell(lambda scheduler, now: None)
+    assert "no device" in await asyncio.wait_for(died, 10)
+    await asyncio.wait_for(loop.stop(), 10)
