@@ -122,7 +122,10 @@ class Line:
             # Rows that were launched for streams whose last token was under way.
             landed, flight = out.popleft()
             self._take(self._scheduler.commit(landed, flight.land(), time.perf_counter()))
-        return time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_s
+        # What the answers to the last commits led to.
+        self._take(self._scheduler.flush(time.perf_counter()))
+        return took_s
 
     def _add(self) -> None:
         load, number = self._load, self._next
