@@ -11,7 +11,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from engine.node_line import describe as describe_error
 from kvstore.client import NodeClient
@@ -42,6 +43,26 @@ class Lease:
     def held(self) -> bool:
         """Whether the node cannot have fenced us yet."""
         return self._clock() - self._renewed_s <= self._timeout_s
+
+
+@asynccontextmanager
+async def signs_of_life(node: NodeClient, epoch: int, period_s: float) -> AsyncIterator[None]:
+    """Inside, the node hears every ``period_s`` that an epoch lives, which does no work yet: to capture graphs takes
+    longer than a silence may last."""
+
+    async def beat() -> None:
+        while True:
+            # What a failure means is found out when work begins.
+            with suppress(PillionError):
+                await node.heartbeat(epoch)
+            await asyncio.sleep(period_s)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
 
 
 class Heartbeat:

@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+from engine.heartbeat import signs_of_life
 from engine.loading import BackendFactory, LoadedModel, load_model, thread_count
 from engine.ngram import NGramDrafter
 from engine.plan import Load
@@ -116,7 +117,8 @@ class Worker:
         )
         worker = cls(flags, role, model, attachment, make_scheduler)
         try:
-            await asyncio.to_thread(worker._bind, max_num_batched_tokens)
+            async with signs_of_life(worker._node, attachment.epoch, flags.heartbeat_ms / 1000):
+                await asyncio.to_thread(worker._bind, max_num_batched_tokens)
         except BaseException:
             await worker._node.aclose()
             attachment.close()

@@ -1,6 +1,6 @@
 """Builds all kernels ahead of time, without a GPU, and says what they take of one.
 
-    python -m kernels.gpu.build [--only NAME] [--arch 80 --arch 90] [--json FILE]
+    python -m kernels.gpu.build [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
 
 Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
 from the machine code by cuobjdump. A kernel that exceeds its named limits fails the build: a spill on the path of every
@@ -51,6 +51,7 @@ class BuildSpec:
         max_registers: most per thread.
         max_spill_bytes: most local memory and stack per thread.
         architectures: it is built for.
+        rare: built only where everything is (``--all``): it differs little from one that always is.
     """
 
     name: str
@@ -63,6 +64,7 @@ class BuildSpec:
     max_registers: int = MAX_REGISTERS
     max_spill_bytes: int = 0
     architectures: tuple[int, ...] = field(default=ARCHITECTURES)
+    rare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,10 @@ def build(spec: BuildSpec, arch: int) -> Built:
     )
 
 
-def all_specs(only: str = "") -> list[BuildSpec]:
-    """Of every module, those whose name contains ``only``."""
+def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
+    """Of every module, those whose name contains ``only``; without ``rare``, the common ones."""
     specs = [spec for name in MODULES for spec in importlib.import_module(f"kernels.gpu.{name}").build_specs()]
-    return [spec for spec in specs if only in spec.name]
+    return [spec for spec in specs if only in spec.name and (rare or not spec.rare)]
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -141,11 +143,17 @@ def main() -> int:
     """Prints a line per kernel and architecture; 1 where one exceeds its limits."""
     parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
     parser.add_argument("--only", default="")
+    parser.add_argument("--all", action="store_true", help="rare kernels, too")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
     parser.add_argument("--json", type=Path)
     said = parser.parse_args()
     architectures = said.arch or list(ARCHITECTURES)
-    built = [build(spec, arch) for spec in all_specs(said.only) for arch in architectures if arch in spec.architectures]
+    built = [
+        build(spec, arch)
+        for spec in all_specs(said.only, rare=said.all)
+        for arch in architectures
+        if arch in spec.architectures
+    ]
     for each in built:
         line = f"{each.name:44} sm_{each.arch} {each.registers:4} registers {each.spill_bytes:4} B spills "
         print(f"{line}{each.shared_bytes:7} B shared {each.num_warps:3} warps {each.excess}")  # noqa: T201

@@ -19,7 +19,7 @@ from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.wire.kvnode import HeartbeatReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import PartRecord
-from tests.support.fake_backend import greedy
+from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.redis import running_redis
 from tests.support.workers import Answer, Workers, connected, running_workers, submit_of, until
 
@@ -322,3 +322,21 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(workers.decode.worker._node, "heartbeat", wanting)
         await until(lambda: 7 in heard, "the recall")
+
+
+class SlowToWarm(FakeBackend):
+    """What it pays before its first step takes longer than a silence may last."""
+
+    def warm_up(self, max_tokens: int) -> None:
+        time.sleep(1.0)
+
+
+async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
+    """The node hears of it meanwhile: neither fenced nor killed before it has begun."""
+    said = {"heartbeat_timeout_ms": 300}
+    async with running_workers(node=said, decode=said, prefill=said, backend=SlowToWarm) as workers:
+        await asyncio.sleep(0.2)
+        assert not workers.kvnode.status().fenced_parts
+        for part in (workers.prefill, workers.decode):
+            assert part.worker.tenure.epoch == part.worker._attachment.epoch
+        await workers.quiet()
