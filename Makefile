@@ -37,9 +37,9 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 test: setup-dev check ## Checks, then all tests
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-gpu: ## The GPU kernels' tests on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
+test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m pytest -q tests/gpu $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/test_cuda_driver.py -o timeout=1200 $(ARGS)
 
 check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.result import RESULTS, device, merged, place, write
+from benchmarks.gpu.result import RESULTS, device, merged, place, smi, write
 from benchmarks.gpu.section import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[st
     finally:
         _end(process)
     found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.exists() else []
-    return {"rows": found, "seconds": time.monotonic() - began_s, "error": error}
+    return {"rows": found, "seconds": time.monotonic() - began_s, "error": error, "after": smi()}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

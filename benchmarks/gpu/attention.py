@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.bench import Bench, Row, Times, rotations, spread
-from benchmarks.gpu.pools import TOLERANCE, Attended, Pool, verify_rows
+from benchmarks.gpu.pools import Attended, Pool, check_near, verify_rows
 from benchmarks.gpu.shapes import Part, Shape, decodes, shape_of
 from kernels.gpu.paged_attention import PlainOrFloat8
 
@@ -62,20 +62,18 @@ def _chunk(bench: Bench, shape: Shape, name: str, chunk: int, prefix: int, block
     attended = pool.attend([Part(chunk, prefix)])
     took = bench.time(attended.calls)
     bench.tell_flops(name, took, attended.flops(), rate, ">= 0.60")
-    theirs, gather, worst = _sdpa(bench, pool, attended)
-    more = {**spread(theirs), "gather_us": gather.median_s * 1e6, "largest_difference": worst}
+    theirs, gather, off = _sdpa(bench, pool, attended)
+    more = {**spread(theirs), "gather_us": gather.median_s * 1e6, "difference": off}
     share = theirs.median_s / took.median_s
     bench.tell(
         Row(f"{name}, torch SDPA on gathered KV", theirs.median_s * 1e6, "us", share, "our time", ">= 1.0", more=more)
     )
     both = theirs.median_s + gather.median_s
     bench.tell(Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more))
-    if worst > TOLERANCE:
-        raise AssertionError(f"our attention differs from torch's by {worst}")
 
 
 def _sdpa(bench: Bench, pool: Pool, attended: Attended) -> tuple[Times, Times, float]:
-    """Times of torch's attention and of gathering K and V for it, and the largest difference to ours."""
+    """Times of torch's attention and of gathering K and V for it, and how far ours is off."""
     from torch.nn.attention.bias import causal_lower_right
 
     tokens, heads, head_dim = attended.queries.shape
@@ -92,8 +90,8 @@ def _sdpa(bench: Bench, pool: Pool, attended: Attended) -> tuple[Times, Times, f
 
     found = attend()[0].permute(1, 0, 2).reshape(tokens, heads * head_dim)
     attended.calls[0]()
-    worst = float((found.float() - attended.out.float()).abs().max())
-    return bench.time([attend]), bench.time([gather]), worst
+    off = check_near(attended.out, found)
+    return bench.time([attend]), bench.time([gather]), off
 
 
 def _mixed(bench: Bench, shape: Shape) -> None:

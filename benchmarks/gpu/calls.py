@@ -119,7 +119,7 @@ def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
     columns = (heads + 2 * kv_heads) * width
     # Everything is read once; queries are written in place, keys and values to the pool.
     size = 2 * rows * columns * 2
-    count = rotations(size, bench.smoke, most=32)
+    count = rotations(size, bench.smoke)
     slots = -(-rows // BLOCK_SIZE)
     pool = torch.zeros(slots, count, 2, kv_heads, BLOCK_SIZE, width, dtype=torch.bfloat16, device=bench.device)
     qkv = [_random(bench, rows, columns) for _ in range(count)]
@@ -153,7 +153,7 @@ def _blocks_case(way: str) -> Make:
         from kernels.gpu import blocks
 
         size = shape.layers * shape.kv_bytes * BLOCK_SIZE
-        count = rotations(2 * rows * size, bench.smoke, most=16)
+        count = rotations(2 * rows * size, bench.smoke)
         slots = 2 * rows * count
         pool = torch.randint(0, 256, (slots, size), dtype=torch.uint8, device=bench.device)
         order = torch.randperm(slots, device=bench.device).int().view(count, 2, rows)
@@ -185,7 +185,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
         from kernels.gpu.sampling_record import cuts_any, pack_rows
 
         size = rows * shape.vocab * 4
-        count = rotations(size, bench.smoke, most=16)
+        count = rotations(size, bench.smoke)
         logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
         said = sampled_rows(rows, temperature, top_p)
         record = torch.from_numpy(pack_rows(said)).to(bench.device)

@@ -41,6 +41,10 @@ class Load:
 LOADS = (Load(64, 2, 1024, 256, 2048), Load(64, 2, 1024, 256, 512), Load(256, 2, 1024, 256, 2048))
 SMOKE_LOADS = (Load(2, 1, 20, 3, 24),)
 WARM_UP = Load(4, 1, 256, 8, 512)
+# Of each stream, beyond what it needs: nobody gives way.
+SPARE_BLOCKS = 16
+# Rounds without work, after which nothing is going to happen any more.
+MAX_IDLE_ROUNDS = 1000
 
 
 def run(bench: Bench) -> None:
@@ -50,7 +54,7 @@ def run(bench: Bench) -> None:
     streams = max(load.streams for load in loads)
     budget = max(load.step_tokens for load in loads)
     model = Model(bench, max_tokens=budget, max_seqs=streams, max_model_len=longest + BLOCK_SIZE)
-    room = streams * (longest + 4 * BLOCK_SIZE)
+    room = streams * (longest + SPARE_BLOCKS * BLOCK_SIZE)
     running = model.backend(room)
     if not bench.smoke:
         Line(running.backend, room // BLOCK_SIZE, WARM_UP).run()
@@ -94,6 +98,7 @@ class Line:
     def run(self) -> float:
         """Everything; seconds that it took."""
         out: deque[tuple[Any, Any]] = deque()
+        idle = 0
         began_s = time.perf_counter()
         while self._left or self._live:
             while self._left and self._live < self._load.streams:
@@ -106,6 +111,8 @@ class Line:
                     (plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
                 )
                 self._scheduler.launched(plan)
+            idle = 0 if plan.pieces or out else idle + 1
+            assert idle < MAX_IDLE_ROUNDS, "the line stands still"
             stays = 1 if plan.pieces else 0
             while len(out) > stays:
                 landed, flight = out.popleft()
@@ -115,7 +122,10 @@ class Line:
             # Rows that were launched for streams whose last token was under way.
             landed, flight = out.popleft()
             self._take(self._scheduler.commit(landed, flight.land(), time.perf_counter()))
-        return time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_s
+        # What the answers to the last commits led to.
+        self._take(self._scheduler.flush(time.perf_counter()))
+        return took_s
 
     def _add(self) -> None:
         load, number = self._load, self._next
@@ -135,8 +145,8 @@ class Line:
         self._scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
 
     def _slots(self, count: int) -> tuple[int, ...]:
-        taken, self._free = self._free[:count], self._free[count:]
-        assert len(taken) == count, "the pool is too small for this load"
+        assert count <= len(self._free), "the pool is too small for this load"
+        taken = [self._free.pop() for _ in range(count)]
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:

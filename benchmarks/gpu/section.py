@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true")
     said = parser.parse_args()
+    # What a section has started, MPS or a cluster, ends with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     bench = Bench(smoke=said.smoke, rows=said.rows)
     bench.attempt(said.name, lambda: importlib.import_module(f"benchmarks.gpu.{said.name}").run(bench))
     return 0

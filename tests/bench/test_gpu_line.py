@@ -1,0 +1,55 @@
+"""The saturated line of the GPU's benchmark: its list of slots does what a KV node would."""
+
+from __future__ import annotations
+
+import tests.support.gpu  # isort: skip  # noqa: F401  (before the kernels)
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu.line import BLOCK_SIZE, Line, Load
+from engine.plan import Sampled
+
+TOKEN = 7
+
+
+class Flight:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def land(self) -> Sampled:
+        return Sampled((TOKEN,) * self.count)
+
+
+class Backend:
+    """Chooses the same token everywhere, and watches who writes where."""
+
+    def __init__(self) -> None:
+        self.ahead = self.most_streams = 0
+
+    def launch(self, batch, copies, rows) -> Flight:
+        assert len(rows) == len(batch.sample_rows)
+        self.ahead += int(np.count_nonzero(batch.token_ids < 0))
+        self.most_streams = max(self.most_streams, batch.num_seqs)
+        written = []
+        for row, (begin, end) in enumerate(zip(batch.query_starts, batch.query_starts[1:], strict=False)):
+            positions = batch.positions[begin:end]
+            written += [
+                (int(batch.block_tables[row, place // BLOCK_SIZE]), place % BLOCK_SIZE) for place in positions.tolist()
+            ]
+        assert len(set(written)) == len(written), "two tokens of a step share a place"
+        return Flight(len(rows))
+
+
+@pytest.mark.parametrize("load", [Load(8, 3, 40, 20, 64), Load(3, 1, 16, 33, 16), Load(1, 2, 5, 1, 8)])
+def test_every_token_arrives_and_every_slot_is_accounted_for(load):
+    backend, slots = Backend(), load.streams * 24
+    line = Line(backend, slots, load)
+    assert line.run() > 0
+    assert [len(seen.tokens_s) for seen in line.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
+    # The scheduler keeps a few for the next stream.
+    scheduler = line._scheduler
+    scheduler.check_integrity()
+    assert sorted((*line._free, *scheduler._books.stock.slots)) == list(range(slots))
+    assert backend.most_streams == load.streams
+    assert (backend.ahead > 0) == (load.answer_tokens > 1)
