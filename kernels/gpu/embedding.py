@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.build import BuildSpec
-from kernels.gpu.launch import check, check_tensor
+from kernels.gpu.launch import arch_of, check, check_tensor
 from kernels.gpu.tuned import tuned
 
 
@@ -40,7 +40,7 @@ def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: to
     check_tensor("table", table, (None, None), (torch.bfloat16, torch.float16, torch.float32), ids.device)
     check_tensor("out", out, (len(ids), table.shape[1]), table.dtype, ids.device)
     check(len(ids) > 0, "no tokens to embed")
-    use = tuned("embed", 90)
+    use = tuned("embed", arch_of(ids.device))
     hidden = table.shape[1]
     grid = (len(ids), triton.cdiv(hidden, use["block"]))
     _embed[grid](ids, sampled, table, out, hidden, scale, scale != 1.0, use["block"], num_warps=use["num_warps"])
