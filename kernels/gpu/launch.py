@@ -15,7 +15,7 @@ from pillion.errors import Internal
 # What the interpreter stands in for.
 INTERPRETED_ARCH = 90
 # Multiprocessors of a device that is not there: plans made without one are cut for so many.
-INTERPRETED_PROCESSORS = 2
+INTERPRETED_PROCESSORS = 4
 
 
 def interpreting() -> bool:
