@@ -69,7 +69,7 @@ async def test_a_stopped_part_is_killed_and_started_again(
 ) -> None:
     monkeypatch.setattr(fences, "FENCE_POLL_S", 0.02)
     node = await start_kvnode(KVNodeFlags(node_listen=f"unix:{folder}/k.sock", attach_socket=f"{folder}/a.sock"))
-    epoch, _ = node.pool.attach(AttachHello(part_id="w", role="decode", block_bytes=4096))
+    epoch = (await node._admit(AttachHello(part_id="w", role="decode", block_bytes=4096))).epoch
 
     async def probe() -> bool:
         return True
