@@ -28,6 +28,9 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nolog
     && mkdir -p /models \
     && chown pillion:pillion /run/pillion /cache
 COPY --from=build /opt/venv /opt/venv
+# Triton builds the launchers of its kernels with a C compiler.
+RUN if /opt/venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi
 COPY --from=build /opt/pillion /opt/pillion
 WORKDIR /opt/pillion
 # A number, so that Kubernetes can see that it is not root's.
@@ -36,6 +39,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     HOME=/tmp \
     HF_HOME=/cache/huggingface \
     PILLION_CACHE=/cache \
+    TRITON_CACHE_DIR=/cache/triton \
     PILLION_ATTACH_SOCKET=/run/pillion/kvnode.sock \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine.backend import DevicePool
+from pillion.errors import ConfigError
 
 
 class _Span:
@@ -26,10 +27,17 @@ class _Span:
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """uint8 [size_bytes] over mapped memory, without a copy; it holds ``memory`` while it lives.
+    """uint8 [size_bytes] over mapped memory, without a copy; it holds ``memory`` while it lives. Raises ConfigError for
+    memory of another device.
 
     In the interpreter, and under a driver without a device (tests), that is memory of the host.
     """
     if device.type == "cuda":
-        return torch.as_tensor(_Span(memory, "__cuda_array_interface__"), device=device)
+        found = torch.as_tensor(_Span(memory, "__cuda_array_interface__"), device=device)
+        # torch copies what is on another device.
+        if found.data_ptr() != memory.address:
+            raise ConfigError(
+                f"the KV node's memory is not on {device}: choose the GPU by CUDA_VISIBLE_DEVICES for both"
+            )
+        return found
     return torch.from_numpy(np.asarray(_Span(memory, "__array_interface__")))

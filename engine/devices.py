@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 from kvstore.cuda_driver import Driver
@@ -16,6 +17,8 @@ from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
 DEFAULT_HOST_POOL_BYTES = 2**30
+# There where NVIDIA's kernel module is.
+REAL_DRIVER = Path("/proc/driver/nvidia/version")
 
 F = TypeVar("F", bound=ComputeFlags)
 
@@ -37,6 +40,8 @@ def interpreted() -> bool:
 def resolve_device(flags: ComputeFlags) -> str:
     """ "cpu" or "cuda". Raises ConfigError for a GPU that is not there, and for flags that the device cannot have."""
     device = flags.device
+    if interpreted() and device != "cpu" and REAL_DRIVER.exists():
+        raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
     if device == "auto":
         device = "cuda" if device_count() else "cpu"
     elif device == "cuda" and not interpreted() and not device_count():

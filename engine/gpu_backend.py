@@ -44,6 +44,9 @@ from pillion.errors import ConfigError, Internal
 
 log = logging.getLogger("pillion.worker")
 
+# A token's place in a pool is a 32-bit number.
+MAX_ROWS = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
@@ -145,6 +148,8 @@ class GpuBackend:
         else:
             flat = tensor_at(memory, self._model.device)
             needed = num_slots * self._layout.block_bytes
+            if num_slots > MAX_ROWS // self._layout.block_size:
+                raise ConfigError(f"the GPU kernels count at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
             if len(flat) < needed:
                 raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
         self._memory = memory
@@ -196,14 +201,23 @@ class GpuBackend:
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
             self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).land()
+        if device.type == "cuda":
+            # What nothing holds must not look taken when the pool is made of the rest.
+            del bound, scratch
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Let go of graphs and pool. Idempotent."""
+        try:
+            self._settle()
+        except BackendLost as error:
+            # Nothing runs on a device in that state.
+            log.warning("%s", error)
         if self._bound is not None:
             self._bound.graphs.close()
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
         self._bound = self._memory = None
+        self._model.weights.close()
 
     def _settle(self) -> None:
         """Nothing of a failed launch runs any more. Raises BackendLost where the device has failed."""

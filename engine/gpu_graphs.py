@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -66,9 +67,10 @@ class StepGraphs:
         """The shape that a step runs as: that of a graph where one fits, else its own."""
         at = bisect_left(self._sizes, tokens)
         for size in self._sizes[at:] if self._graphs or self._padded_anyway else ():
-            shape = self._shape(size, chunks)
-            if samples <= shape.samples and (self._padded_anyway or shape in self._graphs):
-                return shape
+            # The launch for chunks finds nothing to do in a step without any.
+            for shape in dict.fromkeys((self._shape(size, chunks), self._shape(size, True))):
+                if samples <= shape.samples and (self._padded_anyway or shape in self._graphs):
+                    return shape
         return StepShape(tokens, samples, chunks)
 
     def run(self, shape: StepShape) -> torch.Tensor:
@@ -100,14 +102,22 @@ class StepGraphs:
                 return
             if number % 8 == 0:
                 progress(f"CUDA graphs: {number} of {len(shapes)}")
-            # Whatever is compiled, tuned or allocated on first use happens before the capture.
-            self._run(shape)
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._run(shape)
-            self._graphs[shape] = (graph, logits)
+            try:
+                self._graphs[shape] = self._captured(shape, pool)
+            except torch.OutOfMemoryError:
+                progress(f"CUDA graphs: {number} of {len(shapes)} fit into what the pool leaves, the rest runs without")
+                return
         progress(f"CUDA graphs: {len(shapes)} in {time.monotonic() - began_s:.1f} s")
+
+    def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        # Whatever is compiled, tuned or allocated on first use happens before the capture.
+        self._run(shape)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may use the device meanwhile: those of a program that has an LLM in it.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            logits = self._run(shape)
+        return graph, logits
 
     def close(self) -> None:
         """Lets go of graphs and their memory. Idempotent."""

@@ -7,6 +7,8 @@ In this order, because the KV node makes its pool of what is left of the GPU whe
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 
 import torch
@@ -33,9 +35,9 @@ FP8_LAYOUT_VERSION = "fp8-rows-1"
 def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Progress) -> tuple[GpuBackend, str]:
     """The backend, and what its kernels are called. Raises ConfigError for what cannot work."""
     began_s = time.monotonic()
-    device = torch.device("cpu" if interpreted() and not torch.cuda.is_available() else "cuda:0")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this torch has no CUDA; install the CUDA build of torch")
+    device = torch.device("cpu" if interpreted() else "cuda:0")
+    if device.type == "cuda":
+        check_machine()
     config = load_config(prepared.folder)
     fp8 = flags.kv_cache_dtype == "fp8"
     layout = kv_layout(
@@ -52,7 +54,13 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         progress=progress,
     )
     limits = limits_of(flags, prepared)
-    model = GpuModel(weights, prepared.max_model_len, limits.max_tokens, MAX_ANSWERS * limits.max_tokens)
+    model = GpuModel(
+        weights,
+        prepared.max_model_len,
+        limits.max_tokens,
+        MAX_ANSWERS * limits.max_tokens,
+        max_samples=limits.max_samples,
+    )
     backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
     progress("compiling the GPU kernels")
     backend.take_workspace()
@@ -62,6 +70,14 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         f"ready in {time.monotonic() - began_s:.1f} s"
     )
     return backend, f"gpu/{arch}"
+
+
+def check_machine() -> None:
+    """Raises ConfigError for what is missing before a kernel can be launched."""
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this torch cannot use the GPU; install the CUDA build of torch")
+    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+        raise ConfigError("--device cuda: Triton builds its launchers with a C compiler; install gcc, or set CC")
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
@@ -101,6 +117,6 @@ def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
             raise ConfigError(
                 "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
             )
-        return WeightMemory(tensor_at(region, device), region.must_fill, region.filled)
+        return WeightMemory(tensor_at(region, device), region.must_fill, region.filled, region.close)
 
     return get

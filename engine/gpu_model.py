@@ -57,8 +57,13 @@ class _Layer:
 class GpuModel:
     """A model's weights, tables and activations' buffers on one device, for steps of at most ``max_tokens`` tokens."""
 
-    def __init__(self, weights: GpuWeights, max_model_len: int, max_tokens: int, max_sampled: int) -> None:
-        """``max_sampled``: tokens that one step may choose, which the next step may embed before the host has them."""
+    def __init__(
+        self, weights: GpuWeights, max_model_len: int, max_tokens: int, max_sampled: int, *, max_samples: int = 0
+    ) -> None:
+        """``max_sampled``: tokens that one step may choose, which the next step may embed before the host has them.
+
+        ``max_samples``: rows of logits that all steps share the memory of; a step that wants more has its own.
+        """
         config = weights.config
         table = weights["embedding"]
         device, dtype = table.device, table.dtype
@@ -69,6 +74,9 @@ class GpuModel:
         self.layers = [_layer(weights, index) for index in range(config.num_layers)]
         self.ropes = _rope_tables(config, max_model_len, dtype, device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
+        # Before the pool is made of what is left: graphs that had logits of their own would take gigabytes after it.
+        self.logits = torch.zeros(max_samples, config.vocab_size, dtype=torch.float32, device=device)
+        self.head = self.logits if dtype == torch.float32 else torch.zeros_like(self.logits, dtype=dtype)
         heads = config.num_heads + 2 * config.num_kv_heads
 
         def rows(width: int) -> torch.Tensor:
@@ -201,8 +209,14 @@ class GpuDecoder:
         return residual if out is None else out
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
-        config = self._model.config
-        logits = (normed @ self._model.weights.head.T).float()
+        model, config, rows = self._model, self._model.config, len(normed)
+        if rows <= len(model.logits):
+            found, logits = model.head[:rows], model.logits[:rows]
+            torch.mm(normed, model.weights.head.T, out=found)
+            if model.dtype != torch.float32:
+                logits.copy_(found)
+        else:
+            logits = (normed @ model.weights.head.T).float()
         if config.logit_divisor != 1.0:
             logits = logits.div_(config.logit_divisor)
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits

@@ -26,6 +26,9 @@ from kernels.gpu.sampling_edits import apply_edits, keep_raw
 from kernels.gpu.sampling_record import EditPacker, cuts_any, pack_rows
 from pillion.types import TokenLogprob
 
+# Of 4 bytes: 16 together.
+ALIGNED_ROWS = 4
+
 
 class GpuFlight:
     """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
@@ -54,8 +57,9 @@ class GpuSampler:
     def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
         """``max_rows``: chosen at once; more are chosen in several launches."""
         self._sampled = sampled
-        self._max_rows = max_rows
-        self._scratch = Scratch.allocate(max_rows, vocab_size, sampled.device)
+        # Parts begin where vectors do, as the whole does: no kernel is compiled for another alignment.
+        self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
+        self._scratch = Scratch.allocate(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
         self._pinned = sampled.is_cuda
 

@@ -67,6 +67,8 @@ class GpuWeights:
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
         """``memory``: uint8, at least ``plan.nbytes`` long; it is borrowed."""
         self.config, self.plan = config, plan
+        # What lets go of the memory, once no step can run.
+        self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
         self._tensors = {
             name: memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
@@ -231,11 +233,13 @@ class WeightMemory:
     Attributes:
         must_fill: nobody has put the weights there yet.
         filled: to be called once they are there.
+        close: to be called when nobody uses them any more. Idempotent.
     """
 
     memory: torch.Tensor
     must_fill: bool
     filled: Callable[[], None]
+    close: Callable[[], None] = lambda: None
 
 
 # From the weights' key and their size in bytes.
@@ -273,6 +277,7 @@ def load_gpu_weights(
     )
     given = memory(weights_key(fingerprint, dtype, plan), plan.nbytes)
     weights = GpuWeights(config, plan, given.memory, kind)
+    weights.close = given.close
     if given.must_fill:
         if dummy:
             weights.fill_dummy()

@@ -48,7 +48,7 @@ class Model:
         self.limits = GpuLimits(
             max_tokens=max_tokens, max_seqs=max_seqs, max_samples=max_seqs, max_model_len=max_model_len
         )
-        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens)
+        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens, max_samples=max_seqs)
         # A step reads all weights but the embedding, of which it reads rows.
         self.step_bytes = plan.nbytes - plan.places["embedding"].nbytes
 

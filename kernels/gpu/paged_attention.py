@@ -42,6 +42,15 @@ def padded_head_dim(head_dim: int) -> int:
     return int(triton.next_power_of_2(head_dim))
 
 
+def decode_tile_rows(rows: int, width: int) -> int:
+    """Rows of a decode tile for so many query rows of a sequence and KV head, of padded heads of ``width``.
+
+    Heads of 256 have registers for 32.
+    """
+    most = MOST_DECODE_ROWS if width < WIDE_HEAD_DIM else MOST_DECODE_ROWS // 2
+    return min(max(int(triton.next_power_of_2(rows)), LEAST_DECODE_ROWS), most)
+
+
 def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
     """Elements of a (layer, K or V, head) piece: of the pool's type, or bytes where it holds float8."""
     return block_size * (head_dim + SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
@@ -98,8 +107,7 @@ class PagedAttention:
         facts = {"head_dim": width, "kv": kv, "bytes": dtype.itemsize}
         self._decode, self._chunk = tuned("attention_decode", arch, **facts), tuned("attention_chunk", arch, **facts)
         self._merge = tuned("attention_merge", arch)
-        rows = triton.next_power_of_2(group * decode_rows)
-        self._decode["rows"] = min(max(rows, LEAST_DECODE_ROWS), MOST_DECODE_ROWS)
+        self._decode["rows"] = decode_tile_rows(group * decode_rows, width)
         processors = processors_of(self._device)
         self._merge_programs = self._merge["programs"] * processors
         self._native_fp8 = arch >= NATIVE_FP8_ARCH and not interpreting()
@@ -238,7 +246,7 @@ def _tiling(use: dict[str, int], processors: int) -> Tiling:
 
 
 # Of the cases below: what is built whenever anything is.
-COMMON = ("", "_fp8", "_64", "_256", "_window_softcap")
+COMMON = ("", "_fp8", "_64", "_256", "_wide_group", "_window_softcap")
 
 
 def build_specs() -> list[BuildSpec]:
@@ -256,6 +264,7 @@ def build_specs() -> list[BuildSpec]:
         ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32}),
         ("_256", "bf16", "plain", {"HEAD_DIM": 256}),
         ("_256_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 256}),
+        ("_wide_group", "bf16", "plain", {"GROUP": 28, "KV_HEADS": 2}),
         ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
         ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
     ]
@@ -296,7 +305,7 @@ def _spec(
         constants={
             **shape,
             "BLOCK_D": width,
-            "BLOCK_M": use.get("rows", LEAST_DECODE_ROWS),
+            "BLOCK_M": use["rows"] if chunk else decode_tile_rows(shape["GROUP"], width),
             "BLOCK_N": use["keys"],
             "FP8": fp8,
             "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH,

@@ -40,7 +40,7 @@ def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = Fa
     limits = GpuLimits(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )
-    model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED)
+    model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED, max_samples=MAX_SEQS)
     return GpuBackend(model, layout, limits, enforce_eager=eager)
 
 
