@@ -366,7 +366,7 @@ def require_servers() -> None:
 
     find_server_code()
     refuse_foreign_kernels()
-    for module in ("decode_service.part", "gateway.part", "kvstore.node"):
+    for module in ("torch", "decode_service.part", "gateway.part", "kvstore.node"):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:

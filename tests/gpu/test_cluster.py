@@ -49,7 +49,7 @@ def expected(folder: pathlib.Path, prompt: list[int]) -> list[int]:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("prefill_workers", [0, 1])
+@pytest.mark.parametrize("prefill_workers", [0, 1] if NATIVE else [1])
 def test_answers_from_a_gpus_memory(folder, prefill_workers):
     prompt = tokens_of(PROMPT_TOKENS, 7)
     policy = "disaggregated" if prefill_workers else "colocated"
