@@ -1,7 +1,29 @@
-"""Triton's own functions are compiled or interpreted as the environment says when Triton is first imported, and
+"""What holds for all tests: where kernels run, and who goes first.
+
+Triton's own functions are compiled or interpreted as the environment says when Triton is first imported, and
 transformers imports it: so where kernels run is decided before any test module is read.
+
+Files whose tests start whole clusters, compile or interpret take minutes. They go first, so that no process of several
+is left alone with one of them in the end.
 """
 
 from __future__ import annotations
 
+import pytest
+
 import tests.support.gpu  # noqa: F401
+
+LONG = (
+    "tests/cluster/",
+    "tests/gpu/test_b",
+    "tests/gpu/test_cluster.py",
+    "tests/bench/test_gpu.py",
+    "tests/engine_models/test_demo_model.py",
+    "tests/deploy/test_compose.py",
+    "tests/gateway/test_demo_tokenizer.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Stable: within both parts the order stays."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))

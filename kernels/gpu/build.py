@@ -39,6 +39,34 @@ MODULES = (
 )
 
 
+# Kernels that differ little from others in what they take: built with ``--all`` alone.
+RARE = (
+    "add_rms_norm-16384-bf16-norm",
+    "add_rms_norm-4096-bf16-wide-post",
+    "add_rms_norm-4096-fp32-norm",
+    "add_rms_norm-576-bf16-norm",
+    "attention_chunk_wide_group",
+    "blocks-llama3-fp8-copy",
+    "blocks-llama3-gather",
+    "blocks-llama3-scatter",
+    "blocks-small-words-copy",
+    "gated-gelu_tanh-fp16",
+    "gated-gelu_tanh-fp32",
+    "gated-silu-fp16",
+    "gated-silu-fp32",
+    "kv_write-head128-fp32",
+    "kv_write-head96-bf16",
+    "kv_write-llama3-fp16",
+    "kv_write-nope-bf16",
+    "kv_write-qwen3-fp8",
+    "rms_norm-576-fp16",
+    "sample_cut_bf16",
+    "sample_race_bf16",
+    "sample_race_bf16_cut",
+    "sample_survey_bf16",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSpec:
     """One kernel with the constants of one use.
@@ -114,7 +142,7 @@ def build(spec: BuildSpec, arch: int) -> Built:
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
     """Of every module, those whose name contains ``only``; without ``rare``, the common ones."""
     specs = [spec for name in MODULES for spec in importlib.import_module(f"kernels.gpu.{name}").build_specs()]
-    return [spec for spec in specs if only in spec.name and (rare or not spec.rare)]
+    return [spec for spec in specs if only in spec.name and (rare or not (spec.rare or spec.name in RARE))]
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
