@@ -37,7 +37,6 @@ def close(got, wanted):
 
 # In the interpreter a step takes a second: one family for each thing that the forward pass can do.
 INTERPRETED = (
-    "smollm3-window",
     "qwen3-qk-norm",
     "gemma2",
     "olmo2",
