@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.cuda_driver import Driver
+from kvstore.domain import DEFAULT_HOST_POOL_BYTES
 from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
-DEFAULT_HOST_POOL_BYTES = 2**30
 # There where NVIDIA's kernel module is.
 REAL_DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -45,9 +45,25 @@ RARE = (
     "add_rms_norm-4096-bf16-wide-post",
     "add_rms_norm-4096-fp32-norm",
     "add_rms_norm-576-bf16-norm",
+    "attention_chunk_256_fp8",
+    "attention_chunk_256_window_softcap",
     "attention_chunk_64",
+    "attention_chunk_64_fp8",
+    "attention_chunk_96",
+    "attention_chunk_fp16",
+    "attention_chunk_fp32",
+    "attention_chunk_fp8_fp16",
+    "attention_chunk_qwen_28_heads",
     "attention_chunk_wide_group",
+    "attention_decode_256_fp8",
+    "attention_decode_256_window_softcap",
     "attention_decode_64",
+    "attention_decode_64_fp8",
+    "attention_decode_96",
+    "attention_decode_fp16",
+    "attention_decode_fp32",
+    "attention_decode_fp8_fp16",
+    "attention_decode_qwen_28_heads",
     "blocks-bytes-copy",
     "blocks-llama3-fp8-copy",
     "blocks-llama3-gather",
@@ -84,7 +100,6 @@ class BuildSpec:
         max_registers: most per thread.
         max_spill_bytes: most local memory and stack per thread.
         architectures: it is built for.
-        rare: built only where everything is (``--all``): it differs little from one that always is.
     """
 
     name: str
@@ -97,7 +112,6 @@ class BuildSpec:
     max_registers: int = MAX_REGISTERS
     max_spill_bytes: int = 0
     architectures: tuple[int, ...] = field(default=ARCHITECTURES)
-    rare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +161,7 @@ def build(spec: BuildSpec, arch: int) -> Built:
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
     """Of every module, those whose name contains ``only``; without ``rare``, the common ones."""
     specs = [spec for name in MODULES for spec in importlib.import_module(f"kernels.gpu.{name}").build_specs()]
-    return [spec for spec in specs if only in spec.name and (rare or not (spec.rare or spec.name in RARE))]
+    return [spec for spec in specs if only in spec.name and (rare or spec.name not in RARE)]
 
 
 def _usage(cubin: bytes) -> dict[str, int]:

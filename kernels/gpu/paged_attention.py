@@ -245,10 +245,6 @@ def _tiling(use: dict[str, int], processors: int) -> Tiling:
     return Tiling(use["rows"], use["keys"], use["programs"] * processors, use["unit_tiles"])
 
 
-# Of the cases below: what is built whenever anything is.
-COMMON = ("", "_fp8", "_64", "_256", "_wide_group", "_window_softcap")
-
-
 def build_specs() -> list[BuildSpec]:
     """What the ahead-of-time build compiles: Llama 3 8B, and what differs in other models."""
     llama = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False}
@@ -269,7 +265,7 @@ def build_specs() -> list[BuildSpec]:
         ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
     ]
     specs = [
-        _spec(kernel, name, arch, dtype, kv, {**llama, **other}, rare=name not in COMMON)
+        _spec(kernel, name, arch, dtype, kv, {**llama, **other})
         for name, dtype, kv, other in cases
         for kernel in ("attention_decode", "attention_chunk")
         for arch in ARCHITECTURES
@@ -277,9 +273,7 @@ def build_specs() -> list[BuildSpec]:
     return [*specs, *(_merge_spec(arch) for arch in ARCHITECTURES)]
 
 
-def _spec(
-    kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shape: dict[str, Any], *, rare: bool
-) -> BuildSpec:
+def _spec(kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shape: dict[str, Any]) -> BuildSpec:
     width = padded_head_dim(shape["HEAD_DIM"])
     fp8, chunk = kv == "fp8_e4m3", kernel == "attention_chunk"
     use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=4 if dtype == "fp32" else 2)
@@ -316,7 +310,6 @@ def _spec(
         num_stages=use["num_stages"],
         max_spill_bytes=WIDE_SPILL_BYTES if chunk and width == WIDE_HEAD_DIM else 0,
         architectures=(arch,),
-        rare=rare,
     )
 
 
