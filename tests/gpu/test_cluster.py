@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.prepare import prepare
 from pillion import Client
+from pillion.config import ModelFlags
 from tests.support import cluster, fake_cuda
 from tests.support.families import tokens_of
 from tests.support.gpu import NATIVE
@@ -76,3 +78,20 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers):
     # One worker filled the weights, the other found them.
     assert len(re.findall("has region .*: fill", log)) <= 1
     assert not served.left_behind()
+
+
+@pytest.mark.cluster
+@pytest.mark.model
+@pytest.mark.skipif(not NATIVE, reason="the interpreter would take hours for the real model")
+@pytest.mark.timeout(600)
+def test_the_demo_model_answers_as_transformers_does():
+    """Prefill and decode as two processes over one pool in the GPU's memory."""
+    prepared = prepare(ModelFlags(model="demo", dtype="float32"))
+    prompt = tokens_of(PROMPT_TOKENS, 11)
+    flags = ("--device", "cuda", "--prefill-workers", "1", "--split-policy", "disaggregated", "--dtype", "float32")
+    with tempfile.TemporaryDirectory(prefix="pil-") as place:
+        with cluster.served(pathlib.Path(place), "demo", *flags, "--chunk-size", "32") as served:
+            with Client(served.target) as client:
+                deltas = list(client.generate(prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True))
+            assert [token for delta in deltas for token in delta.token_ids] == expected(prepared.folder, prompt)
+            assert deltas[-1].timings.prefilled_tokens == 48
