@@ -89,9 +89,12 @@ def test_the_demo_model_answers_as_transformers_does():
     prepared = prepare(ModelFlags(model="demo", dtype="float32"))
     prompt = tokens_of(PROMPT_TOKENS, 11)
     flags = ("--device", "cuda", "--prefill-workers", "1", "--split-policy", "disaggregated", "--dtype", "float32")
-    with tempfile.TemporaryDirectory(prefix="pil-") as place:
-        with cluster.served(pathlib.Path(place), "demo", *flags, "--chunk-size", "32") as served:
-            with Client(served.target) as client:
-                deltas = list(client.generate(prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True))
-            assert [token for delta in deltas for token in delta.token_ids] == expected(prepared.folder, prompt)
-            assert deltas[-1].timings.prefilled_tokens == 48
+    flags = (*flags, "--chunk-size", "32")
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as place,
+        cluster.served(pathlib.Path(place), "demo", *flags) as served,
+    ):
+        with Client(served.target) as client:
+            deltas = list(client.generate(prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True))
+        assert [token for delta in deltas for token in delta.token_ids] == expected(prepared.folder, prompt)
+        assert deltas[-1].timings.prefilled_tokens == 48
