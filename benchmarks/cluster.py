@@ -146,8 +146,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from engine.prepare import prepare
     from pillion.config import ModelFlags
+    from pillion.engine.checkpoints.prepare import prepare
     from tests.support.cluster import served
 
     logging.set_verbosity_error()

@@ -18,9 +18,9 @@ from rich.table import Table
 from benchmarks.cpu_steps import BLOCK_SIZE, Bench, attention_alone, fastest, kernels_bench, limits_of, torch_bench
 from benchmarks.report import save, show_table, spread
 from benchmarks.step import Line
-from engine.cpu_backend import CpuBackend
-from engine.prepare import PreparedModel, prepare
 from pillion.config import ModelFlags
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.types import SamplingParams
 
 CONTEXT_TOKENS = 264

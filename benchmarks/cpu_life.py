@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.cpu_steps import kernels_bench
 from benchmarks.report import save
-from engine.prepare import PreparedModel, prepare
-from kernels.cpu.compiler import compile_kernels
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.kernels.cpu.language.compiler import compile_kernels
 
 IDLE_S = 3.0
 TURN_S = 5.0

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from benchmarks.cpu_steps import kernels_bench
 from benchmarks.report import show_table
-from engine.batch import StepBatch
-from engine.prepare import prepare
 from pillion.config import ModelFlags
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.checkpoints.prepare import prepare
 
 
 def middle_ms(call: Callable[[], None], repeats: int) -> float:

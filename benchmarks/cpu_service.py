@@ -211,9 +211,9 @@ def main() -> None:
     # Paused processes would outlive a driver that is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
-    from engine.model_files import locate
-    from engine.prepare import prepare
     from pillion.config import ModelFlags
+    from pillion.engine.checkpoints.model_files import locate
+    from pillion.engine.checkpoints.prepare import prepare
 
     prepared = prepare(ModelFlags(model=MODEL))
     gguf = args.gguf or locate(MODEL, "", lambda _: None).path

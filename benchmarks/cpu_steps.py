@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch import StepBatch
-from engine.cpu_backend import CpuBackend, load_cpu_model
-from engine.cpu_model import attention_shape
-from engine.prepare import PreparedModel
-from engine.torch_backend import TorchBackend
-from kernels.cpu.attention import Attention, AttentionMerge
-from kernels.cpu.compiler import compile_kernels
-from kernels.cpu.isa import choose_isa, host_features
-from kernels.cpu.limits import PeakDots, ReadAll
-from kernels.cpu.module import KernelSpec
-from kernels.cpu.program import Operation, aligned_bytes
-from kernels.cpu.stream import Stream
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.backends.cpu.cpu_model import attention_shape
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
+from pillion.kernels.cpu.attention.read_stream import Stream
+from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.language.module import KernelSpec
+from pillion.kernels.cpu.limits import PeakDots, ReadAll
+from pillion.kernels.cpu.program.program import Operation, aligned_bytes
 
 BLOCK_SIZE = 16
 SLOTS = 1280

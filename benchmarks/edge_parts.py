@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from engine.prepare import PreparedModel
-from gateway.part import start_gateway
-from kvstore.index import Registry
-from pillion import rpc
 from pillion.config import GatewayFlags
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.gateway.gateway_server import start_gateway
+from pillion.kvstore.index.index import Registry
+from pillion.net import rpc
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb

@@ -21,10 +21,10 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import save, show_table, spread
-from kvstore.checksum import block_checksum
-from kvstore.disk import DiskTier, open_disk_tier
-from kvstore.disk_files import DiskFolder
-from kvstore.tiers import BlockName
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
+from pillion.kvstore.tiers.disk_files import DiskFolder
+from pillion.kvstore.tiers.tiers import BlockName
 
 NAMESPACE = bytes(32)
 MIB = 2**20

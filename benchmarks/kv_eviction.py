@@ -19,11 +19,11 @@ from rich.table import Table
 
 from benchmarks.report import save, show_table
 from benchmarks.traces import generate
-from kvstore.eviction import make_policy
-from kvstore.ledger import Ledger
-from kvstore.records import SESSION
-from kvstore.tree import Block
-from pillion.bench.traces import TraceRequest, read_trace
+from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.tree import Block
+from pillion.loadgen.traces import TraceRequest, read_trace
 from pillion.wire.kvnode import CommitRun
 
 POLICIES = ("lru", "lfu", "arc")

@@ -20,12 +20,12 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import percentile, save, show_table
-from kvstore import redis_keys as keys
-from kvstore.announcer import BATCH_BLOCKS
-from kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, chain_hashes, split_hashes
-from kvstore.index import Index, Registry
-from kvstore.records import IndexEvent
-from kvstore.redis_writer import SWEEP_FIELDS, IndexWriter, SweepPlace
+from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, chain_hashes, split_hashes
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.announcer import BATCH_BLOCKS
+from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.redis_writer import SWEEP_FIELDS, IndexWriter, SweepPlace
+from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import PartRecord
 from tests.support.redis import RedisServer, running_redis
 from tests.support.redis_kinds import running_cluster

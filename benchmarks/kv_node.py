@@ -23,11 +23,11 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import percentile, save, show_table, spread
-from kvstore.attach import Attachment, attach
-from kvstore.client import NodeClient, Session
-from kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
-from kvstore.ledger import Ledger
-from kvstore.records import SESSION
+from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.node.attach import Attachment, attach
 from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64

@@ -23,12 +23,12 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import save, show_table
-from kvstore.grpc_plane import GrpcPlane
-from kvstore.memory import HostMemory
-from kvstore.nixl_plane import NixlPlane
-from kvstore.peers import Peers
-from kvstore.plane import BlockShape, DataPlane
-from kvstore.segment import Segment, map_shared
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.transfer.grpc_plane import GrpcPlane
+from pillion.kvstore.transfer.nixl_plane import NixlPlane
+from pillion.kvstore.transfer.peers import Peers
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 
 KIB = 1024
 SIZES_KIB = (256, 1024, 16 * 1024, 256 * 1024)

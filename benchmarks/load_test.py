@@ -27,10 +27,10 @@ from rich.console import Console
 from benchmarks.report import save
 from benchmarks.traces import Mix, generate
 from pillion import Client
-from pillion.bench.load import LoadConfig
-from pillion.bench.report import tables
-from pillion.bench.run import Plan, Server, opened, run_plan
-from pillion.bench.traces import write_trace
+from pillion.loadgen.load import LoadConfig
+from pillion.loadgen.report import tables
+from pillion.loadgen.run import Plan, Server, opened, run_plan
+from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
     from tests.support.cluster import ServedCluster

@@ -108,9 +108,9 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, An
 
 def run_point(point: Point) -> dict[str, Any]:
     """In the process of a point: a prompt in chunks, then decode steps at its end."""
-    from engine.prepare import prepare
-    from engine.torch_backend import TorchBackend
     from pillion.config import ModelFlags
+    from pillion.engine.backends.torch_backend import TorchBackend
+    from pillion.engine.checkpoints.prepare import prepare
 
     length = point.tokens + DECODE_STEPS
     backend = TorchBackend(prepare(ModelFlags(model=point.folder, dtype=point.dtype)), BLOCK_SIZE, point.threads)
@@ -142,7 +142,7 @@ def run_point(point: Point) -> dict[str, Any]:
 
 def batch(draw: np.random.Generator, table: np.ndarray[Any, np.dtype[np.int32]], first: int, end: int) -> Any:
     """Tokens first .. end - 1 of the one sequence; the last one's logits are asked for."""
-    from engine.batch import StepBatch
+    from pillion.engine.backends.batch import StepBatch
 
     count = end - first
     return StepBatch(

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.cpu_steps import Bench, kernels_bench, torch_bench
 from benchmarks.report import save, show_table
-from engine.prepare import PreparedModel, prepare
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXTS = ("LICENSE", "docs/architecture.md")

@@ -43,8 +43,8 @@ from benchmarks.load_test import (
 from benchmarks.plot import Chart, line_charts
 from benchmarks.report import save, show_table
 from benchmarks.traces import Mix, generate
-from kvstore.client import NodeClient
-from pillion.bench.traces import write_trace
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
     from tests.support.cluster import ServedCluster

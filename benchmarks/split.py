@@ -23,9 +23,9 @@ from rich.table import Table
 from benchmarks.report import save, show_table, spread
 from benchmarks.split_load import Request, Seen, add_load_flags, arrivals, figures
 from benchmarks.split_sim import as_measured
-from kvstore.index import Registry
 from pillion import AsyncClient
 from pillion.errors import PillionError
+from pillion.kvstore.index.index import Registry
 
 POLICIES = {
     "auto": ("--split-policy=auto",),

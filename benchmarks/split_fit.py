@@ -2,7 +2,7 @@
 
 Steps of many shapes are run in this process, each some times; the quickest counts, so that what else the machine does
 is left out. The fit is by least squares of relative errors with weights that are not negative, as a worker's own is
-(:mod:`engine.step_cost`), over shapes that tell all five apart.
+(:mod:`pillion.engine.scheduling.step_cost`), over shapes that tell all five apart.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rich.console import Console
 
 from benchmarks.cpu_steps import Bench, kernels_bench
 from benchmarks.report import save
-from engine.prepare import prepare
-from engine.step_cost import SCALES, StepCost
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.scheduling.step_cost import SCALES, StepCost
 
 # Streams and their context; tokens of a chunk and what stands before it.
 DECODES = ((1, 64), (1, 1024), (4, 256), (8, 1024), (16, 256), (16, 1024), (32, 512))

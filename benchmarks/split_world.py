@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.split_load import Request, Seen
-from engine.plan import ChunkDone, CommitOrder, Load, Outcome, Sampled, StepPlan, Update
-from engine.scheduler import Scheduler
-from engine.sequence import Holding, Sequence, SequenceSpec
-from engine.step_cost import SCALES, features
-from gateway.plan_auto import Leanings
-from gateway.plan_cost import Demand
-from gateway.planner import Picture, Plan, parse_policy, plan
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_cost import SCALES, features
+from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Load, Outcome, Sampled, StepPlan, Update
+from pillion.gateway.planning.plan_auto import Leanings
+from pillion.gateway.planning.plan_cost import Demand
+from pillion.gateway.planning.planner import Picture, Plan, parse_policy, plan
 from pillion.types import SamplingParams
 from pillion.wire.registry import PartRecord
 
@@ -191,7 +191,7 @@ class SimWorker:
 
 
 class SimGateway:
-    """Plans and follows requests, and keeps the books of what it has sent, as gateway.calls does."""
+    """Plans and follows requests, and keeps the books of what it has sent, as pillion.gateway.request.calls does."""
 
     def __init__(self, clock: Clock, policy: str, workers: list[SimWorker], number: int, gateways: int) -> None:
         self._clock = clock

@@ -15,12 +15,12 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.report import save, show_table
-from engine.batching import build_batch, build_sampling
-from engine.loading import torch_backend
-from engine.sampler import sample
-from engine.scheduler import Scheduler
-from engine.sequence import Holding, Sequence, SequenceSpec
 from pillion.config import DecodeFlags
+from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.loading import torch_backend
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.types import SamplingParams
 
 MODEL = "demo"

@@ -1,6 +1,6 @@
 """Requests as a serving cluster sees them, in the form of the Mooncake traces (Qin et al., FAST 2025).
 
-The form, and its reader, are those of :mod:`pillion.bench.traces`: `pillion bench --workload trace` replays what is
+The form, and its reader, are those of :mod:`pillion.loadgen.traces`: `pillion bench --workload trace` replays what is
 written here.
 
     chat       one of some system prompts (Zipf), then turns: each repeats what was said and answered, and adds to it
@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pillion.bench.traces import TRACE_BLOCK_TOKENS, TraceRequest, write_trace
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, write_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

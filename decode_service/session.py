@@ -22,12 +22,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from opentelemetry.context import Context
 
-from decode_service.validation import check_submit
-from engine.plan import ChunkDone, Update
-from engine.sequence import ForkSpec, Marks, SequenceSpec
-from engine.spans import record_stream
-from engine.worker import Worker
-from pillion import telemetry
+from pillion.decode_service.submit_validation import check_submit
+from pillion.engine.scheduling.sequence import ForkSpec, Marks, SequenceSpec
+from pillion.engine.scheduling.step_plan import ChunkDone, Update
+from pillion.engine.worker.step_spans import record_stream
+from pillion.engine.worker.worker import Worker
 from pillion.errors import (
     Conflict,
     DeadlineExceeded,
@@ -38,6 +37,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
+from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
@@ -61,7 +61,9 @@ class _News:
 
 
 class _Stream:
-    """One submit that is alive, or one of its forks. An Owner of its sequence (:mod:`engine.tenure`)."""
+    """One submit that is alive, or one of its forks. An Owner of its sequence
+    (:mod:`pillion.engine.worker.worker_epoch`).
+    """
 
     def __init__(self, session: DecodeSession, submit: Submit, key: int, fork: ForkSpec) -> None:
         """``key`` and ``fork``: what it goes by on the connection, and on the worker."""

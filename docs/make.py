@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
-from pillion.metric_catalog import CATALOG
-from pillion.metrics_prometheus import prometheus_name, sample_names
+from pillion.observability.metric_catalog import CATALOG
+from pillion.observability.metrics_prometheus import prometheus_name, sample_names
 
 PAGE = pathlib.Path(__file__).resolve().parent / "operations.md"
 BEGIN, END = "<!-- metrics: written by docs/make.py -->\n", "<!-- end of metrics -->\n"

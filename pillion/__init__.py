@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pillion._version import VERSION
+from pillion.client.outputs import CompletionOutput, Logprob, RequestOutput
 from pillion.errors import (
     Cancelled,
     ConfigError,
@@ -25,7 +26,6 @@ from pillion.errors import (
     Unauthenticated,
     Unavailable,
 )
-from pillion.outputs import CompletionOutput, Logprob, RequestOutput
 from pillion.types import (
     ChatMessage,
     ClusterStatus,
@@ -39,10 +39,10 @@ from pillion.types import (
 )
 
 if TYPE_CHECKING:
-    from pillion.client import AsyncClient, Client
-    from pillion.offline import LLM
+    from pillion.client.client import AsyncClient, Client
+    from pillion.offline.llm import LLM
 else:
-    _LATE = {"AsyncClient": "pillion.client", "Client": "pillion.client", "LLM": "pillion.offline"}
+    _LATE = {"AsyncClient": "pillion.client.client", "Client": "pillion.client.client", "LLM": "pillion.offline.llm"}
 
     def __getattr__(name: str) -> Any:
         if name not in _LATE:

@@ -1,6 +1,6 @@
 """``python -m pillion``: the same as the ``pillion`` command. Parts of a local cluster are started this way."""
 
-from pillion.cli.lifeline import tie_to_parent
+from pillion.supervisor.lifeline import tie_to_parent
 
 # Before the servers are imported: a supervisor that dies meanwhile must not leave this process behind.
 tie_to_parent()

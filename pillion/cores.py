@@ -7,7 +7,7 @@ import os
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
-# As many as a team takes (kernels/cpu/team.py).
+# As many as a team takes (kernels/cpu/program/thread_pool.py).
 MAX_CPU_THREADS = 512
 
 

@@ -13,7 +13,7 @@
     +-- Internal             a defect of ours                            INTERNAL
     +-- ConfigError          a flag or model that cannot work (start-up only)
 
-Servicers raise these; one interceptor (:mod:`pillion.rpc`) turns them into rich gRPC statuses, and the client turns
+Servicers raise these; one interceptor (:mod:`pillion.net.rpc`) turns them into rich gRPC statuses, and the client turns
 statuses back into them. Nothing else maps errors.
 """
 

@@ -13,17 +13,17 @@ from itertools import accumulate
 import numpy as np
 from opentelemetry.context import Context
 
-from engine.plan import ChunkDone, Update
-from engine.sequence import SequenceSpec
-from engine.spans import record
-from engine.worker import Worker
+from pillion.engine.scheduling.sequence import SequenceSpec
+from pillion.engine.scheduling.step_plan import ChunkDone, Update
+from pillion.engine.worker.step_spans import record
+from pillion.engine.worker.worker import Worker
 from pillion.errors import PillionError
 from pillion.priority import bounded
 from pillion.wire.prefill import ChunkAck, Span
 
 
 class SpanRun:
-    """An Owner of its sequence (:mod:`engine.tenure`). ``trace`` is the caller's context."""
+    """An Owner of its sequence (:mod:`pillion.engine.worker.worker_epoch`). ``trace`` is the caller's context."""
 
     def __init__(self, worker: Worker, span: Span, trace: Context) -> None:
         self.trace = trace

@@ -1,7 +1,8 @@
-"""The wheel is the SDK alone, and the SDK needs nothing of what servers need."""
+"""The wheel holds every package as pillion.*, and the SDK in it needs nothing of what servers need."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -12,19 +13,22 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SERVER_ONLY = ("torch", "transformers", "triton", "numpy", "redis", "starlette", "uvicorn", "tokenizers", "safetensors")
 
 
-def test_wheel_holds_pillion_alone(tmp_path: pathlib.Path) -> None:
+def test_the_wheel_holds_every_package_under_one_name(tmp_path: pathlib.Path) -> None:
     source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "pillion", source / "pillion", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "build"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
     subprocess.run(command, check=True, capture_output=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"pillion"}
-    kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pillion").rglob("*.py")}
-    assert set(names) >= kept | {"pillion/py.typed", "pillion/v1/gateway_pb2.pyi"}
+    kept = {
+        pathlib.Path(folder, name).relative_to(ROOT).as_posix()
+        for folder, _, files in os.walk(ROOT / "pillion", followlinks=True)
+        for name in files
+        if name.endswith((".py", ".pyi", ".lua", ".json", ".typed"))
+    }
+    assert {"pillion/gateway/__init__.py", "pillion/kvstore/index/lua/lookup.lua"} < kept
+    assert set(names) == kept
 
 
 def test_sdk_needs_no_server_package() -> None:

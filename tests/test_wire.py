@@ -199,7 +199,7 @@ def test_fields_of_a_newer_version_are_kept() -> None:
 def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
     import grpc
 
-    from pillion.rpc import from_rpc_error, to_status
+    from pillion.net.rpc import from_rpc_error, to_status
 
     violations = (FieldViolation("sampling.top_p", "must be positive"),)
     quotas = (QuotaViolation("max_inflight_requests", "256 are under way"),)
@@ -221,7 +221,7 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
 def test_an_unknown_code_is_internal() -> None:
     import grpc
 
-    from pillion.rpc import from_rpc_error
+    from pillion.net.rpc import from_rpc_error
 
     empty = grpc.aio.Metadata()
     assert type(from_rpc_error(grpc.aio.AioRpcError(grpc.StatusCode.DATA_LOSS, empty, empty, "x"))) is Internal

@@ -7,7 +7,7 @@ import torch
 from benchmarks.gpu.bench import Bench, Row, Times, rotations, spread
 from benchmarks.gpu.pools import Attended, Pool, check_near, verify_rows
 from benchmarks.gpu.shapes import Part, Shape, decodes, shape_of
-from kernels.gpu.paged_attention import PlainOrFloat8
+from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 
 # Of the product that stands for the device's rate.
 PRODUCT_SIDE = 8192

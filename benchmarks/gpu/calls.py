@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench, rotations
 from benchmarks.gpu.shapes import Shape
-from engine.sampling_rows import SamplingRows
+from pillion.engine.sampling.sampling_rows import SamplingRows
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -55,7 +55,7 @@ BLOCK_ROWS = (1, 16, 256)
 
 def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """Rows of the embedding."""
-    from kernels.gpu.embedding import embed, reference
+    from pillion.kernels.gpu.rows.embedding import embed, reference
 
     table = _random(bench, shape.vocab, shape.hidden)
     size = 2 * rows * shape.hidden * 2
@@ -73,8 +73,8 @@ def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
 
 def norm_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """The sum with the residual stream, and the next norm."""
-    from kernels.gpu import reference
-    from kernels.gpu.norms import add_rms_norm
+    from pillion.kernels.gpu import gpu_reference as reference
+    from pillion.kernels.gpu.rows.norms import add_rms_norm
 
     size = 4 * rows * shape.hidden * 2
     weight = _random(bench, shape.hidden)
@@ -96,8 +96,8 @@ def norm_case(bench: Bench, shape: Shape, rows: int) -> Case:
 
 def gated_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """The middle of the MLP."""
-    from kernels.gpu import reference
-    from kernels.gpu.gated import gated
+    from pillion.kernels.gpu import gpu_reference as reference
+    from pillion.kernels.gpu.rows.gated import gated
 
     size = 3 * rows * shape.inner * 2
     count = rotations(size, bench.smoke)
@@ -113,7 +113,7 @@ def gated_case(bench: Bench, shape: Shape, rows: int) -> Case:
 
 def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """Rotation of queries and keys, and K and V into the pool's blocks."""
-    from kernels.gpu.kv_write import Rotary, kv_write
+    from pillion.kernels.gpu.attention.kv_write import Rotary, kv_write
 
     heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_dim
     columns = (heads + 2 * kv_heads) * width
@@ -150,7 +150,7 @@ def _blocks_case(way: str) -> Make:
     """Whole blocks of a model, all layers: to and from a buffer, as a transfer has them, or within the pool."""
 
     def make(bench: Bench, shape: Shape, rows: int) -> Case:
-        from kernels.gpu import blocks
+        from pillion.kernels.gpu import blocks
 
         size = shape.layers * shape.kv_bytes * BLOCK_SIZE
         count = rotations(2 * rows * size, bench.smoke)
@@ -180,9 +180,9 @@ def _blocks_case(way: str) -> Make:
 
 def _sampling_case(temperature: float, top_p: float) -> Make:
     def make(bench: Bench, shape: Shape, rows: int) -> Case:
-        from kernels.gpu.sampling import choose
-        from kernels.gpu.sampling_device import Scratch
-        from kernels.gpu.sampling_record import cuts_any, pack_rows
+        from pillion.kernels.gpu.sampling.gpu_sampling import choose
+        from pillion.kernels.gpu.sampling.sampling_device import Scratch
+        from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 
         size = rows * shape.vocab * 4
         count = rotations(size, bench.smoke)

@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import BLOCK_SIZE, Model
-from engine.batching import build_batch, build_sampling
-from engine.gpu_backend import GpuBackend
-from engine.plan import Outcome
-from engine.scheduler import Scheduler
-from engine.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_plan import Outcome
 from pillion.types import SamplingParams
 
 

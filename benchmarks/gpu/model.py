@@ -13,13 +13,13 @@ import torch
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.calls import sampled_rows
 from benchmarks.gpu.shapes import Shape, Tables, shape_of
-from engine.backend import KVLayout
-from engine.batch import StepBatch
-from engine.gpu_backend import GpuBackend, GpuLimits
-from engine.gpu_model import GpuModel
-from engine.gpu_weights import GpuWeights, plan_weights
-from engine.model_config import parse_config
-from engine.sampling_rows import SamplingRows
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
+from pillion.engine.models.model_config import parse_config
+from pillion.engine.sampling.sampling_rows import SamplingRows
 
 BLOCK_SIZE = 16
 # Steps that are under way at once: the one that runs, and the one behind it.
@@ -27,7 +27,7 @@ AHEAD = 2
 
 
 class TensorPool:
-    """Memory of a GPU of this process's own, as ``engine.backend.DevicePool`` wants it."""
+    """Memory of a GPU of this process's own, as ``pillion.engine.backends.backend.DevicePool`` wants it."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         # Random: what is multiplied decides how much power it takes, and so how fast the clock runs.

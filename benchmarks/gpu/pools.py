@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.shapes import Part, Shape, Tables
-from engine.batch import StepBatch
-from kernels.gpu.paged_attention import PagedAttention, PlainOrFloat8, piece_size
+from pillion.engine.backends.batch import StepBatch
+from pillion.kernels.gpu.attention.paged_attention import PagedAttention, PlainOrFloat8, piece_size
 
 # All keys of a float8 pool have this scale: scores stay of a size that a softmax has something to choose from.
 FP8_SCALE = 0.5

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.tunables import Tunable
-from kernels.gpu.tuned import tuned, tuning_file
+from pillion.kernels.gpu.tuned import tuned, tuning_file
 
 SMOKE_CANDIDATES = 2
 WHY = "measured: the fastest of {count}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import StepBatch
+from pillion.engine.backends.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import Model, Pace, Running
 from benchmarks.gpu.shapes import Tables, decodes
-from engine.batch import StepBatch
+from pillion.engine.backends.batch import StepBatch
 
 TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
 # The first ones compile what no graph holds.

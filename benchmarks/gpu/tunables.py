@@ -10,7 +10,7 @@ from benchmarks.gpu.bench import Bench, rotations
 from benchmarks.gpu.calls import CASES, Case
 from benchmarks.gpu.pools import Pool, verify_rows
 from benchmarks.gpu.shapes import Part, decodes, shape_of
-from kernels.gpu.paged_attention import PlainOrFloat8
+from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 
 BLOCK_SIZE = 16
 Build = Callable[[], Case]
@@ -20,7 +20,8 @@ Use = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Tunable:
-    """``kernel`` and ``facts``: what ``kernels.gpu.tuned.tuned`` is asked. ``cases``: what is timed. ``grid``: values
+    """``kernel`` and ``facts``: what ``pillion.kernels.gpu.tuned.tuned`` is asked. ``cases``: what is timed.
+    ``grid``: values
     of constants, all of whose combinations are tried; what it does not name stays as it is."""
 
     kernel: str

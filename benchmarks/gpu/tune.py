@@ -55,15 +55,18 @@ def tune(said: argparse.Namespace, names: list[str]) -> int:
     from benchmarks.gpu.bench import Bench
     from benchmarks.gpu.search import dump, put, search
     from benchmarks.gpu.tunables import TUNABLES
-    from kernels.gpu.launch import arch_of
-    from kernels.gpu.tuned import ARCHITECTURES, FOLDER
+    from pillion.kernels.gpu.launch import arch_of
+    from pillion.kernels.gpu.tuned import ARCHITECTURES, FOLDER
 
     folder = said.out or (None if said.smoke else FOLDER)
     with tempfile.TemporaryDirectory(prefix="pil-") as rows:
         bench = Bench(smoke=said.smoke, rows=Path(rows) / "rows")
         arch = arch_of(bench.device)
         if arch not in ARCHITECTURES:
-            print(f"tune: there is no file for sm_{arch}; kernels.gpu.tuned knows {ARCHITECTURES}", file=sys.stderr)
+            print(
+                f"tune: there is no file for sm_{arch}; pillion.kernels.gpu.tuned knows {ARCHITECTURES}",
+                file=sys.stderr,
+            )
             return 2
         missed, until_s = 0, time.monotonic() + said.time_s
         result = json.loads((FOLDER / f"sm_{arch}.json").read_text("utf-8"))

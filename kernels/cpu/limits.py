@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels.cpu.emit import VECTOR_BYTES
-from kernels.cpu.isa import LANES
-from kernels.cpu.module import Call
-from kernels.cpu.records import Layout
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import Call
+from pillion.kernels.cpu.language.records import Layout
 
 # Sums in flight: enough to hide the latency of a product, few enough to stay in registers.
 SUMS = 12

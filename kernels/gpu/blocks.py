@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.build import BuildSpec
-from kernels.gpu.launch import arch_of, check, check_tensor
-from kernels.gpu.tuned import tuned
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
 
 # What blocks are moved in, the largest word that divides a block; two of the first are one access of a thread.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -1,6 +1,6 @@
 """Builds all kernels ahead of time, without a GPU, and says what they take of one.
 
-    python -m kernels.gpu.build [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
+    python -m pillion.kernels.gpu.build [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
 
 Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
 from the machine code by cuobjdump. A kernel that exceeds its named limits fails the build: a spill on the path of every
@@ -27,15 +27,15 @@ MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 # A thread has no more.
 MAX_REGISTERS = 255
 MODULES = (
+    "attention.kv_write",
+    "attention.paged_attention",
     "blocks",
-    "embedding",
-    "gated",
-    "kv_write",
-    "norms",
-    "paged_attention",
-    "sampling",
-    "sampling_cuts",
-    "sampling_edits",
+    "rows.embedding",
+    "rows.gated",
+    "rows.norms",
+    "sampling.gpu_sampling",
+    "sampling.sampling_cuts",
+    "sampling.sampling_edits",
 )
 
 
@@ -160,7 +160,7 @@ def build(spec: BuildSpec, arch: int) -> Built:
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
     """Of every module, those whose name contains ``only``; without ``rare``, the common ones."""
-    specs = [spec for name in MODULES for spec in importlib.import_module(f"kernels.gpu.{name}").build_specs()]
+    specs = [spec for name in MODULES for spec in importlib.import_module(f"pillion.kernels.gpu.{name}").build_specs()]
     return [spec for spec in specs if only in spec.name and (rare or spec.name not in RARE)]
 
 

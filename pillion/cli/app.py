@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from pillion._version import PROTOCOL, VERSION
-from pillion.cli.bench import bench
+from pillion.cli.bench_command import bench
 from pillion.cli.flags import flag_options
 from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
@@ -88,7 +88,7 @@ def serve(**said: Any) -> int:
 
     MODEL is a Hugging Face folder, a GGUF file, a hub id, or 'demo' (the default).
     """
-    from pillion.cli.serve import run_serve
+    from pillion.supervisor.serve import run_serve
 
     return run_serve(with_model(ServeFlags, said))
 
@@ -98,7 +98,7 @@ def serve(**said: Any) -> int:
 @flag_options(ServeFlags)
 def demo(**said: Any) -> int:
     """Start the cluster, ask it three things, show where each prompt's tokens went, stop it."""
-    from pillion.cli.demo import run_demo
+    from pillion.supervisor.demo import run_demo
 
     for name in ("api_keys", "tls_cert"):
         if said[name]:
@@ -117,8 +117,8 @@ def part_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> 
     """Adds the command that runs one part."""
 
     def run(**said: Any) -> int:
-        from pillion.cli.edge import run_gateways
-        from pillion.cli.parts import run_part
+        from pillion.supervisor.gateway_processes import run_gateways
+        from pillion.supervisor.parts import run_part
 
         flags = with_model(cls, said) if has_model else cls(**said)
         return run_gateways(flags) if getattr(flags, "gateway_workers", 1) > 1 else run_part(role, flags)
@@ -139,10 +139,10 @@ part_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's p
 @flag_options(ComputeFlags)
 def prepare(**said: Any) -> None:
     """Make MODEL ready in the cache, so that parts start at once."""
-    from pillion.cli.parts import find_server_code
+    from pillion.supervisor.parts import require_server_packages
 
-    find_server_code()
-    from engine.loading import make_ready
+    require_server_packages()
+    from pillion.engine.backends.loading import make_ready
 
     prepared = make_ready(with_model(ComputeFlags, said), click.echo)
     click.echo(f"{prepared.name} is ready at {prepared.folder}")
@@ -286,7 +286,7 @@ def top(pages: tuple[str, ...], interval_s: float, once: bool, **said: Any) -> i
 
     Without pages of metrics it shows what `pillion status` knows, and a dash for the rest. Ctrl-C ends it.
     """
-    from pillion.cli.top import run_top
+    from pillion.top.top import run_top
 
     return run_top(reach_of(said), pages, interval_s, once)
 
@@ -310,8 +310,8 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
     """
     import asyncio
 
-    from pillion import rpc, tls
-    from pillion.cli.probes import is_serving
+    from pillion.net import rpc, tls
+    from pillion.supervisor.probes import is_serving
 
     rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
     serving = asyncio.run(is_serving(address, ca or None))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.tls import INTERNAL_NAME
+from pillion.net.tls import INTERNAL_NAME
 
 DAYS = 365
 MAX_DAYS = 3650

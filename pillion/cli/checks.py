@@ -6,12 +6,12 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from pillion.addresses import is_local
 from pillion.cli.flags import option_name
 from pillion.cores import MAX_CPU_THREADS, parse_cores
 from pillion.errors import ConfigError
-from pillion.model_places import other_models
-from pillion.ranges import MAX_SPECULATIVE_TOKENS
+from pillion.net.addresses import is_local
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+from pillion.served_models import other_models
 
 MAX_PORT = 65535
 MAX_WORKERS = 64

@@ -6,8 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
-from pillion.cli.parts import find_server_code
 from pillion.errors import ConfigError
+from pillion.supervisor.parts import require_server_packages
 
 
 def add_key(path: Path, tenant: str) -> str:
@@ -16,8 +16,8 @@ def add_key(path: Path, tenant: str) -> str:
     The file is replaced in one step, so a gateway that reads it sees the old or the new one. Raises ConfigError for a
     file that is no keys file, or a name that is none.
     """
-    find_server_code()
-    from gateway.keys import hash_of, new_key, read_keys
+    require_server_packages()
+    from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
 
     there = path.exists()
     text = (
@@ -36,8 +36,8 @@ def add_key(path: Path, tenant: str) -> str:
 
 def hash_key(key: str) -> str:
     """The ``hash`` field of a key that exists. Raises ConfigError for one that is too short to be a secret."""
-    find_server_code()
-    from gateway.keys import hash_of
+    require_server_packages()
+    from pillion.gateway.admission.api_keys import hash_of
 
     return hash_of(key.strip())
 
@@ -49,7 +49,7 @@ def _quoted(name: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    from gateway.keys import read_keys
+    from pillion.gateway.admission.api_keys import read_keys
 
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -17,7 +17,7 @@ TABLE_WIDTH = 120
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Streams the continuation to standard output; several come whole, one after the other. Raises PillionError."""
-    from pillion.client import Client
+    from pillion.client.client import Client
 
     with Client(**reach) as client:
         deltas = client.generate(prompt, **said(sampling))
@@ -29,7 +29,7 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """One turn per line of standard input, the whole conversation sent each time: its KV is found again."""
-    from pillion.client import Client
+    from pillion.client.client import Client
 
     messages = [ChatMessage("system", system)] if system else []
     with Client(**reach) as client:
@@ -109,7 +109,7 @@ def user_lines() -> Iterator[str]:
 
 def run_status(reach: dict[str, Any], as_json: bool) -> None:
     """Prints the cluster's state. Raises PillionError."""
-    from pillion.client import Client
+    from pillion.client.client import Client
 
     with Client(**reach) as client:
         status = client.status()

@@ -81,7 +81,7 @@ def logprob_to_pb(said: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
-    """Nothing is judged here; :mod:`gateway.validation` does."""
+    """Nothing is judged here; :mod:`pillion.gateway.request.validation` does."""
     return GenerateRequest(
         model=message.model,
         text=message.text,

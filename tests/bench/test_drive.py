@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from pillion.bench.drive import Driver
-from pillion.bench.load import Session, Turn
-from pillion.bench.target import Counted, Piece, TargetError
+from pillion.loadgen.drive import Driver
+from pillion.loadgen.load import Session, Turn
+from pillion.loadgen.target import Counted, Piece, TargetError
 
 STEP_S = 0.01
 

@@ -140,7 +140,7 @@ class Refuse:
         if name.split(".")[0] in ("torch", "numpy", "redis", "psutil", "matplotlib", "gateway", "engine", "kvstore"):
             raise ImportError("the bench imports " + name)
 sys.meta_path.insert(0, Refuse())
-from pillion.bench import http, load, run, report, plots
+from pillion.loadgen import http, load, run, report, plots
 from pillion.cli.app import main
 main(["bench", "--rate", "1", "--target", "127.0.0.1:1"])
 """

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pillion.bench.drive import Run
-from pillion.bench.figures import Record, bottleneck, client_figures, distribution, percentile, summarize
-from pillion.bench.plots import check_plot, plot_run, plot_sweep
-from pillion.bench.report import result_of, tables
-from pillion.bench.slo import MEASURES, Objective, good, measured_s, parse_slo
 from pillion.errors import ConfigError
+from pillion.loadgen.drive import Run
+from pillion.loadgen.figures import Record, bottleneck, client_figures, distribution, percentile, summarize
+from pillion.loadgen.plots import check_plot, plot_run, plot_sweep
+from pillion.loadgen.report import result_of, tables
+from pillion.loadgen.slo import MEASURES, Objective, good, measured_s, parse_slo
 
 SECONDS = st.floats(0, 1e4)
 

@@ -120,7 +120,9 @@ def test_a_tuned_kernel_says_what_was_tried(bare, tmp_path):
 
 def test_a_candidate_with_a_wrong_result_is_not_taken(bare, tmp_path):
     """A file of wrong arithmetic in the kernel's place: every candidate fails, and nothing is written for it."""
-    broken = "import kernels.gpu.gated as module\nmodule.gated = lambda both, out, activation: out.zero_()\n"
+    broken = (
+        "import pillion.kernels.gpu.rows.gated as module\nmodule.gated = lambda both, out, activation: out.zero_()\n"
+    )
     code = (
         f"import os\nos.environ['TRITON_INTERPRET'] = '1'\n{broken}import sys\nfrom benchmarks.gpu.tune import main\n"
     )
@@ -182,7 +184,7 @@ ENTRIES = st.lists(
 
 
 def taken(entries, facts):
-    """As kernels.gpu.tuned says."""
+    """As pillion.kernels.gpu.tuned says."""
     return next((e["use"] for e in entries if all(facts.get(n) == v for n, v in e["when"].items())), None)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.line import BLOCK_SIZE, Line, Load
-from engine.plan import Sampled
+from pillion.engine.scheduling.step_plan import Sampled
 
 TOKEN = 7
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.bench.http import EventReader, OpenAITarget, piece_of
-from pillion.bench.target import Ask, Counted, Piece, TargetError
 from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
+from pillion.loadgen.openai_target import EventReader, OpenAITarget, piece_of
+from pillion.loadgen.target import Ask, Counted, Piece, TargetError
 
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 ASK = Ask(2, ids=(5, 6))

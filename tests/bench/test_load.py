@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.bench.arrivals import arrival_times, burstiness_of
-from pillion.bench.lengths import MAX_TOKENS, parse_lengths
-from pillion.bench.load import LoadConfig, make_sessions, text_of
-from pillion.bench.traces import PromptMaker, TraceRequest, read_trace, write_trace
 from pillion.errors import ConfigError
+from pillion.loadgen.arrivals import arrival_times, burstiness_of
+from pillion.loadgen.lengths import MAX_TOKENS, parse_lengths
+from pillion.loadgen.load import LoadConfig, make_sessions, text_of
+from pillion.loadgen.traces import PromptMaker, TraceRequest, read_trace, write_trace
 
 VOCABULARY = range(1000, 30_000)
 

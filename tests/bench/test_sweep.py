@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.bench.sweep import Tried, best_rate, next_rate
+from pillion.loadgen.sweep import Tried, best_rate, next_rate
 
 
 def search(start, tolerance, max_runs, passes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -14,13 +14,14 @@ import click
 import pytest
 
 from pillion._version import VERSION
-from pillion.cli import cluster, parts
 from pillion.cli.app import cli, part_command, with_model
-from pillion.cli.cluster import child_environ, part_specs, resolved_flags, threads_per_worker
 from pillion.cli.flags import env_name
 from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
+from pillion.supervisor import local_cluster as cluster
+from pillion.supervisor import parts
+from pillion.supervisor.local_cluster import child_environ, part_specs, resolved_flags, threads_per_worker
 from pillion.types import ClusterStatus, Delta, FinishReason, PartStatus, SamplingParams, TokenLogprob
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedP
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
     script = (
-        "import sys; import pillion.cli.app, pillion.cli.parts, pillion.cli.cluster;"
+        "import sys; import pillion.cli.app, pillion.supervisor.parts, pillion.supervisor.local_cluster;"
         "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
         " if name in sys.modules])"
     )
@@ -118,19 +119,12 @@ def test_the_model_is_an_argument_a_flag_or_the_demo(argument: str | None, flag:
     assert with_model(ServeFlags, {"model_argument": argument, "model": flag}).model == model
 
 
-def test_the_distribution_with_our_packages_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts.refuse_foreign_kernels()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"kernels": "0.5"}[name])
-    with pytest.raises(ConfigError, match="pip uninstall kernels") as caught:
-        parts.refuse_foreign_kernels()
+def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts.require_server_packages()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    with pytest.raises(ConfigError, match=r"servers need torch: pip install 'pillion\[server\]'") as caught:
+        parts.require_server_packages()
     assert "\n" not in caught.value.message
-
-
-def test_servers_need_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    assert parts.find_server_code() == ROOT
-    monkeypatch.setattr(parts, "__file__", str(tmp_path / "site-packages" / "pillion" / "cli" / "parts.py"))
-    with pytest.raises(ConfigError, match="a clone"):
-        parts.find_server_code()
 
 
 def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +196,6 @@ def test_children_are_told_to_stay_quiet() -> None:
     environ = child_environ({"PATH": "p", "PILLION_DTYPE": "x"}, "redis://")
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
-    assert environ["PYTHONPATH"] == str(ROOT)
     assert "PILLION_DTYPE" not in environ
 
 
@@ -210,10 +203,10 @@ def test_part_failures_and_signals(tmp_path: pathlib.Path) -> None:
     """A part's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
     script = """
 import asyncio, sys
-from pillion.cli import parts
+from pillion.supervisor import parts
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
-from pillion.metrics import Meters
+from pillion.observability.metrics import Meters
 class Part:
     address = "here"
     meters = Meters()
@@ -359,7 +352,7 @@ def test_a_part_command_is_made_of_its_flags() -> None:
 
 
 def test_temporary_folders_are_short_enough_for_sockets() -> None:
-    from pillion.cli.runtime_dir import MAX_SOCKET_PATH_BYTES, RuntimeDir
+    from pillion.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES, RuntimeDir
 
     runtime = RuntimeDir.create()
     try:

@@ -11,12 +11,12 @@ import subprocess
 import pytest
 from click.testing import CliRunner
 
-from gateway.keys import hash_of, read_keys
 from pillion.cli import certs
 from pillion.cli.app import cli
 from pillion.cli.certs import NAMES, make_certs
 from pillion.cli.keys import add_key
 from pillion.errors import ConfigError
+from pillion.gateway.admission.api_keys import hash_of, read_keys
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 

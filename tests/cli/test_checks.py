@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from pillion.addresses import is_local
 from pillion.cli.app import cli
 from pillion.cli.checks import check_flags
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError
+from pillion.net.addresses import is_local
 
 OPEN = ("0.0.0.0:1", "10.0.0.7:1", "[::]:1", "kvnode:1", "example.org:1", ":1", "[fe80::1]:1")
 LOCAL = ("127.0.0.1:1", "127.8.8.8:0", "[::1]:1", "localhost:1", "unix:/run/x.sock")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pillion.cli.cluster import part_specs, resolved_flags
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
+from pillion.supervisor.local_cluster import part_specs, resolved_flags
 
 
 def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
-    monkeypatch.setattr("engine.devices.device_count", lambda: 1)
+    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
     flags = resolved_flags(ServeFlags(model="m"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
     assert "--kv-device=cuda" in part_specs(flags, pathlib.Path("/run/x"), None)[0].argv
@@ -36,7 +36,7 @@ def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPat
 def test_what_needs_a_gpu_is_refused_without_one(
     monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr("engine.devices.device_count", lambda: 0)
+    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=words):
         resolved_flags(ServeFlags(**said))

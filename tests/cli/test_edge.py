@@ -8,10 +8,10 @@ import socket
 import pytest
 
 from pillion.cli.checks import check_flags
-from pillion.cli.edge import PublicPorts, gateway_specs
 from pillion.config import GatewayFlags, ModelFlags, ServeFlags
 from pillion.errors import ConfigError
-from pillion.model_places import other_models
+from pillion.served_models import other_models
+from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs
 
 
 def listener(port: int, *, share: bool) -> socket.socket:

@@ -14,13 +14,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from kvstore.node import start_kvnode
-from pillion.cli import fences
 from pillion.cli.console import Notices
-from pillion.cli.fences import FenceWatch, watch_fences
-from pillion.cli.restarts import RestartPolicy
-from pillion.cli.supervisor import PartSpec, Supervisor
 from pillion.config import KVNodeFlags
+from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.supervisor import fence_watch as fences
+from pillion.supervisor.fence_watch import FenceWatch, watch_fences
+from pillion.supervisor.restarts import RestartPolicy
+from pillion.supervisor.supervisor import PartSpec, Supervisor
 from pillion.wire.kvnode import AttachHello
 
 

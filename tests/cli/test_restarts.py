@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.cli.restarts import EXIT_CONFIG, GiveUp, Restart, RestartPolicy
+from pillion.supervisor.restarts import EXIT_CONFIG, GiveUp, Restart, RestartPolicy
 
 
 def test_delays_double_up_to_a_bound() -> None:

@@ -17,13 +17,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from pillion.cli.child import MAX_LINE_BYTES, Child
 from pillion.cli.console import Notices
-from pillion.cli.lifeline import PARENT_PID_VARIABLE
-from pillion.cli.restarts import Restart, RestartPolicy
-from pillion.cli.runtime_dir import RuntimeDir, sweep
-from pillion.cli.supervisor import MAX_SILENCES, PartSpec, Supervisor
 from pillion.errors import Unavailable
+from pillion.supervisor.child import MAX_LINE_BYTES, Child
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.restarts import Restart, RestartPolicy
+from pillion.supervisor.runtime_dir import RuntimeDir, sweep
+from pillion.supervisor.supervisor import MAX_SILENCES, PartSpec, Supervisor
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
 PART = """
@@ -228,7 +228,7 @@ async def test_output_is_forwarded_in_bounded_lines() -> None:
 
 def test_a_part_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
     part = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
-        "from pillion.cli.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);"
+        "from pillion.supervisor.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);"
         "import time; time.sleep(60)"
     )
     script = (
@@ -254,7 +254,7 @@ def test_an_orphan_does_not_even_begin() -> None:
 
 def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> None:
     watcher = (
-        "import os, sys; from pillion.cli.lifeline import watch;"
+        "import os, sys; from pillion.supervisor.lifeline import watch;"
         "sys.exit(watch(os.getppid(), [sys.executable, '-c', 'import time; time.sleep(60)']))"
     )
     script = (
@@ -275,7 +275,7 @@ def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> 
 
 def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(folder: pathlib.Path) -> None:
     script = (
-        "import pathlib, time; from pillion.cli.runtime_dir import RuntimeDir;"
+        "import pathlib, time; from pillion.supervisor.runtime_dir import RuntimeDir;"
         f"d = RuntimeDir.create(pathlib.Path({str(folder)!r})); (d.path / 'x').touch(); print(d.path, flush=True);"
         "time.sleep(60)"
     )

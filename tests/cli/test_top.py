@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from pillion import metric_catalog as names
-from pillion import metrics_export
-from pillion.cli.top_figures import Look, flow, quantile, steps
-from pillion.cli.top_pages import MAX_PAGES, Page, locate, parse
-from pillion.cli.top_view import GLYPHS, Bar, Style, frame
 from pillion.errors import ConfigError
-from pillion.metrics import Distribution, Meters, Snapshot
+from pillion.observability import metric_catalog as names
+from pillion.observability import metrics_export
+from pillion.observability.metrics import Distribution, Meters, Snapshot
+from pillion.top.top_figures import Look, flow, quantile, steps
+from pillion.top.top_pages import MAX_PAGES, Page, locate, parse
+from pillion.top.top_view import GLYPHS, Bar, Style, frame
 from pillion.types import ClusterStatus, PartStatus
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import status_from_pb, status_to_pb

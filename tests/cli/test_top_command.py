@@ -21,11 +21,11 @@ import grpc
 import pytest
 from prometheus_client import generate_latest
 
-from pillion import metric_catalog as names
-from pillion import metrics_export
-from pillion.cli.top import NO_PARSER, WINDOW_S, History, Pages
-from pillion.cli.top_figures import Look
-from pillion.metrics import Meters
+from pillion.observability import metric_catalog as names
+from pillion.observability import metrics_export
+from pillion.observability.metrics import Meters
+from pillion.top.top import NO_PARSER, WINDOW_S, History, Pages
+from pillion.top.top_figures import Look
 from pillion.types import ClusterStatus, PartStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb

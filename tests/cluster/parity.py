@@ -142,8 +142,8 @@ async def parity_line(folder: pathlib.Path) -> AsyncIterator[Line]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from engine.prepare import prepare
     from pillion.config import ModelFlags
+    from pillion.engine.checkpoints.prepare import prepare
 
     torch.set_num_threads(2)
     prepared = prepare(ModelFlags(**MODEL))

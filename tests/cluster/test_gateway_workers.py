@@ -16,8 +16,8 @@ import grpc
 import psutil
 import pytest
 
-from gateway.keys import hash_of
 from pillion import Client
+from pillion.gateway.admission.api_keys import hash_of
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.support.cluster import ServedCluster, alive, free_port, served, wait_for
 from tests.support.http import Reply, parse_reply, request_bytes

@@ -15,11 +15,12 @@ from typing import Any
 import grpc
 import pytest
 
-from pillion import AsyncClient, Client, Unauthenticated, Unavailable, rpc
+from pillion import AsyncClient, Client, Unauthenticated, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from pillion.tls import INTERNAL_NAME, Identity, TlsFiles
+from pillion.net import rpc
+from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
 from tests.support.cluster import ServedCluster, free_port, wait_for
 from tests.support.fake_parts import until
 from tests.support.redis import running_redis
@@ -44,7 +45,7 @@ def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     for name in ("internal.pem", "internal.key", "internal-ca.pem"):
         shutil.copy(certs / name, tmp_path)
     files = TlsFiles(*(str(tmp_path / name) for name in ("internal.pem", "internal.key", "internal-ca.pem")))
-    monkeypatch.setattr("pillion.watched.AT_REST_S", -1.0)
+    monkeypatch.setattr("pillion.net.watched.AT_REST_S", -1.0)
     rpc.use_identity(Identity(files, interval_s=0.0))
     yield tmp_path
     rpc.use_identity(None)
@@ -53,10 +54,10 @@ def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 @contextlib.asynccontextmanager
 async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[str, Any]) -> AsyncIterator[Any]:
     """The gateway part, before real workers that it reaches over TCP; and the addresses of those."""
-    from decode_service.part import start_decode
-    from gateway.part import start_gateway
-    from kvstore.node import start_kvnode
-    from prefill_service.part import start_prefill
+    from pillion.decode_service.decode_server import start_decode
+    from pillion.gateway.gateway_server import start_gateway
+    from pillion.kvstore.node.kv_node import start_kvnode
+    from pillion.prefill_service.prefill_server import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(running_redis()).url

@@ -15,9 +15,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from gateway.keys import hash_of
 from pillion import AsyncClient
-from pillion.rpc import open_channel
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.net.rpc import open_channel
 from tests.gateway.test_http_fuzz import BODIES, KINDS, PATHS
 from tests.support.fake_parts import until
 from tests.support.fuzz import malformed, send

@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pillion import FinishReason, telemetry
+from pillion import FinishReason
+from pillion.observability import telemetry
 from tests.support.parts import running_parts
 from tests.support.tiny_model import save_model
 

@@ -8,12 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.cpu.attention import Attention, AttentionMerge, row_counts
-from kernels.cpu.attention_plan import FIRST, ITEMS_PER_THREAD, LAST, PARTITION_TOKENS, AttentionPlanner
-from kernels.cpu.attention_rows import Shape
-from kernels.cpu.isa import BY_NAME
-from kernels.cpu.kv_layout import pack_pool, unpack_pool
 from pillion.errors import Internal
+from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
+from pillion.kernels.cpu.attention.cpu_attention_plan import (
+    FIRST,
+    ITEMS_PER_THREAD,
+    LAST,
+    PARTITION_TOKENS,
+    AttentionPlanner,
+)
+from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
+from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, Case, text_of
 from tests.support.kernel_runner import Runner, isa_or_skip
 

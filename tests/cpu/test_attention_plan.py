@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.attention import row_counts
-from kernels.cpu.attention_plan import (
+from pillion.kernels.cpu.attention.cpu_attention import row_counts
+from pillion.kernels.cpu.attention.cpu_attention_plan import (
     FIRST,
     ITEM_WORDS,
     LAST,
@@ -24,7 +24,7 @@ from kernels.cpu.attention_plan import (
     SHIFT,
     AttentionPlanner,
 )
-from kernels.cpu.isa import TABLE
+from pillion.kernels.cpu.language.isa import TABLE
 
 COUNTS = (3, 12)
 GROUP = 3

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import StepBatch
-from engine.prepare import prepare
 from pillion.config import ModelFlags
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels

@@ -12,12 +12,12 @@ import sys
 import numpy as np
 import pytest
 
-from kernels.cpu import cache as cache_module
-from kernels.cpu import compiler
-from kernels.cpu.cache import CodeCache, key_of
-from kernels.cpu.compiler import assembly, compile_kernels, object_code, target_of
-from kernels.cpu.isa import BY_NAME, TABLE, host_features
-from kernels.cpu.module import SIGNATURE
+from pillion.kernels.cpu.language import code_cache as cache_module
+from pillion.kernels.cpu.language import compiler
+from pillion.kernels.cpu.language.code_cache import CodeCache, key_of
+from pillion.kernels.cpu.language.compiler import assembly, compile_kernels, object_code, target_of
+from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
+from pillion.kernels.cpu.language.module import SIGNATURE
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 
 SPECS = [Scale(), Halve()]
@@ -153,7 +153,7 @@ def test_other_sources_are_other_code(tmp_path, monkeypatch):
     package.mkdir()
     (package / "a.py").write_text("x = 1")
     (package / "b.py").write_text("y = 2")
-    monkeypatch.setattr(cache_module, "__file__", str(package / "cache.py"))
+    monkeypatch.setattr(cache_module, "__file__", str(package / "language" / "code_cache.py"))
     seen = []
 
     def imported_anew() -> None:
@@ -210,7 +210,7 @@ def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
 CHILD = """
 import sys
 from pathlib import Path
-from kernels.cpu.isa import choose_isa, host_features
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from tests.cpu.test_compiler import compiled
 print("ready", flush=True)
 sys.stdin.readline()

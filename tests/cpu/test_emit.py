@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.emit import VECTOR_BYTES
-from kernels.cpu.isa import LANES
-from kernels.cpu.module import Call
-from kernels.cpu.records import Layout
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import Call
+from pillion.kernels.cpu.language.records import Layout
 from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, rows_step
 
 

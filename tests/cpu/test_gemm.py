@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.compiler import assembly
-from kernels.cpu.gemm import GATED, LAYOUT, Gemm, reference_gemm
-from kernels.cpu.isa import BY_NAME, host_features
-from kernels.cpu.packing import DTYPES, PackedWeight, pack_gated, pack_linear
 from pillion.errors import Internal
+from pillion.kernels.cpu.language.compiler import assembly
+from pillion.kernels.cpu.language.isa import BY_NAME, host_features
+from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm, reference_gemm
+from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from kernels.cpu import isa
-from kernels.cpu.isa import BY_NAME, CHOICES, TABLE, choose_isa, host_features
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language import isa
+from pillion.kernels.cpu.language.isa import BY_NAME, CHOICES, TABLE, choose_isa, host_features
 
 HASWELL = {"sse4.2", "avx", "avx2", "fma", "f16c", "bmi2"}
 SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}

@@ -1,4 +1,4 @@
-"""The kernels around the grouped product against their references, and those against engine.moe."""
+"""The kernels around the grouped product against their references, and those against pillion.engine.models.moe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import moe as torch_moe
-from kernels.cpu import moe
+from pillion.engine.models import moe as torch_moe
+from pillion.kernels.cpu.products import moe_kernels as moe
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)

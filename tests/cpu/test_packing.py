@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.int8 import MAX_QUANTUM, pack_lines, quantize, unpack_lines
-from kernels.cpu.packing import DTYPES, pack_bias, pack_gated, pack_gated_bias, pack_linear, unpack
+from pillion.kernels.cpu.products.int8 import MAX_QUANTUM, pack_lines, quantize, unpack_lines
+from pillion.kernels.cpu.products.packing import DTYPES, pack_bias, pack_gated, pack_gated_bias, pack_linear, unpack
 from tests.support.kernel_runner import normal
 
 torch.set_num_threads(1)

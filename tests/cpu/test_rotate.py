@@ -1,4 +1,6 @@
-"""The kernel between the QKV product and attention against its reference, and that against engine.rope."""
+"""The kernel between the QKV product and attention against its reference, and that against
+pillion.engine.models.rope.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layers import Norm
-from engine.rope import Rope, rotate
-from kernels.cpu.rotate import RotateWrite, reference_rotate, reference_write
+from pillion.engine.models.layers import Norm
+from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
+from pillion.kernels.cpu.rows.rotate import RotateWrite, reference_rotate, reference_write
 from tests.support.batches import Sequences
 from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
 

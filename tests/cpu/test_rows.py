@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import layers
-from kernels.cpu import rows
+from pillion.engine.models import layers
+from pillion.kernels.cpu.rows import rows
 from tests.support.batches import Sequences
 from tests.support.kernel_runner import (
     batch_step,

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from kernels.cpu import team_code
-from kernels.cpu.compiler import compile_kernels
-from kernels.cpu.isa import choose_isa, host_features
-from kernels.cpu.module import SCRATCH_BYTES
-from kernels.cpu.team import Team
 from pillion.errors import Internal
+from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES
+from pillion.kernels.cpu.program import thread_pool_code as team_code
+from pillion.kernels.cpu.program.thread_pool import Team
 from tests.support.small_kernels import CONDITION, Halve, Remember, Scale, Stray, Table, WhoAmI, chain, step_with
 
 SPECS = [Scale(), Scale(3), WhoAmI(), Stray(), Stray(scratch=True), Remember(), Halve()]

@@ -12,10 +12,10 @@ import time
 import numpy as np
 import pytest
 
-from kernels.cpu.compiler import compile_kernels
-from kernels.cpu.isa import choose_isa, host_features
-from kernels.cpu.team import MAX_TEAM_THREADS, Team
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.program.thread_pool import MAX_TEAM_THREADS, Team
 from tests.support.small_kernels import CONDITION, Scale, Table, Uneven, WhoAmI, chain, step_with
 
 
@@ -149,10 +149,10 @@ def test_an_idle_team_burns_nothing(fast):
 CHILD = """
 import sys, time
 import numpy as np
-from kernels.cpu.compiler import compile_kernels
-from kernels.cpu.isa import choose_isa, host_features
-from kernels.cpu.records import STEP
-from kernels.cpu.team import Team
+from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.language.records import STEP
+from pillion.kernels.cpu.program.thread_pool import Team
 from tests.support.small_kernels import Scale
 
 kernels = compile_kernels([Scale()], choose_isa("auto", host_features()))

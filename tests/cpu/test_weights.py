@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu_weights import load_cpu_weights
-from engine.loading import choose_kernels, load_model, make_ready
-from engine.model_cache import PACKING_VERSION, ModelCache
-from engine.model_config import load_config
-from engine.packed_file import PackedFile, write_packed
-from engine.prepare import prepare
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
 from pillion.cores import parse_cores
+from pillion.engine.backends.cpu.cpu_weights import load_cpu_weights
+from pillion.engine.backends.loading import choose_kernels, load_model, make_ready
+from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from tests.support.cpu_model import needs_kernels
 from tests.support.tiny_model import save_model
@@ -114,7 +114,7 @@ def test_two_processes_share_the_pages(path):
     program = f"""
 import torch
 from pathlib import Path
-from engine.packed_file import PackedFile
+from pillion.engine.checkpoints.packed_file import PackedFile
 file = PackedFile(Path({str(path)!r}))
 total = sum(float(file.tensor(name).float().sum()) for name in "abc")
 lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -161,7 +161,7 @@ def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog,
 
 
 def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.loading.host_features", frozenset)
+    monkeypatch.setattr("pillion.engine.backends.loading.host_features", frozenset)
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
     assert choose_kernels(ComputeFlags(), prepared) == (None, "there are no kernels for this processor")
 
@@ -219,7 +219,7 @@ def test_a_server_without_llvm_runs_on_torch(tmp_path):
     program = f"""
 import sys
 sys.modules["llvmlite"] = sys.modules["llvmlite.binding"] = None
-from engine.loading import load_model, make_ready
+from pillion.engine.backends.loading import load_model, make_ready
 from pillion.config import DecodeFlags
 flags = DecodeFlags(model={folder!r}, dtype="float32")
 make_ready(flags, print)

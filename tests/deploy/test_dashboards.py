@@ -14,15 +14,15 @@ import yaml
 
 import docs.make
 from deploy.grafana import make
-from engine import step_meter
-from engine.plan import Load
-from gateway import request_meter
-from gateway.quotas import QUOTAS
-from kvstore import node_meter
 from pillion import errors
-from pillion import metric_catalog as names
-from pillion.metrics import Meters
-from pillion.metrics_prometheus import ALIASES, prometheus_name, sample_names
+from pillion.engine.scheduling.step_plan import Load
+from pillion.engine.worker import step_meter
+from pillion.gateway.admission.quotas import QUOTAS
+from pillion.gateway.request import request_meter
+from pillion.kvstore.node import node_meter
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Meters
+from pillion.observability.metrics_prometheus import ALIASES, prometheus_name, sample_names
 from pillion.types import FinishReason
 from pillion.wire.kvnode import NodeStatus
 from tests.support.compose import ROOT

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batching import build_batch, build_sampling
-from engine.plan import Piece, StepPlan
-from engine.sampler import sample
-from engine.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_plan import Piece, StepPlan
 from pillion.types import SamplingParams
 
 BLOCK = 4

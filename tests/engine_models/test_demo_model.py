@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.prepare import prepare
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
 from tests.support.oracle import Oracle, first_difference
 from tests.support.torch_model import Driver
 

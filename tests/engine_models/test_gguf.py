@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import engine.convert
-from engine.model_config import load_config, parse_config
-from engine.prepare import prepare
+import pillion.engine.checkpoints.convert
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config, parse_config
 from pillion.errors import ConfigError
 from tests.support.tiny_model import save_model
 from tests.support.torch_model import Driver, perturb_vectors
@@ -146,21 +146,25 @@ def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | Non
 def test_rope_scaling_is_not_lost(tmp_path):
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
     config = {"rope_parameters": {"rope_theta": 5.0}}
-    engine.convert._add_rope(config, read(tmp_path, **{f"rope__scaling__{key}": scaling[key] for key in scaling}))
+    pillion.engine.checkpoints.convert._add_rope(
+        config, read(tmp_path, **{f"rope__scaling__{key}": scaling[key] for key in scaling})
+    )
     wanted = {"rope_theta": 5.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert config["rope_parameters"] == wanted
 
 
 def test_rope_factors_are_not_lost(tmp_path):
     config: dict[str, Any] = {}
-    engine.convert._add_rope(config, read(tmp_path, tensors={"rope_freqs.weight": np.array([1, 2, 8], np.float32)}))
+    pillion.engine.checkpoints.convert._add_rope(
+        config, read(tmp_path, tensors={"rope_freqs.weight": np.array([1, 2, 8], np.float32)})
+    )
     assert config["rope_parameters"]["rope_type"] == "longrope"
     assert config["rope_parameters"]["long_factor"] == [1.0, 2.0, 8.0]
 
 
 def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
     config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
-    engine.convert._add_passed_over(config, read(tmp_path, "gemma2"))
+    pillion.engine.checkpoints.convert._add_passed_over(config, read(tmp_path, "gemma2"))
     assert config["query_pre_attn_scalar"] == 144
 
 
@@ -172,7 +176,7 @@ def test_the_end_of_a_turn_is_what_the_file_says(tmp_path):
             return {"<|eot_id|>": 7, "<|end|>": 8}
 
     reader = read(tmp_path, tokenizer__ggml__eot_token_id=9)
-    assert engine.convert._ends_of_turn({"eos_token_id": 2}, reader, Plain()) == [2, 9]
+    assert pillion.engine.checkpoints.convert._ends_of_turn({"eos_token_id": 2}, reader, Plain()) == [2, 9]
 
 
 def test_experts_that_would_be_lost_are_refused(tmp_path):
@@ -180,4 +184,4 @@ def test_experts_that_would_be_lost_are_refused(tmp_path):
     config["num_attention_heads"] = 1
     assert parse_config(config).moe is None
     with pytest.raises(ConfigError, match="experts"):
-        engine.convert._refuse_lost_experts(config, read(tmp_path, expert_count=8))
+        pillion.engine.checkpoints.convert._refuse_lost_experts(config, read(tmp_path, expert_count=8))

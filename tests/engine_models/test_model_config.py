@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.families import FAMILIES
-from engine.model_config import known_architectures, load_config, parse_config
-from engine.prepare import kv_layout
-from engine.rope import make_rope, make_ropes, partial_order, rotate
-from engine.rope_config import served_variant
+from pillion.engine.checkpoints.prepare import kv_layout
+from pillion.engine.models.families import FAMILIES
+from pillion.engine.models.model_config import known_architectures, load_config, parse_config
+from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
+from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
 from tests.support.fake_backend import prepared_model
 

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-import engine.prepare
-from engine.model_cache import ModelCache
-from engine.model_config import load_config
-from engine.model_files import locate
-from engine.prepare import kv_layout, prepare, resolve_dtype
-from engine.torch_backend import TorchBackend
-from engine.weights import load_weights
 from pillion.config import ModelFlags
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints import prepare as prepare_module
+from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.checkpoints.model_files import locate
+from pillion.engine.checkpoints.prepare import kv_layout, prepare, resolve_dtype
+from pillion.engine.checkpoints.weights import load_weights
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from tests.support.tiny_model import save_model
 from tests.support.torch_model import Driver
@@ -75,13 +75,13 @@ def test_a_complete_folder_is_used_as_it_is(folder):
 
 def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):
     first = prepare(flags(folder))
-    monkeypatch.setattr(engine.prepare, "_examine", lambda *_: pytest.fail("examined again"))
+    monkeypatch.setattr(prepare_module, "_examine", lambda *_: pytest.fail("examined again"))
     said = []
     assert prepare(flags(folder), said.append) == first
     assert not said
     program = f"""
         import sys
-        from engine.prepare import kv_layout, prepare
+        from pillion.engine.checkpoints.prepare import kv_layout, prepare
         from pillion.config import ModelFlags
         prepared = prepare(ModelFlags(model={str(folder)!r}, dtype="float32"))
         assert kv_layout(prepared, 16).block_bytes

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.cuts import cuts, group_maxima
-from engine.sampler import sample
+from pillion.engine.sampling.cuts import cuts, group_maxima
+from pillion.engine.sampling.sampler import sample
 from tests.support.sampling import Ask, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
 
 torch.set_num_threads(1)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from engine.logprobs import MIN_LOGPROB
-from engine.penalties import edited
-from engine.sampler import sample
+from pillion.engine.sampling.logprobs import MIN_LOGPROB
+from pillion.engine.sampling.penalties import edited
+from pillion.engine.sampling.sampler import sample
 from tests.support.sampling import Ask, chi_square_fits, draws_of, rows_of
 
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
 
 
 def plain(logits: list[float], ask: Ask) -> list[float]:
-    """All edits in float64, token by token, in the order that engine.penalties gives."""
+    """All edits in float64, token by token, in the order that pillion.engine.sampling.penalties gives."""
     values, answered = list(logits), Counter(ask.answered)
     for token in range(len(values)):
         values[token] += ask.bias.get(token, 0.0)

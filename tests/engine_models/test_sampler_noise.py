@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from engine.gumbel import GROUP_TOKENS
-from engine.philox import philox, random_words
+from pillion.engine.sampling.gumbel import GROUP_TOKENS
+from pillion.engine.sampling.philox import philox, random_words
 from tests.support.sampling import all_noise
 
 WORD = 0xFFFFFFFF
@@ -26,7 +26,7 @@ def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, .
 
 
 def plain_noise(seed: int, position: int, token: int) -> float:
-    """The module docstring of engine.gumbel, word for word."""
+    """The module docstring of pillion.engine.sampling.gumbel, word for word."""
 
     def words(index: int, stream: int) -> tuple[int, ...]:
         return plain_philox((position & WORD, position >> 32, index, stream), (seed & WORD, seed >> 32))

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.prepare import prepare
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
 from tests.support.tiny_model import save_model
 from tests.support.torch_model import Driver
 

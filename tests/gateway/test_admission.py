@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission import Admission, Shares, Visit
-from gateway.cluster import Cluster
-from gateway.tenants import OPEN, Tenant
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from pillion.gateway.admission.admission import Admission, Shares, Visit
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import PartRecord
 
 A, B = Tenant(name="a"), Tenant(name="b")
@@ -200,7 +200,7 @@ async def test_more_places_are_seen_with_the_next_event() -> None:
 async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     admission = Admission(100, 1000, lambda: 1)
-    monkeypatch.setattr("gateway.admission.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("pillion.gateway.admission.admission.time.monotonic", lambda: clock[0])
     visits = [admission.enter(A) for _ in range(8)]
     for visit in visits:
         admission.weigh(visit, 10)

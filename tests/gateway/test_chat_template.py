@@ -9,9 +9,9 @@ import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway import chat_template as module
-from gateway.chat_template import ChatTemplate
 from pillion.errors import InvalidRequest, Overloaded
+from pillion.gateway.tokens import chat_template as module
+from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.types import ChatMessage
 from tests.support.toy_tokenizer import TEMPLATE
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import events as ev
-from gateway.answer import Answer, Piece
-from gateway.choices import Choices, best
-from gateway.detokenizer import Detokenizer
-from gateway.outbox import Outbox
-from gateway.request import RequestMachine, State
-from gateway.validation import answer_seed
 from pillion.errors import Cancelled, NotFound, Overloaded, Unavailable
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.choices import Choices, best
+from pillion.gateway.request.outbox import Outbox
+from pillion.gateway.request.request_machine import RequestMachine, State
+from pillion.gateway.request.validation import answer_seed
+from pillion.gateway.tokens.answer import Answer, Piece
+from pillion.gateway.tokens.detokenizer import Detokenizer
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
 from tests.gateway.test_request import EOS, GONE, ack, hold, planned
 from tests.support.toy_tokenizer import byte_tokenizer

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.prepare import prepare
-from gateway.chat_template import ChatTemplate
-from gateway.tokenizer import ModelTokenizer
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage
 
 pytestmark = pytest.mark.model

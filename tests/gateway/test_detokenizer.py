@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.detokenizer import Detokenizer, Spellings
+from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings
 from tests.support.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 
 BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()

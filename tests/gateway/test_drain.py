@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pillion import AsyncClient, Unavailable
-from pillion.rpc import open_channel
+from pillion.net.rpc import open_channel
 from tests.support.fake_parts import Line, running_line, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fairness import OUTPUT_COST, PACE_HALF_LIFE_S, FairLine, Pace, Waiting
-from gateway.tenants import Tenant
+from pillion.gateway.admission.fairness import OUTPUT_COST, PACE_HALF_LIFE_S, FairLine, Pace, Waiting
+from pillion.gateway.admission.tenants import Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 NUMBERS = itertools.count()

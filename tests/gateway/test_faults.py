@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from gateway import calls, runner
-from gateway import request as machine
 from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
 from pillion.errors import Conflict, Internal, NotFound
+from pillion.gateway.request import calls, runner
+from pillion.gateway.request import request_machine as machine
 from tests.support.fake_parts import FakeDecode, Line, record, running_line, until
 
 PROMPT = "What is the capital of France?"
@@ -83,7 +83,7 @@ async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for() -> None:
 
 
 async def start_decode_again(line: Line) -> None:
-    from pillion import rpc
+    from pillion.net import rpc
     from pillion.v1 import decode_pb2_grpc
 
     def add(server) -> None:
@@ -106,7 +106,7 @@ async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_another_decode_worker_takes_over() -> None:
-    from pillion import rpc
+    from pillion.net import rpc
     from pillion.v1 import decode_pb2_grpc
 
     async with running_line(SCRIPT) as line:
@@ -208,7 +208,7 @@ async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_node_that_restarts_gets_a_new_session() -> None:
-    from pillion import rpc
+    from pillion.net import rpc
     from pillion.v1 import kvnode_pb2_grpc
 
     async with running_line(SCRIPT) as line:
@@ -346,7 +346,7 @@ async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.Monkey
         def broken(*_: object) -> None:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr("gateway.answer.Answer.push", broken)
+        monkeypatch.setattr("pillion.gateway.tokens.answer.Answer.push", broken)
         line.decode.gate.set()
         with pytest.raises(Internal, match="the gateway's log"):
             await reading

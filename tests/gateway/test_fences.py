@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster import Cluster
-from gateway.fences import Fences
-from gateway.prefill_client import PrefillLink
-from kvstore.index import Index, Registry
 from pillion.errors import Unavailable
-from pillion.rpc import start_server
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.fences import Fences
+from pillion.gateway.links.prefill_link import PrefillLink
+from pillion.kvstore.index.index import Index, Registry
+from pillion.net.rpc import start_server
 from pillion.v1 import prefill_pb2_grpc
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.prefill import Span

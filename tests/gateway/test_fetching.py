@@ -9,13 +9,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway import events as ev
-from gateway import fetching
-from gateway.planner import Bringing
-from gateway.request import State
-from kvstore import client
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.links import fetching
+from pillion.gateway.planning.planner import Bringing
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.request_machine import State
+from pillion.kvstore.client import node_client as client
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
 from tests.gateway.test_request import hold, kinds, machine, planned
 from tests.support.fake_parts import Line, knows, running_line, until
@@ -163,7 +163,7 @@ async def test_a_node_lost_while_it_fetches() -> None:
 
 
 async def start_node_again(line: Line) -> None:
-    from pillion import rpc
+    from pillion.net import rpc
     from pillion.v1 import kvnode_pb2_grpc
 
     def add(server) -> None:
@@ -176,7 +176,7 @@ async def start_node_again(line: Line) -> None:
 async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("pillion.telemetry.tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
     async with running_line(SCRIPT, BOTH) as line:
         line.node.brings = [3, Unavailable("gone")]
         knows(line, kv_1=6)

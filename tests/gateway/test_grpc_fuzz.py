@@ -10,7 +10,7 @@ import random
 import grpc
 import pytest
 
-from pillion.rpc import open_channel
+from pillion.net.rpc import open_channel
 from tests.support.fake_parts import running_line
 from tests.support.fuzz import a_request, malformed, send
 

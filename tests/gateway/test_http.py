@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from gateway.http_call import MAX_BODY_BYTES
-from gateway.http_errors import from_pillion
 from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
+from pillion.gateway.http_api.http_errors import from_pillion
 from tests.support.fake_parts import FINGERPRINT, MAX_LEN, running_line, until
 from tests.support.http import call, connected, request_bytes, send
 

@@ -95,7 +95,7 @@ async def test_several_prompts_answers_and_an_echo() -> None:
 
 
 async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.openai_reader.MAX_PROMPTS_AT_ONCE", 2)
+    monkeypatch.setattr("pillion.gateway.http_api.openai_reader.MAX_PROMPTS_AT_ONCE", 2)
     async with running_line("ab", max_inflight_requests=2) as line:
         prompts = [f"p{n}" for n in range(7)]
         asked = {"model": "toy", "prompt": prompts, "echo": True}
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> N
 
 
 async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.openai_reader.MAX_PROMPTS_AT_ONCE", 1)
+    monkeypatch.setattr("pillion.gateway.http_api.openai_reader.MAX_PROMPTS_AT_ONCE", 1)
     async with running_line() as line:
         line.decode.gate.clear()
         async with connected(line.gateway.http_address) as (_, writer):
@@ -181,7 +181,7 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
 
 
 async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.openai_pace.MAX_WRITES_PER_S", 10)
+    monkeypatch.setattr("pillion.gateway.http_api.openai_pace.MAX_WRITES_PER_S", 10)
     async with running_line("z" * 100) as line:
         reply = await call(line.gateway.http_address, "/v1/completions", TEXT)
         assert "".join(event["choices"][0]["text"] for event in reply.events) == "z" * 100

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import keys
-from gateway.keys import KeyFile, hash_of, new_key, parse_keys, read_keys
-from gateway.tenants import OPEN, Tenant, cache_salt
 from pillion.errors import ConfigError, Unauthenticated
+from pillion.gateway.admission import api_keys as keys
+from pillion.gateway.admission.api_keys import KeyFile, hash_of, new_key, parse_keys, read_keys
+from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 
 KEY, OTHER = "plk-" + "a" * 43, "plk-" + "b" * 43
 HASH = "sha256:" + hashlib.sha256(KEY.encode()).hexdigest()

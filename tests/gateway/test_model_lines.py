@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.admission import Visit
-from gateway.cluster import Cluster
-from gateway.model_lines import ModelLines
-from gateway.tenants import Tenant
 from pillion.errors import Overloaded
+from pillion.gateway.admission.admission import Visit
+from pillion.gateway.admission.model_lines import ModelLines
+from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import PartRecord
 
 A, B = Tenant(name="a", max_inflight_requests=4), Tenant(name="b", max_inflight_requests=10)

@@ -8,10 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.http_errors import ApiError
-from gateway.openai_fields import HARMLESS, READ_LATER, ChatBody, CompletionBody
-from gateway.openai_requests import DEFAULT_COMPLETION_TOKENS, MAX_PROMPTS, chat_request, completion_request
-from gateway.validation import MAX_MESSAGES, MAX_PROMPT_IDS
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.openai_fields import HARMLESS, READ_LATER, ChatBody, CompletionBody
+from pillion.gateway.http_api.openai_requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_PROMPTS,
+    chat_request,
+    completion_request,
+)
+from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
 from pillion.types import ChatMessage, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]

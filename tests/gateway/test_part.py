@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.part import start_gateway
-from pillion.cli.probes import answers, is_serving
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
+from pillion.gateway.gateway_server import start_gateway
+from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import PartRecord
 from tests.support.fake_parts import running_line, short_folder, toy_model, until
 from tests.support.redis import running_redis
@@ -23,7 +23,7 @@ from tests.support.redis import running_redis
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("gateway.part", "torch transformers triton"),
+        ("pillion.gateway.gateway_server", "torch transformers triton"),
         ("pillion", "torch transformers numpy tokenizers starlette redis"),
     ],
 )
@@ -75,7 +75,7 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing(tmp_path: pathlib.Pat
 
 
 async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Path) -> None:
-    from kvstore.index import Registry
+    from pillion.kvstore.index.index import Registry
 
     with running_redis() as redis:
         redis.kill()

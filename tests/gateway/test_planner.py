@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.planner import MAX_FETCH_SOURCES, Picture, Plan, Source, bringing, parse_policy, plan, replan, shorten
 from pillion.errors import ConfigError, Unavailable
+from pillion.gateway.planning.planner import (
+    MAX_FETCH_SOURCES,
+    Picture,
+    Plan,
+    Source,
+    bringing,
+    parse_policy,
+    plan,
+    replan,
+    shorten,
+)
 from pillion.wire.registry import PartRecord
 
 

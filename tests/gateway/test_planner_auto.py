@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Leanings
-from gateway.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel
-from gateway.planner import plan, replan, shorten
+from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Leanings
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel
+from pillion.gateway.planning.planner import plan, replan, shorten
 from pillion.wire.registry import PartRecord
 from tests.support.planner_parts import COST, decode, is_shared, line, node, picture, prefill
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from gateway.planner import plan
+from pillion.gateway.planning.planner import plan
 from pillion.wire.registry import PartRecord
 from tests.support.planner_parts import COST, decode, node, picture, prefill
 

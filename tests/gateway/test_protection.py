@@ -13,11 +13,11 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.keys import hash_of
-from gateway.tenants import Tenant, cache_salt
-from kvstore.hashing import request_root
 from pillion import AsyncClient, Internal, Overloaded, PermissionDenied, Unauthenticated
-from pillion.rpc import open_channel
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.admission.tenants import Tenant, cache_salt
+from pillion.kvstore.hashing import request_root
+from pillion.net.rpc import open_channel
 from tests.support.fake_parts import NAMESPACE, Line, running_line, until
 from tests.support.http import call
 
@@ -216,7 +216,7 @@ async def test_a_tenants_priority_is_capped(file: str) -> None:
 
 
 async def test_keys_change_while_it_runs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.part.WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
     async with running_with(file) as line:
         line.decode.gate.clear()
         async with client_of(line, "other") as client, client_of(line, "acme") as acme:

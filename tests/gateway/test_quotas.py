@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.quotas import MINUTE_S, Bucket, Quotas
-from gateway.tenants import OPEN, Tenant
 from pillion.errors import Overloaded
+from pillion.gateway.admission.quotas import MINUTE_S, Bucket, Quotas
+from pillion.gateway.admission.tenants import OPEN, Tenant
 
 
 def test_a_minutes_worth_at_once_then_the_rate() -> None:

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from gateway import remote_span
-from kvstore.hashing import chain_hashes, request_root
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.request import remote_span
+from pillion.kvstore.hashing import chain_hashes, request_root
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
 from tests.support.fake_parts import BLOCK, NAMESPACE, Line, knows, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer

@@ -11,13 +11,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import events as ev
-from gateway.job import Chain, Job
-from gateway.plan_cost import FetchPace
-from gateway.planner import Picture, Plan, parse_policy, plan, replan
-from gateway.remote_span import RemoteSpan
-from gateway.validation import Resolved
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.planning.plan_cost import FetchPace
+from pillion.gateway.planning.planner import Picture, Plan, parse_policy, plan, replan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.job import Chain, Job
+from pillion.gateway.request.remote_span import RemoteSpan
+from pillion.gateway.request.validation import Resolved
 from pillion.types import SamplingParams
 from pillion.wire.kvnode import Brought, Ticket
 from pillion.wire.prefill import ChunkAck, Span

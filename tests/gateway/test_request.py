@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway import events as ev
-from gateway import request as module
-from gateway.planner import Picture, parse_policy, plan
-from gateway.request import RequestMachine, State
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.planning.planner import Picture, parse_policy, plan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request import request_machine as module
+from pillion.gateway.request.request_machine import RequestMachine, State
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
 from pillion.wire.prefill import ChunkAck

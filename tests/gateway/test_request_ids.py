@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from pillion.errors import Unavailable
-from pillion.rpc import open_channel
+from pillion.net.rpc import open_channel
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.support.fake_parts import Line, running_line, until
 from tests.support.http import call

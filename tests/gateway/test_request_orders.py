@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import events as ev
-from gateway.request import RequestMachine, State
 from pillion.errors import NotFound, Overloaded
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.request_machine import RequestMachine, State
 from pillion.types import FinishReason
 from tests.gateway.test_request import GONE, ack, hold, machine, planned
 

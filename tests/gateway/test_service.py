@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstore.hashing import chain_hashes, request_root
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion.errors import NotFound
+from pillion.kvstore.hashing import chain_hashes, request_root
 from tests.support.fake_parts import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
@@ -310,7 +310,7 @@ async def test_http_pages() -> None:
 async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("pillion.telemetry.tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
     async with running_line() as line:
         with provider.get_tracer("client").start_as_current_span("client") as client_span:
             await read(line.client.generate(PROMPT, request_id="r-9", max_tokens=4))

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from gateway import runner
-from gateway.request import State
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import NotFound
+from pillion.gateway.request import runner
+from pillion.gateway.request.request_machine import State
 from pillion.types import GenerateRequest, SamplingParams
 from tests.support.fake_parts import Line, running_line, script_of, until
 from tests.support.toy_tokenizer import byte_tokenizer
@@ -253,8 +253,8 @@ async def test_a_deadline_frees_all_streams() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_defect_at_an_answers_end_ends_the_request(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    from gateway.answer import Answer
     from pillion.errors import Internal
+    from pillion.gateway.tokens.answer import Answer
 
     async with running_line() as line:
         tell(line, *TEXTS)

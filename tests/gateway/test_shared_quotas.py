@@ -13,17 +13,17 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.quotas import Bucket
-from gateway.shared_quotas import TELL_MS, SharedQuotas
-from gateway.tenants import OPEN, Tenant
-from kvstore.redis_keys import buckets_of
-from kvstore.redis_link import OPEN_MS
-from kvstore.shared_buckets import Ask, SharedBuckets, Short
 from pillion.errors import Overloaded, Unavailable
+from pillion.gateway.admission.quotas import Bucket
+from pillion.gateway.admission.shared_quotas import TELL_MS, SharedQuotas
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.kvstore.index.redis_keys import buckets_of
+from pillion.kvstore.index.redis_link import OPEN_MS
+from pillion.kvstore.index.shared_buckets import Ask, SharedBuckets, Short
 from tests.support.fake_parts import until
 from tests.support.redis import RedisServer, running_redis
 
-LUA = pathlib.Path(__file__).resolve().parents[2] / "kvstore" / "lua"
+LUA = pathlib.Path(__file__).resolve().parents[2] / "kvstore" / "index" / "lua"
 
 
 @pytest.fixture(scope="module")

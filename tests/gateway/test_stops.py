@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.answer import Answer
-from gateway.detokenizer import Detokenizer
-from gateway.stops import StopMatcher
+from pillion.gateway.tokens.answer import Answer
+from pillion.gateway.tokens.detokenizer import Detokenizer
+from pillion.gateway.tokens.stops import StopMatcher
 from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()

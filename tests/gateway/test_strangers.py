@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from gateway import http_call
-from gateway.http_call import Call
-from gateway.keys import hash_of
-from pillion.rpc import MAX_MESSAGE_BYTES, open_channel
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.http_api import http_call
+from pillion.gateway.http_api.http_call import Call
+from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
 from tests.support.fake_parts import Line, running_line, until
 from tests.support.http import call, connected, request_bytes
 
@@ -63,7 +63,7 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
 
 
 async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http_connection.HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 0.3)
     async with running_line("abc") as line:
         address = line.gateway.http_address
         whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
@@ -91,7 +91,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http_connection.STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("pillion.gateway.http_api.http_connection.STALL_TIMEOUT_S", 0.3)
     async with running_line("abc") as line:
         connections = line.gateway._http._server.server_state.connections
         async with connected(line.gateway.http_address) as (reader, writer):
@@ -108,8 +108,8 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http.MAX_HTTP_CONNECTIONS", 4)
-    monkeypatch.setattr("gateway.http_connection.SPARE_CONNECTIONS", 2)
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
+    monkeypatch.setattr("pillion.gateway.http_api.http_connection.SPARE_CONNECTIONS", 2)
     async with running_line("abc") as line, contextlib.AsyncExitStack() as stack:
         address = line.gateway.http_address
         server = line.gateway._http._server

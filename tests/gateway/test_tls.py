@@ -17,13 +17,14 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.part import GatewayPart, start_gateway
-from kvstore.client import NodeClient
-from pillion import AsyncClient, ConfigError, Unavailable, rpc, tls
+from pillion import AsyncClient, ConfigError, Unavailable
 from pillion.cli.certs import make_certs
-from pillion.cli.probes import is_serving
 from pillion.config import GatewayFlags
-from pillion.tls import Identity, TlsFiles
+from pillion.gateway.gateway_server import GatewayPart, start_gateway
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.net import rpc, tls
+from pillion.net.tls import Identity, TlsFiles
+from pillion.supervisor.probes import is_serving
 from pillion.v1 import kvnode_pb2_grpc
 from tests.support.fake_parts import BLOCK, FakeNode, Line, running_line, toy_model, until
 
@@ -152,7 +153,7 @@ async def test_new_certificates_without_a_restart(
             await until(lambda: line.decode.submits)
             # Half of a pair is no pair.
             put(two, tmp_path, "server.pem")
-            with caplog.at_level(logging.WARNING, "pillion.watched"):
+            with caplog.at_level(logging.WARNING, "pillion.net.watched"):
                 for address in (part.grpc_address, part.http_address):
                     assert await shown(address) == (one / "server.pem").read_text()
             assert "what was read before stays in use" in caplog.text
@@ -169,7 +170,7 @@ async def test_new_certificates_without_a_restart(
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes are seen by the next handshake."""
     monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
-    monkeypatch.setattr("pillion.watched.AT_REST_S", -1.0)
+    monkeypatch.setattr("pillion.net.watched.AT_REST_S", -1.0)
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from gateway import tokenizer as module
-from gateway.tokenizer import ModelTokenizer, TokenizerPool
 from pillion.errors import ConfigError, Overloaded
+from pillion.gateway.tokens import tokenizer as module
+from pillion.gateway.tokens.tokenizer import ModelTokenizer, TokenizerPool
 from tests.support.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
 BOS, EOS = 256, 257

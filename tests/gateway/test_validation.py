@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway import validation as v
 from pillion.errors import InvalidRequest, NotFound
+from pillion.gateway.request import validation as v
 from pillion.types import ChatMessage, GenerateRequest, SamplingParams
 
 LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.admission import Admission, check_pool
-from gateway.cluster import OwnLoad
-from gateway.view import SUSPECT_S, PartView
 from pillion._version import PROTOCOL
 from pillion.errors import InvalidRequest
+from pillion.gateway.admission.admission import Admission, check_pool
+from pillion.gateway.links.cluster import OwnLoad
+from pillion.gateway.planning.cluster_view import SUSPECT_S, PartView
 from pillion.wire.registry import PartRecord
 
 A, B = (PartRecord(part_id=name, role="prefill", address="x") for name in "ab")

@@ -8,9 +8,9 @@ import pathlib
 
 import pytest
 
-from gateway.keys import KeyFile, hash_of
 from pillion.errors import ConfigError
-from pillion.watched import Watched
+from pillion.gateway.admission.api_keys import KeyFile, hash_of
+from pillion.net.watched import Watched
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_what_changed_long_ago_is_read_at_the_first_look(path: pathlib.Path, mon
     watched = Watched([str(path)])
     path.write_text("two")
     now = path.stat().st_ctime
-    monkeypatch.setattr("pillion.watched.time.time", lambda: now + 3600.0)
+    monkeypatch.setattr("pillion.net.watched.time.time", lambda: now + 3600.0)
     assert watched.newer(path.read_text) == "two"
 
 

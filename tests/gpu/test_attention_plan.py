@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.attention_plan import (
+from pillion.errors import Internal
+from pillion.kernels.gpu.attention.gpu_attention_plan import (
     BEGIN,
     END,
     HEAD,
@@ -25,7 +26,6 @@ from kernels.gpu.attention_plan import (
     AttentionPlanner,
     Tiling,
 )
-from pillion.errors import Internal
 
 BLOCK_SIZE = 16
 KEYS = 8
@@ -127,7 +127,7 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
 
 
 def wanted(batch, kv_heads, group, window):
-    """What :func:`kernels.reference.paged_attention` reads."""
+    """What :func:`pillion.kernels.torch.reference.paged_attention` reads."""
     found = Counter()
     for sequence, context in enumerate(batch.context_lens.tolist()):
         begin, end = batch.query_starts[sequence : sequence + 2].tolist()

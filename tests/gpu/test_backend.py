@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.gpu_graphs import MAX_GRAPH_TOKENS, sizes_for
-from engine.prepare import prepare
-from engine.sampler import sample
-from engine.sampling_rows import RowEdit, SamplingRows
 from pillion.config import ModelFlags
+from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, sizes_for
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
 from pillion.errors import ConfigError, Internal
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE

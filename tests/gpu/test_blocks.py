@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.blocks import copy, gather, scatter
 from pillion.errors import Internal
+from pillion.kernels.gpu.blocks import copy, gather, scatter
 from tests.support.guarded import Guarded
 
 SLOTS = 7

@@ -17,7 +17,7 @@ BUILD_TIMEOUT_S = 600
 # Compiles nothing but one kernel, whose limits no kernel can keep.
 _TOO_TIGHT = """
 from dataclasses import replace
-from kernels.gpu.build import all_specs, build
+from pillion.kernels.gpu.build import all_specs, build
 spec = replace(all_specs("embed")[0], max_registers=1, max_spill_bytes=-1)
 print(build(spec, 90).excess)
 """
@@ -34,7 +34,7 @@ def run(*command: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S)
 def test_every_kernel_builds_within_its_limits(tmp_path):
-    done = run("-m", "kernels.gpu.build", "--json", str(tmp_path / "built.json"), folder=tmp_path)
+    done = run("-m", "pillion.kernels.gpu.build", "--json", str(tmp_path / "built.json"), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     built = json.loads((tmp_path / "built.json").read_text())
     assert {each["arch"] for each in built} == {80, 90}

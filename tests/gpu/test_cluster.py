@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.prepare import prepare
 from pillion import Client
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
 from tests.support import cluster, fake_cuda
 from tests.support.families import tokens_of
 from tests.support.gpu import NATIVE

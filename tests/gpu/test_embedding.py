@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.embedding import embed, reference
 from pillion.errors import Internal
+from pillion.kernels.gpu.rows.embedding import embed, reference
 
 
 @given(

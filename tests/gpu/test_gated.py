@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layers import GATED
-from kernels.gpu import reference
-from kernels.gpu.gated import ACTIVATIONS, gated
+from pillion.engine.models.layers import GATED
 from pillion.errors import Internal
+from pillion.kernels.gpu import gpu_reference as reference
+from pillion.kernels.gpu.rows.gated import ACTIVATIONS, gated
 from tests.support.guarded import Guarded
 
 # Its exponentials may become infinite, as a GPU's do.

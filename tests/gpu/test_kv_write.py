@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layers import Norm
-from engine.rope import Rope, rotate
-from kernels.gpu import reference
-from kernels.gpu.kv_write import HeadNorm, Rotary, kv_write
+from pillion.engine.models.layers import Norm
+from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
+from pillion.kernels.gpu import gpu_reference as reference
+from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from tests.support.guarded import MARK, Guarded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

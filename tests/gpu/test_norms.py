@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import layers
-from kernels.gpu import reference
-from kernels.gpu.norms import MAX_COLUMNS, add_rms_norm, rms_norm
+from pillion.engine.models import layers
 from pillion.errors import Internal
+from pillion.kernels.gpu import gpu_reference as reference
+from pillion.kernels.gpu.rows.norms import MAX_COLUMNS, add_rms_norm, rms_norm
 from tests.support.guarded import Guarded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

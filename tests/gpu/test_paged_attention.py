@@ -13,8 +13,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.gpu.attention_plan import ITEM_WORDS, PARTIAL
 from pillion.errors import Internal
+from pillion.kernels.gpu.attention.gpu_attention_plan import ITEM_WORDS, PARTIAL
 
 SHORT = st.tuples(st.integers(0, 200), st.integers(1, 2))
 CHUNK = st.tuples(st.integers(0, 100), st.integers(3, 40))

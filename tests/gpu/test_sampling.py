@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cuts import row_cut
-from engine.sampler import sample
-from engine.sampling_rows import MIN_TEMPERATURE
-from kernels.gpu import sampling_record
-from kernels.gpu.sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
-from kernels.gpu.sampling_cuts import find_cuts
-from kernels.gpu.sampling_device import HEAD_TOKENS, Scratch
-from kernels.gpu.sampling_record import cuts_any, pack_rows
+from pillion.engine.sampling.cuts import row_cut
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE
 from pillion.errors import Internal
+from pillion.kernels.gpu.sampling import sampling_record
+from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
+from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
+from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, Scratch
+from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
 from tests.support.sampling import Ask, all_noise, chi_square_fits, rows_of, unpruned, warp
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.penalties import edited
-from kernels.gpu.sampling_edits import apply_edits, keep_raw
-from kernels.gpu.sampling_record import EDIT_FIELDS, EditPacker
+from pillion.engine.sampling.penalties import edited
 from pillion.errors import Internal
+from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
+from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS, EditPacker
 from tests.support.sampling import Ask, rows_of
 
 VOCAB = 300

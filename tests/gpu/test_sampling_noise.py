@@ -12,8 +12,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.philox import random_words as words_on_cpu
-from kernels.gpu.philox import exponential, philox, random_words
+from pillion.engine.sampling.philox import random_words as words_on_cpu
+from pillion.kernels.gpu.sampling.gpu_philox import exponential, philox, random_words
 
 WORD = 0xFFFFFFFF
 COUNT = 64

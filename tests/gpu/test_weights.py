@@ -7,9 +7,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.gpu_weights import ALIGN_BYTES, WeightMemory, load_gpu_weights, own_memory, plan_folder, weights_key
-from engine.model_config import load_config
-from engine.weights import load_weights
+from pillion.engine.backends.gpu.gpu_weights import (
+    ALIGN_BYTES,
+    WeightMemory,
+    load_gpu_weights,
+    own_memory,
+    plan_folder,
+    weights_key,
+)
+from pillion.engine.checkpoints.weights import load_weights
+from pillion.engine.models.model_config import load_config
 from tests.support.gpu import DEVICE
 from tests.support.tiny_model import save_model
 from tests.support.torch_model import perturb_vectors

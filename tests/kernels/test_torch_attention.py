@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels import attention_plan
-from kernels.reference import paged_attention, write_kv
-from kernels.torch_attention import StepAttention
+from pillion.kernels.torch import attention_tiles as attention_plan
+from pillion.kernels.torch.reference import paged_attention, write_kv
+from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.batches import Sequences
 
 torch.set_num_threads(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.prepare import prepare
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import Internal
 from tests.support.tiny_model import save_model
 from tests.support.torch_model import Driver

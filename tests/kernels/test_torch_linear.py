@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from kernels.torch_linear import Linear, can_pack
+from pillion.kernels.torch.torch_linear import Linear, can_pack
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from kvstore.admission import Waiter, WaitingLine
-from kvstore.ledger import Ledger
-from kvstore.records import SESSION
 from pillion.errors import Overloaded
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.waiting_line import Waiter, WaitingLine
 from pillion.priority import PRIORITY_AGING_S
 
 SLOTS = 8

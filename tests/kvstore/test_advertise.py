@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvstore import advertise
-from kvstore.advertise import advertised
-from pillion.cli.parts import name_of
 from pillion.config import DecodeFlags, KVNodeFlags
 from pillion.errors import ConfigError
+from pillion.kvstore.index import advertise
+from pillion.kvstore.index.advertise import advertised
+from pillion.supervisor.parts import name_of
 
 REDIS = "redis://127.0.0.1:6379/0"
 

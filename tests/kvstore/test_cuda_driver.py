@@ -12,10 +12,19 @@ import sys
 import pytest
 import torch
 
-from kvstore import cuda_driver
-from kvstore.cuda_driver import AccessDesc, AllocationFlags, AllocationProp, CudaError, Device, Driver, Location, Stream
-from kvstore.cuda_segment import DeviceSegment, map_device
 from pillion.errors import ConfigError
+from pillion.kvstore.memory import cuda_driver
+from pillion.kvstore.memory.cuda_driver import (
+    AccessDesc,
+    AllocationFlags,
+    AllocationProp,
+    CudaError,
+    Device,
+    Driver,
+    Location,
+    Stream,
+)
+from pillion.kvstore.memory.cuda_segment import DeviceSegment, map_device
 from tests.support import fake_cuda
 from tests.support.fake_cuda import NATIVE, DeviceBytes
 
@@ -24,7 +33,7 @@ MIB = 2**20
 # Maps the memory behind a descriptor, changes a byte, says what it read; then waits to be killed.
 CHILD = """
 import sys, time
-from kvstore.cuda_segment import map_device
+from pillion.kvstore.memory.cuda_segment import map_device
 from tests.support.fake_cuda import DeviceBytes
 mapped = map_device(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 bytes_ = DeviceBytes(mapped)
@@ -35,8 +44,8 @@ time.sleep(60)
 """
 FOLLOW = """
 import ctypes, sys
-from kvstore.cuda_driver import Driver
-from kvstore.cuda_segment import DeviceSegment
+from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_segment import DeviceSegment
 segment = DeviceSegment(Driver().device(0), 2**21)
 print("mapped", flush=True)
 ctypes.string_at(segment.mapping.address, 1)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvstore import cuda_driver, cuda_memory
-from kvstore.checksum import block_checksum
-from kvstore.cuda_driver import Driver
-from kvstore.cuda_memory import STAGES, CudaMemory
-from kvstore.cuda_segment import DeviceSegment
-from kvstore.hashing import split_hashes
-from kvstore.host_tier import HostTier
-from kvstore.memory import HostMemory
 from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.hashing import split_hashes
+from pillion.kvstore.memory import cuda_driver, cuda_memory
+from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_memory import STAGES, CudaMemory
+from pillion.kvstore.memory.cuda_segment import DeviceSegment
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.wire.kvnode import Brought, NodeStatus
 from tests.support import fake_cuda
 from tests.support.fake_cuda import NATIVE, DeviceBytes

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvstore import cuda_driver
-from kvstore.attach import Attachment, attach
-from kvstore.node import KVNode, start_kvnode
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
+from pillion.kvstore.memory import cuda_driver
+from pillion.kvstore.node.attach import Attachment, attach
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from tests.support import fake_cuda
 from tests.support.fake_cuda import NATIVE, DeviceBytes
 
@@ -28,7 +28,7 @@ NUM_SLOTS = 24
 # Attaches, writes or reads a slot, says so, and then waits to be killed.
 WORKER = """
 import sys, time
-from kvstore.attach import attach
+from pillion.kvstore.node.attach import attach
 from tests.support.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
 a = attach(path, part_id=what, role="decode", block_bytes=65536, timeout_s=10)
@@ -42,7 +42,7 @@ time.sleep(60)
 """
 NODE = """
 import asyncio, sys
-from kvstore.node import start_kvnode
+from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.config import KVNodeFlags
 async def main():
     flags = KVNodeFlags(node_listen=f"unix:{sys.argv[1]}/node.sock", attach_socket=f"{sys.argv[1]}/attach.sock",
@@ -126,7 +126,7 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
 # Loses its connection as a dying process does, whose kernels may still run; then waits to be killed.
 DYING = """
 import sys, time
-from kvstore.attach import attach
+from pillion.kvstore.node.attach import attach
 a = attach(sys.argv[1], part_id="dying", role="decode", block_bytes=65536, timeout_s=10)
 print(a.epoch, flush=True)
 sys.stdin.readline()

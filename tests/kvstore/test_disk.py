@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk_files import HEADER_BYTES, LOCK_NAME, DiskFolder, Layout
-from kvstore.tiers import BlockName
 from pillion.errors import ConfigError
+from pillion.kvstore.tiers.disk_files import HEADER_BYTES, LOCK_NAME, DiskFolder, Layout
+from pillion.kvstore.tiers.tiers import BlockName
 from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, OTHER, chain, file_of, files_in, flip, loaded, opened
 
 
@@ -190,7 +190,7 @@ async def test_other_versions_and_block_sizes_are_removed(tmp_path: Path, monkey
     blocks = chain(2)
     async with opened(tmp_path) as tier:
         await tier.store(blocks[:1])
-        monkeypatch.setattr("kvstore.disk_files.VERSION", 2)
+        monkeypatch.setattr("pillion.kvstore.tiers.disk_files.VERSION", 2)
         await tier.store(blocks[1:])
     async with opened(tmp_path) as tier:
         assert [name.hash for name in tier.names()] == [blocks[1][0].hash]
@@ -215,7 +215,7 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
         DiskFolder(tmp_path)
     held.close()
     script = (
-        "import sys, time; from kvstore.disk_files import DiskFolder; "
+        "import sys, time; from pillion.kvstore.tiers.disk_files import DiskFolder; "
         "held = DiskFolder(sys.argv[1]); print(1, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:

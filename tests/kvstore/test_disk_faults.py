@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import disk
+from pillion.kvstore.tiers import disk
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, chain, file_of, files_in, loaded, opened
 
 

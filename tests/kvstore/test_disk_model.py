@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.disk import DiskTier, open_disk_tier
-from kvstore.disk_files import PAGE_BYTES, DiskFolder
+from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
+from pillion.kvstore.tiers.disk_files import PAGE_BYTES, DiskFolder
 from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, chain, flip
 
 MAX_BLOCKS = 6

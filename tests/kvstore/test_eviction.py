@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.eviction import EvictionPolicy, LruEviction, make_policy
-from kvstore.eviction_frequency import MAX_USES, ArcEviction, LfuEviction
-from kvstore.hashing import chain_hashes, split_hashes
-from kvstore.ledger import Ledger
-from kvstore.records import SESSION
-from kvstore.tree import Block
 from pillion.errors import ConfigError, Internal
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction, make_policy
+from pillion.kvstore.ledger.eviction_frequency import MAX_USES, ArcEviction, LfuEviction
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.tree import Block
 from pillion.wire.kvnode import CommitRun
 
 POLICIES = ("lru", "lfu", "arc")

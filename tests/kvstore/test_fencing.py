@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.attach import Attachment, attach
-from kvstore.client import NodeClient
-from kvstore.hashing import chain_hashes
-from kvstore.index import Registry
-from kvstore.node import KVNode, start_kvnode
 from pillion.config import KVNodeFlags
 from pillion.errors import Cancelled, Conflict, NotFound
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.hashing import chain_hashes
+from pillion.kvstore.index.index import Registry
+from pillion.kvstore.node.attach import Attachment, attach
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.wire.kvnode import CommitRun, NodeStatus
 from tests.support.redis import RedisServer
 

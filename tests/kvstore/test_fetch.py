@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import fetch as fetch_module
-from kvstore.checksum import block_checksum
-from kvstore.fetch import Fetcher, FetchLimits
-from kvstore.hashing import chain_hashes, split_hashes
-from kvstore.ledger import Ledger
-from kvstore.memory import HostMemory
-from kvstore.plane import Pinned
-from kvstore.records import SESSION
-from kvstore.tiers import BlockName
 from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.tiers import BlockName
+from pillion.kvstore.transfer import fetch as fetch_module
+from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.kvstore.transfer.plane import Pinned
 from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64

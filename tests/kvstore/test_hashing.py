@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.hashing import HASH_BYTES, chain_hashes, namespace_base, request_root, split_hashes
 from pillion.errors import InvalidRequest
+from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, namespace_base, request_root, split_hashes
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 block_sizes = st.sampled_from([1, 2, 4, 16])
@@ -82,7 +82,7 @@ def test_odd_lengths_are_refused() -> None:
 
 def test_the_same_in_every_process() -> None:
     """Python's own hash is seeded by process; ours must not notice."""
-    code = "from kvstore.hashing import *; print(request_root(namespace_base(fingerprint='f', dtype='float32', "
+    code = "from pillion.kvstore.hashing import *; print(request_root(namespace_base(fingerprint='f', dtype='float32', "
     code += "layout='v1', block_size=16)).hex())"
     answers = {
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env).stdout

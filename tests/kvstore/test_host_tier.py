@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.checksum import block_checksum
-from kvstore.host_tier import HostTier
-from kvstore.tiers import BlockName, BufferTier
 from pillion.errors import ConfigError
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.host_tier import HostTier
+from pillion.kvstore.tiers.tiers import BlockName, BufferTier
 
 BLOCK_BYTES = 64
 BLOCKS = 5

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstore import redis_keys as keys
-from kvstore.hashing import SEGMENT_BLOCKS
-from kvstore.hot_prefixes import HotPrefixes
-from kvstore.index import Index, PrefixHit, Registry
-from kvstore.redis_writer import SWEEP_FIELDS
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.hot_prefixes import HotPrefixes
+from pillion.kvstore.index.index import Index, PrefixHit, Registry
+from pillion.kvstore.index.redis_writer import SWEEP_FIELDS
 from pillion.wire.registry import PartRecord
 from tests.support.redis import RedisServer
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, until

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import announcer as announcer_module
-from kvstore import redis_keys as keys
-from kvstore.announcer import BATCH_BLOCKS, AnnounceQueue, Announcer
-from kvstore.hashing import SEGMENT_BLOCKS
-from kvstore.index import Index, Registry
-from kvstore.records import IndexEvent
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.index import announcer as announcer_module
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.announcer import BATCH_BLOCKS, AnnounceQueue, Announcer
+from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.ledger.records import IndexEvent
 from tests.support.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvstore import redis_keys as keys
-from kvstore.index import LOOKUP_DEADLINE_MS, Index, PrefixHit, Registry
-from kvstore.redis_link import Breaker, RedisLink, ScriptCall
-from kvstore.redis_writer import IndexWriter, SweepPlace
 from pillion.errors import Unavailable
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.index import LOOKUP_DEADLINE_MS, Index, PrefixHit, Registry
+from pillion.kvstore.index.redis_link import Breaker, RedisLink, ScriptCall
+from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from tests.support.redis import RedisServer, running_redis
 from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until
 

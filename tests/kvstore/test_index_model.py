@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.hashing import SEGMENT_BLOCKS
-from kvstore.index import Index
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.index.index import Index
 from tests.support.redis import RedisServer
 from tests.support.redis_kinds import running_cluster
 from tests.support.redis_nodes import Chain, FakeNode

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.hashing import chain_hashes, split_hashes
-from kvstore.integrity import IntegrityError
-from kvstore.ledger import Ledger
-from kvstore.records import FETCH, SESSION, TicketState
 from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.integrity import IntegrityError
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import FETCH, SESSION, TicketState
 from pillion.wire.kvnode import CommitRun
 
 ROOT = bytes(32)

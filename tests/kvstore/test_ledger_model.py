@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.admission import Grant, Waiter, WaitingLine
-from kvstore.hashing import chain_hashes, split_hashes
-from kvstore.ledger import Ledger
-from kvstore.records import SESSION
 from pillion.errors import Conflict, NotFound, Overloaded
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.waiting_line import Grant, Waiter, WaitingLine
 from pillion.priority import PRIORITY_AGING_S
 from pillion.wire.kvnode import CommitRun
 

@@ -12,11 +12,11 @@ import random
 
 import pytest
 
-from kvstore.attach import attach
-from kvstore.hashing import HASH_BYTES, split_hashes
-from kvstore.index import Index, Registry
-from kvstore.redis_writer import IndexWriter
 from pillion.errors import PillionError
+from pillion.kvstore.hashing import HASH_BYTES, split_hashes
+from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.redis_writer import IndexWriter
+from pillion.kvstore.node.attach import attach
 from pillion.wire.kvnode import Brought, NodeStatus
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, hosts, prompt
 from tests.support.redis import RedisServer

@@ -10,11 +10,6 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from kvstore.attach import Attachment, attach
-from kvstore.client import NodeClient, Session
-from kvstore.hashing import chain_hashes
-from kvstore.node import KVNode, start_kvnode
-from kvstore.pool import Pool
 from pillion.config import KVNodeFlags
 from pillion.errors import (
     Cancelled,
@@ -26,7 +21,12 @@ from pillion.errors import (
     Overloaded,
     Unavailable,
 )
-from pillion.rpc import open_channel
+from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.hashing import chain_hashes
+from pillion.kvstore.node.attach import Attachment, attach
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.pool import Pool
+from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire.kvnode import AttachHello, CommitRun
 

@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 
-from kvstore import peers as peers_module
-from kvstore.client import NodeClient
-from kvstore.grpc_plane import GrpcPlane
-from kvstore.memory import HostMemory
-from kvstore.peers import Peer, Peers
-from kvstore.plane import BlockShape, DataPlane
-from kvstore.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
-from kvstore.segment import Segment, map_shared
 from pillion.errors import Conflict, DeadlineExceeded, InvalidRequest, PillionError, Unavailable
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.transfer import peers as peers_module
+from pillion.kvstore.transfer.grpc_plane import GrpcPlane
+from pillion.kvstore.transfer.peers import Peer, Peers
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane
+from pillion.kvstore.transfer.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
 from tests.support.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 4096

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvstore import grpc_plane, nixl_plane, peers
-from kvstore.checksum import block_checksum
-from kvstore.grpc_plane import GrpcPlane
-from kvstore.memory import HostMemory
-from kvstore.nixl_agent import nixl_trouble
-from kvstore.nixl_plane import NixlPlane
-from kvstore.peers import Peer, Peers
-from kvstore.plane import BlockShape, DataPlane, Pinned, choose_transport
-from kvstore.segment import Segment, map_shared
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.transfer import grpc_plane, nixl_plane, peers
+from pillion.kvstore.transfer.grpc_plane import GrpcPlane
+from pillion.kvstore.transfer.nixl_agent import nixl_trouble
+from pillion.kvstore.transfer.nixl_plane import NixlPlane
+from pillion.kvstore.transfer.peers import Peer, Peers
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane, Pinned, choose_transport
 from tests.support.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 65536
@@ -266,7 +266,7 @@ def test_what_auto_comes_to(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     trouble = nixl_trouble()
     assert choose_transport("auto") == ("grpc" if trouble else "nixl")
     assert len([record for record in caplog.records if record.name == "pillion.kvnode"]) == 2
-    monkeypatch.setattr("kvstore.nixl_agent.nixl_trouble", lambda: "nixl does not import")
+    monkeypatch.setattr("pillion.kvstore.transfer.nixl_agent.nixl_trouble", lambda: "nixl does not import")
     assert choose_transport("auto") == "grpc"
     assert "nixl does not import" in caplog.text
     with pytest.raises(ConfigError, match="does not import"):

@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
-from kvstore import nixl_plane
-from kvstore.memory import HostMemory
-from kvstore.nixl_agent import nixl_trouble
-from kvstore.nixl_plane import NixlPlane
-from kvstore.peers import Peers
-from kvstore.plane import BlockShape, DataPlane
-from kvstore.segment import Segment, map_shared
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.transfer import nixl_plane
+from pillion.kvstore.transfer.nixl_agent import nixl_trouble
+from pillion.kvstore.transfer.nixl_plane import NixlPlane
+from pillion.kvstore.transfer.peers import Peers
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from tests.support.plane_source import NAMESPACE, block_of, chain_of, running_source
 
 BLOCK_BYTES = 2**18
@@ -120,7 +120,7 @@ async def test_a_source_that_is_stopped_before_its_first_read(
 ) -> None:
     """The probe finds nobody. What it had asked for arrives later, and touches no slot; nobody is written off."""
     caplog.set_level("INFO")
-    monkeypatch.setattr("kvstore.peers.STREAM_STALL_S", 0.3)
+    monkeypatch.setattr("pillion.kvstore.transfer.peers.STREAM_STALL_S", 0.3)
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address) as (peers, plane, memory):
             peer = await peers.get("source")

@@ -11,12 +11,12 @@ from urllib.parse import quote
 import pytest
 from redis.cluster import key_slot
 
-from kvstore import redis_keys as keys
-from kvstore.announcer import Announcer
-from kvstore.hashing import SEGMENT_BLOCKS
-from kvstore.index import Index, PrefixHit, Registry
-from kvstore.redis_writer import SweepPlace
 from pillion.errors import Unavailable
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.announcer import Announcer
+from pillion.kvstore.index.index import Index, PrefixHit, Registry
+from pillion.kvstore.index.redis_writer import SweepPlace
 from tests.support.redis_kinds import (
     PortServer,
     SentinelSet,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import redis.asyncio
 
-from kvstore.index import Index
-from kvstore.redis_url import CLUSTER, ONE, SENTINEL, connect, parse, without_password
 from pillion.errors import ConfigError
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.redis_url import CLUSTER, ONE, SENTINEL, connect, parse, without_password
 
 
 def test_one_server() -> None:

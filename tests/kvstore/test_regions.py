@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import cuda_driver, region_server
-from kvstore.node import KVNode, start_kvnode
-from kvstore.region_client import Region, share_region
-from kvstore.regions import FILL, READY, Action, Dropped, Granted, Regions
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded
+from pillion.kvstore.client.region_client import Region, share_region
+from pillion.kvstore.memory import cuda_driver
+from pillion.kvstore.node import region_server
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.regions import FILL, READY, Action, Dropped, Granted, Regions
 from pillion.wire.kvnode import (
     RegionHello,
     line_to_bytes,
@@ -39,7 +40,7 @@ KEY, OTHER = hashlib.sha256(b"weights").hexdigest(), hashlib.sha256(b"others").h
 # Asks for the region, fills it when told to on its standard input, says so, and waits to be killed.
 CHILD = """
 import sys
-from kvstore.region_client import share_region
+from pillion.kvstore.client.region_client import share_region
 from tests.support.fake_cuda import DeviceBytes
 region = share_region(sys.argv[1], sys.argv[2], int(sys.argv[3]), 20)
 print("fill" if region.must_fill else "ready", flush=True)

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import spill
-from kvstore.checksum import block_checksum
-from kvstore.disk import open_disk_tier
-from kvstore.disk_files import DiskFolder
-from kvstore.eviction import LruEviction, make_policy
-from kvstore.memory import HostMemory
-from kvstore.records import IndexEvent
-from kvstore.spill import Spiller
-from kvstore.spill_plan import News, Watermarks
-from kvstore.tiers import BlockName, Tier, TierCounts
 from pillion.errors import ConfigError
+from pillion.kvstore.ledger.eviction import LruEviction, make_policy
+from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.tiers import spill
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.disk import open_disk_tier
+from pillion.kvstore.tiers.disk_files import DiskFolder
+from pillion.kvstore.tiers.spill import Spiller
+from pillion.kvstore.tiers.spill_plan import News, Watermarks
+from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
 from tests.kvstore.test_eviction import Node, prompt
 
 BLOCK_BYTES = 256

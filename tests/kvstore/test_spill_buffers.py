@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.host_tier import HostTier
+from pillion.kvstore.tiers.host_tier import HostTier
 from tests.kvstore.test_eviction import prompt
 from tests.kvstore.test_spill import BLOCK_BYTES, NUM_SLOTS, Host, running, until
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pillion import metric_catalog as names
 from pillion.errors import ConfigError
-from pillion.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
-from pillion.metrics_export import Exports, Page, push_wanted
-from pillion.metrics_prometheus import prometheus_name, sample_names
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
+from pillion.observability.metrics_export import Exports, Page, push_wanted
+from pillion.observability.metrics_prometheus import prometheus_name, sample_names
 from tests.support.otlp import collecting
 
 QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")

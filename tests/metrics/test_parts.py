@@ -12,16 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
-from engine.plan import Outcome, Sampled, StepPlan
-from engine.step_meter import IDLE, StepMeter
-from engine.step_meter import readings as lines
-from gateway.request_meter import CHAT, GatewayMeter, RequestMeter
-from gateway.request_meter import readings as under_way
-from kvstore.node_meter import readings as books
 from pillion import errors
-from pillion import metric_catalog as names
-from pillion.cli.log_format import JsonFormatter
-from pillion.metrics import Meters, Metric, Reading, Snapshot
+from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
+from pillion.engine.worker.step_meter import IDLE, StepMeter
+from pillion.engine.worker.step_meter import readings as lines
+from pillion.gateway.request.request_meter import CHAT, GatewayMeter, RequestMeter
+from pillion.gateway.request.request_meter import readings as under_way
+from pillion.kvstore.node.node_meter import readings as books
+from pillion.observability import metric_catalog as names
+from pillion.observability.log_format import JsonFormatter
+from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
 from pillion.types import Timings, Usage
 from tests.scheduler.test_drafts import Oracle
 from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt

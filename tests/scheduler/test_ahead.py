@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.flights import Flights
-from engine.plan import Piece, Sampled, StepPlan
-from engine.scheduler import Scheduler
-from engine.sequence import Holding, Sequence, SequenceSpec, State
-from engine.step_cost import Budget
+from pillion.engine.scheduling.in_flight import Flights
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, State
+from pillion.engine.scheduling.step_cost import Budget
+from pillion.engine.scheduling.step_plan import Piece, Sampled, StepPlan
 from tests.scheduler.test_drafts import Oracle
 from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
 from tests.scheduler.test_step_cost import decodes

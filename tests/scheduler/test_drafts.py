@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Int32
-from engine.drafts import speculate
-from engine.ngram import NGramDrafter
-from engine.plan import Piece
-from engine.sequence import Holding, Sequence, SequenceSpec
-from pillion.ranges import MAX_SPECULATIVE_TOKENS
+from pillion.engine.backends.batch import Int32
+from pillion.engine.scheduling.drafts import speculate
+from pillion.engine.scheduling.ngram import NGramDrafter
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_plan import Piece
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from tests.support.scheduler_line import GREEDY, SchedulerLine, answer, prompt
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler import Scheduler
-from engine.sequence import State
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import State
 from pillion.errors import ConfigError
 from pillion.priority import PRIORITY_AGING_S
 from tests.support.scheduler_line import SchedulerLine, prompt, states

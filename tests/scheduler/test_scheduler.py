@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler import Scheduler
-from engine.sequence import State
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import State
 from pillion.errors import ConfigError, Internal
 from pillion.types import FinishReason
 from tests.support.fake_backend import greedy

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.plan import Piece, Sampled, StepPlan
-from engine.scheduler import Scheduler
-from engine.step_cost import MIN_REMNANT_TOKENS, Budget, StepCost, features
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.step_cost import MIN_REMNANT_TOKENS, Budget, StepCost, features
+from pillion.engine.scheduling.step_plan import Piece, Sampled, StepPlan
 from tests.support.scheduler_line import SchedulerLine, prompt
 
 

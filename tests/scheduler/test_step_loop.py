@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.backend import BackendLost, Landed
-from engine.plan import Outcome, Sampled, StepPlan, Update
-from engine.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
+from pillion.engine.backends.backend import BackendLost, Landed
+from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan, Update
+from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 
 
 class Counting:

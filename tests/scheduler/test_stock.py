@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.books import Books
+from pillion.engine.worker.books import Books
 from tests.support.ahead_line import AheadLine
 from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt
 

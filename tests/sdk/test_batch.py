@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pillion import AsyncClient, Client, InvalidRequest, Overloaded, PillionError, RequestOutput, SamplingParams
-from pillion.batch import MAX_CONCURRENCY, one_each
+from pillion.client.batch import MAX_CONCURRENCY, one_each
 from tests.support.fake_parts import Line, running_line, until
 
 
@@ -101,7 +101,7 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
 
         def ask() -> None:
             with Client(line.gateway.grpc_address) as client:
-                from pillion import batch as module
+                from pillion.client import batch as module
 
                 class Interrupted(module.queue.SimpleQueue):  # type: ignore[name-defined,misc]
                     def get(self, *_: Any) -> Any:
@@ -140,7 +140,7 @@ def test_what_cannot_be_meant() -> None:
 
 async def test_load_that_stays_is_an_error() -> None:
     """After OVERLOAD_RETRIES; the time the gateway names is waited each time."""
-    from pillion import batch as module
+    from pillion.client import batch as module
 
     waits = []
 

@@ -24,9 +24,9 @@ from pillion import (
     QuotaViolation,
     Unauthenticated,
     Unavailable,
-    rpc,
 )
-from pillion.connection import RETRY_ATTEMPTS, connect, service_config
+from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
+from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.support.fake_parts import running_line, until
 

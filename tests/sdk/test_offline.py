@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from pillion import LLM, ConfigError, InvalidRequest, SamplingParams
-from pillion.offline import read_options
+from pillion.offline.llm import read_options
 from tests.support.oracle import Oracle, first_difference
 from tests.support.tiny_model import BOS, EOS, save_model
 

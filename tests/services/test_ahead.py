@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine.batch import StepBatch
-from engine.worker import Worker
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from tests.support.ahead_backend import AheadBackend, watch

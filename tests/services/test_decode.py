@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.batch import StepBatch
+from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.wire.kvnode import Ticket

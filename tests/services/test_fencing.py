@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
-from engine import tenure
-from engine.heartbeat import Heartbeat, Lease
-from engine.scheduler import Scheduler
-from engine.worker import Worker
-from kvstore.index import Registry
 from pillion.config import WorkerFlags
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.worker import worker_epoch as tenure
+from pillion.engine.worker.heartbeat import Heartbeat, Lease
+from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
+from pillion.kvstore.index.index import Registry
 from pillion.wire.kvnode import HeartbeatReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import PartRecord

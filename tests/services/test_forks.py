@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 
-from engine.plan import ResumeOrder
+from pillion.engine.scheduling.step_plan import ResumeOrder
+from pillion.prefill_service.span import SpanRun
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.decode import Fork
 from pillion.wire.kvnode import Ticket
-from prefill_service.span import SpanRun
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 

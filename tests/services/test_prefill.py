@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 
-from engine.batch import StepBatch
+from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason
 from pillion.v1 import prefill_pb2
 from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, span_to_pb

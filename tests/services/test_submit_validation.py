@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode_service.validation import check_submit
+from pillion.decode_service.submit_validation import check_submit
 from pillion.errors import InvalidRequest
 from pillion.types import SamplingParams
 from pillion.wire.decode import Submit

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from decode_service.part import start_decode
-from kvstore.index import Registry
 from pillion.config import DecodeFlags
+from pillion.decode_service.decode_server import start_decode
 from pillion.errors import ConfigError
+from pillion.kvstore.index.index import Registry
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
 from tests.support.redis import running_redis
 from tests.support.workers import BLOCK, connected, running_workers, submit_of, until

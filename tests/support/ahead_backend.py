@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import StepBatch
-from engine.host_step import run_at_once
-from engine.plan import Sampled
-from engine.sampling_rows import SamplingRows
-from kvstore.ledger import Ledger
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.host_step import run_at_once
+from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.engine.scheduling.step_plan import Sampled
+from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
 
 # Longest time that the device takes before, and after, a step.

@@ -12,9 +12,9 @@ from random import Random
 
 import numpy as np
 
-from engine.batch import StepBatch
-from engine.batching import build_batch
-from engine.plan import CommitOrder, Sampled, StepPlan
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.batching import build_batch
+from pillion.engine.scheduling.step_plan import CommitOrder, Sampled, StepPlan
 from pillion.errors import Internal
 from pillion.wire.kvnode import CommitResult
 from tests.support.fake_backend import Int64, copy_blocks, run

@@ -11,13 +11,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.batch import StepBatch
-from kernels.cpu.attention import Attention, AttentionMerge, partial_row_bytes, reference_attention
-from kernels.cpu.attention_plan import AttentionPlan
-from kernels.cpu.attention_rows import Shape
-from kernels.cpu.kv_layout import pack_pool
-from kernels.cpu.module import KernelSpec
-from kernels.cpu.program import StepRecord
+from pillion.engine.backends.batch import StepBatch
+from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.cpu_attention import (
+    Attention,
+    AttentionMerge,
+    partial_row_bytes,
+    reference_attention,
+)
+from pillion.kernels.cpu.attention.cpu_attention_plan import AttentionPlan
+from pillion.kernels.cpu.attention.kv_layout import pack_pool
+from pillion.kernels.cpu.language.module import KernelSpec
+from pillion.kernels.cpu.program.program import StepRecord
 from tests.support.batches import Sequences
 from tests.support.kernel_runner import batch_step, padded, stride
 

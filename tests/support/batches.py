@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.batch import StepBatch
+from pillion.engine.backends.batch import StepBatch
 
 
 class Sequences:

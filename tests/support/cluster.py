@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from kvstore.client import NodeClient
 from pillion import Client
 from pillion.errors import PillionError
+from pillion.kvstore.client.node_client import NodeClient
 from pillion.wire.kvnode import NodeStatus
 
 READY_TIMEOUT_S = 60.0

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pillion.cli.child import Child
+from pillion.supervisor.child import Child
 from tests.support.compose import ROOT, Image, Service
 from tests.support.redis import redis_executable
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cpu_backend import CpuBackend, load_cpu_model
-from engine.prepare import PreparedModel
-from kernels.cpu.isa import choose_isa, host_features
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from tests.support.torch_model import Driver
 
 ISA = choose_isa("auto", host_features())

@@ -7,11 +7,11 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-from kvstore.checksum import block_checksum
-from kvstore.disk import DiskTier, open_disk_tier
-from kvstore.disk_files import HEADER_BYTES, PAGE_BYTES, DiskFolder
-from kvstore.hashing import chain_hashes, split_hashes
-from kvstore.tiers import BlockName
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
+from pillion.kvstore.tiers.disk_files import HEADER_BYTES, PAGE_BYTES, DiskFolder
+from pillion.kvstore.tiers.tiers import BlockName
 
 BLOCK_BYTES = 2 * PAGE_BYTES - HEADER_BYTES
 FILE_BYTES = 2 * PAGE_BYTES

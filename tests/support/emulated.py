@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu import team_code
-from kernels.cpu.compiler import object_code
-from kernels.cpu.isa import BY_NAME
-from kernels.cpu.module import FAULT_CELL, SCRATCH_BYTES, KernelSpec
-from kernels.cpu.program import StepRecord
-from kernels.cpu.records import STEP, Layout, Words
 from pillion.errors import Internal
+from pillion.kernels.cpu.language.compiler import object_code
+from pillion.kernels.cpu.language.isa import BY_NAME
+from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES, KernelSpec
+from pillion.kernels.cpu.language.records import STEP, Layout, Words
+from pillion.kernels.cpu.program import thread_pool_code as team_code
+from pillion.kernels.cpu.program.program import StepRecord
 
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # Where the file stands in the emulated program's memory.

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backend import KVLayout, Landed
-from engine.batch import StepBatch
-from engine.host_step import run_at_once
-from engine.loading import LoadedModel
-from engine.prepare import PreparedModel
-from engine.sampling_rows import SamplingRows
 from pillion.config import WorkerFlags
+from pillion.engine.backends.backend import KVLayout, Landed
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.host_step import run_at_once
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.sampling.sampling_rows import SamplingRows
 
 VOCAB_SIZE = 97
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -72,7 +72,7 @@ def copy_blocks(pool: Int64, sources: Sequence[int], targets: Sequence[int]) -> 
 
 
 class FakeBackend:
-    """An engine.backend.HostBackend.
+    """An pillion.engine.backends.backend.HostBackend.
 
     ``before_step`` may be replaced to fail or to look at a batch; ``gate`` blocks steps while it is cleared.
     """

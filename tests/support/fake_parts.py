@@ -16,12 +16,13 @@ from typing import Any
 
 import grpc
 
-from engine.prepare import PreparedModel
-from gateway.part import GatewayPart, start_gateway
-from kvstore.index import PrefixHit, Registry
-from pillion import AsyncClient, rpc
+from pillion import AsyncClient
 from pillion.config import GatewayFlags
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, PillionError
+from pillion.gateway.gateway_server import GatewayPart, start_gateway
+from pillion.kvstore.index.index import PrefixHit, Registry
+from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb

@@ -1,6 +1,6 @@
 """Where tests of GPU kernels run: on the CUDA device where there is one, else in Triton's interpreter.
 
-Import this before any module of ``kernels.gpu``: Triton decides when a kernel is defined.
+Import this before any module of ``pillion.kernels.gpu``: Triton decides when a kernel is defined.
 """
 
 from __future__ import annotations

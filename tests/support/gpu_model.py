@@ -6,13 +6,13 @@ from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 import torch
 
-from engine.backend import FP8_E4M3
-from engine.gpu_backend import GpuBackend, GpuLimits
-from engine.gpu_loading import FP8_LAYOUT_VERSION
-from engine.gpu_model import GpuModel
-from engine.gpu_weights import load_gpu_weights, own_memory
-from engine.model_config import load_config
-from engine.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from pillion.engine.backends.backend import FP8_E4M3
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
+from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.gpu.gpu_weights import load_gpu_weights, own_memory
+from pillion.engine.checkpoints.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from pillion.engine.models.model_config import load_config
 from tests.support.torch_model import Driver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.penalties import edited
-from kernels.gpu.sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
-from kernels.gpu.sampling_device import Scratch
-from kernels.gpu.sampling_edits import apply_edits
-from kernels.gpu.sampling_record import EditPacker, cuts_any, pack_rows
+from pillion.engine.sampling.penalties import edited
+from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
+from pillion.kernels.gpu.sampling.sampling_device import Scratch
+from pillion.kernels.gpu.sampling.sampling_edits import apply_edits
+from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
 from tests.support.sampling import Ask, all_noise, rows_of
 
 
@@ -44,7 +44,9 @@ def edited_row(logits: torch.Tensor, ask: Ask) -> np.ndarray:
 
 
 def nearly_tie(row: np.ndarray, ask: Ask, one: int, other: int) -> bool:
-    """Whether two tokens of an edited row [V] may both be answers, by what kernels.gpu.sampling promises."""
+    """Whether two tokens of an edited row [V] may both be answers, by what pillion.kernels.gpu.sampling.gpu_sampling
+    promises.
+    """
     values = row.astype(np.float64)
     scores = (values - values.max()) / np.float32(ask.temperature)
     totals = scores + all_noise(ask.seed, ask.position, len(row))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import StepBatch
-from kernels.cpu.compiler import compile_kernels
-from kernels.cpu.isa import BY_NAME, Isa, choose_isa, host_features
-from kernels.cpu.module import KernelSpec
-from kernels.cpu.program import StepRecord
-from kernels.cpu.team import ENTRY_WORDS, Team
+from pillion.engine.backends.batch import StepBatch
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
+from pillion.kernels.cpu.language.module import KernelSpec
+from pillion.kernels.cpu.program.program import StepRecord
+from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS, Team
 
 # Rows of the table that differ in what the emitter writes: with the bf16 instruction, and without.
 ISAS = ("avx512_bf16", "avx2")

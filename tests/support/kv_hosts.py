@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.attach import Attachment, attach
-from kvstore.client import NodeClient, Session
-from kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
-from kvstore.node import KVNode, start_kvnode
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
+from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
+from pillion.kvstore.node.attach import Attachment, attach
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.wire.kvnode import Brought, CommitRun, NodeStatus, Ticket
 from tests.support.fake_cuda import DeviceBytes
 from tests.support.redis import RedisServer

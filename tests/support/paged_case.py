@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import StepBatch
-from kernels.gpu.paged_attention import PagedAttention, piece_size
-from kernels.reference import paged_attention
+from pillion.engine.backends.batch import StepBatch
+from pillion.kernels.gpu.attention.paged_attention import PagedAttention, piece_size
+from pillion.kernels.torch.reference import paged_attention
 from tests.support.batches import Sequences
 
 LAYERS, LAYER = 2, 1

@@ -32,7 +32,7 @@ class Parts:
     @contextlib.asynccontextmanager
     async def another_gateway(self, **flags: Any) -> AsyncIterator[AsyncClient]:
         """A second gateway before the same workers, with other flags."""
-        from gateway.part import start_gateway
+        from pillion.gateway.gateway_server import start_gateway
 
         said = DISAGGREGATED | flags
         part = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **said))
@@ -57,10 +57,10 @@ async def running_parts(
 
     ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per part.
     """
-    from decode_service.part import start_decode
-    from gateway.part import start_gateway
-    from kvstore.node import start_kvnode
-    from prefill_service.part import start_prefill
+    from pillion.decode_service.decode_server import start_decode
+    from pillion.gateway.gateway_server import start_gateway
+    from pillion.kvstore.node.kv_node import start_kvnode
+    from pillion.prefill_service.prefill_server import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(running_redis()).url

@@ -20,15 +20,15 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.checksum import block_checksum
-from kvstore.grpc_plane import GrpcPlane
-from kvstore.memory import HostMemory
-from kvstore.nixl_plane import NixlPlane
-from kvstore.plane import BlockShape, DataPlane, PeerPool, Pinned
-from kvstore.plane_servicer import SERVICE_NAME, KVPlaneServicer
-from kvstore.segment import Segment, map_shared
 from pillion.errors import NotFound
-from pillion.rpc import start_server
+from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.transfer.grpc_plane import GrpcPlane
+from pillion.kvstore.transfer.nixl_plane import NixlPlane
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane, PeerPool, Pinned
+from pillion.kvstore.transfer.plane_servicer import SERVICE_NAME, KVPlaneServicer
+from pillion.net.rpc import start_server
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.wire.common import hello_to_pb
 
@@ -107,7 +107,7 @@ def _die_with_parent() -> None:
 
 
 class FilledPool:
-    """A source whose chain is all of its pool (:class:`kvstore.plane_servicer.Source`)."""
+    """A source whose chain is all of its pool (:class:`pillion.kvstore.transfer.plane_servicer.Source`)."""
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.planner import Picture, Plan, parse_policy
+from pillion.gateway.planning.planner import Picture, Plan, parse_policy
 from pillion.wire.registry import PartRecord
 
 # Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.

@@ -6,11 +6,11 @@ import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Iterable
 
-from kvstore import redis_keys as keys
-from kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
-from kvstore.index import Index, PrefixHit, Registry
-from kvstore.records import IndexEvent
-from kvstore.redis_writer import IndexWriter, SweepPlace, Told
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.index import Index, PrefixHit, Registry
+from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace, Told
+from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import PartRecord
 
 ROOT = bytes(32)

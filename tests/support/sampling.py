@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
-from engine.cuts import cuts, group_maxima
-from engine.gumbel import GROUP_TOKENS, group_waits, token_waits
-from engine.sampling_rows import NO_IDS, RowEdit, SamplingRows
+from pillion.engine.sampling.cuts import cuts, group_maxima
+from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
+from pillion.engine.sampling.sampling_rows import NO_IDS, RowEdit, SamplingRows
 
 # The probability with which a right sampler fails one chi-square test. The draws are fixed by their seeds, so a test
 # that passes once passes always.
@@ -42,7 +42,7 @@ class Ask:
 
 
 def rows_of(asks: Sequence[Ask]) -> SamplingRows:
-    """As engine.batching makes them."""
+    """As pillion.engine.backends.batching makes them."""
     edits = tuple(
         RowEdit(
             row=row,
@@ -83,7 +83,9 @@ def padded(logits: torch.Tensor) -> np.ndarray:
 
 
 def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """The noise of every token [vocab_size], by the definition in engine.gumbel and without any pruning."""
+    """The noise of every token [vocab_size], by the definition in pillion.engine.sampling.gumbel and without any
+    pruning.
+    """
     seeds, positions = np.array([seed & (2**64 - 1)], np.uint64), np.array([position], np.int64)
     waits, firsts = group_waits(seeds, positions, -(-vocab_size // GROUP_TOKENS))
     tokens = np.arange(vocab_size)

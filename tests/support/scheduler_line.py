@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.batching import build_batch
-from engine.drafts import Drafter
-from engine.plan import ChunkDone, CommitOrder, Outcome, ResumeOrder, Sampled, StepPlan, Update
-from engine.scheduler import Scheduler
-from engine.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
-from kvstore.hashing import chain_hashes, split_hashes
-from kvstore.ledger import Ledger
+from pillion.engine.backends.batching import build_batch
+from pillion.engine.scheduling.drafts import Drafter
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
+from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from pillion.errors import PillionError
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.ledger import Ledger
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.kvnode import CommitResult, CommitRun
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run

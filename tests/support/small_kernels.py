@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kernels.cpu.compiler import CompiledKernels
-from kernels.cpu.emit import VECTOR_BYTES
-from kernels.cpu.module import Call, KernelSpec
-from kernels.cpu.records import STEP, Layout, Words
-from kernels.cpu.team import ENTRY_WORDS
-from kernels.cpu.values import Int
+from pillion.kernels.cpu.language.compiler import CompiledKernels
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.language.module import Call, KernelSpec
+from pillion.kernels.cpu.language.records import STEP, Layout, Words
+from pillion.kernels.cpu.language.values import Int
+from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS
 
 
 @dataclass(frozen=True, slots=True)

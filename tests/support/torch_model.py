@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.backend import HostBackend
-from engine.prepare import PreparedModel
-from engine.torch_backend import TorchBackend
+from pillion.engine.backends.backend import HostBackend
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints.prepare import PreparedModel
 from tests.support.batches import Sequences
 
 

@@ -10,10 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from kvstore.client import NodeClient
 from pillion import Client
-from pillion.cli.lifeline import PARENT_PID_VARIABLE
 from pillion.errors import PillionError
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.wire.kvnode import NodeStatus
 from tests.support.cluster import READY_TIMEOUT_S, free_port, wait_for

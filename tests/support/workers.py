@@ -10,20 +10,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_service.part import start_decode
-from engine.part import WorkerPart
-from kvstore.client import NodeClient, Session
-from kvstore.hashing import chain_hashes
-from kvstore.node import KVNode, start_kvnode
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
-from pillion.rpc import open_channel
+from pillion.decode_service.decode_server import start_decode
+from pillion.engine.worker.worker_server import WorkerPart
+from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.hashing import chain_hashes
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.net.rpc import open_channel
+from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
 from pillion.wire.kvnode import Ticket
 from pillion.wire.prefill import Span
-from prefill_service.part import start_prefill
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4

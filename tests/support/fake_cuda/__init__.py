@@ -18,10 +18,10 @@ import tempfile
 
 import pytest
 
-from kvstore import cuda_driver
-from kvstore.cuda_driver import Driver, Stream
-from kvstore.cuda_segment import DeviceMapping
 from pillion.errors import ConfigError
+from pillion.kvstore.memory import cuda_driver
+from pillion.kvstore.memory.cuda_driver import Driver, Stream
+from pillion.kvstore.memory.cuda_segment import DeviceMapping
 
 SOURCE = pathlib.Path(__file__).with_name("fake_cuda.c")
 

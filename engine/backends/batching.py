@@ -1,0 +1,120 @@
+"""From a step's plan to the arrays of its batch: the only place that lays tokens and block tables side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import accumulate, chain
+
+import numpy as np
+
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_plan import Piece, StepPlan
+from pillion.types import SamplingParams
+
+_SEED_MASK = 2**64 - 1
+
+
+def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
+    """The batch of a plan that has at least one piece; shapes in :class:`StepBatch`."""
+    pieces = plan.pieces
+    starts = np.array([piece.start for piece in pieces], dtype=np.int32)
+    context_lens = [piece.start + piece.count for piece in pieces]
+    query_starts = [0, *accumulate(piece.count for piece in pieces)]
+    positions, ends = starts, query_starts[1:]
+    if ends[-1] != len(pieces):
+        # Row r of sequence s is position starts[s] + (r - query_starts[s]).
+        counts = [piece.count for piece in pieces]
+        positions = np.arange(ends[-1], dtype=np.int32)
+        positions += np.repeat(starts - np.array(query_starts[:-1], dtype=np.int32), counts)
+    num_blocks = [-(-end // block_size) for end in context_lens]
+    tables = np.zeros((len(pieces), max(num_blocks)), dtype=np.int32)
+    for row, piece, used in zip(tables, pieces, num_blocks, strict=True):
+        row[:used] = piece.sequence.table()[:used]
+    token_ids = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces])
+    for place, chosen in plan.unknown:
+        token_ids[query_starts[place]] = -1 - chosen
+    return StepBatch(
+        token_ids=token_ids,
+        positions=positions,
+        query_starts=np.array(query_starts, dtype=np.int32),
+        context_lens=np.array(context_lens, dtype=np.int32),
+        block_tables=tables,
+        sample_rows=np.array([*_sample_rows(pieces, ends)], dtype=np.int32),
+    )
+
+
+def _sample_rows(pieces: tuple[Piece, ...], ends: list[int]) -> Iterator[int]:
+    """Of each piece its last ``samples`` rows, then the last one again for each fork."""
+    for piece, end in zip(pieces, ends, strict=True):
+        if piece.samples == 1:
+            yield end - 1
+        elif piece.samples:
+            yield from range(end - piece.samples, end)
+        for _ in piece.fork_seeds:
+            yield end - 1
+
+
+def build_sampling(plan: StepPlan) -> SamplingRows:
+    """How each sampling row chooses its tokens, in the order of the batch's ``sample_rows``.
+
+    The position is the new token's own in prompt + answer, so a stream that moved or resumed draws the same (I6).
+    """
+    rows = list(chain.from_iterable(_rows_of(piece) for piece in plan.pieces if piece.samples))
+    params = [p for _, p, _, _ in rows]
+    return SamplingRows(
+        temperature=np.array([_said(p.temperature, 1.0) for p in params], dtype=np.float32),
+        top_k=np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int64),
+        top_p=np.array([_said(p.top_p, 1.0) for p in params], dtype=np.float32),
+        min_p=np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
+        seeds=np.array([seed & _SEED_MASK for _, _, seed, _ in rows], dtype=np.uint64),
+        positions=np.array([position for _, _, _, position in rows], dtype=np.int64),
+        logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], dtype=np.int64),
+        edits=tuple(_edits(rows)),
+    )
+
+
+_Row = tuple[Sequence, SamplingParams, int, int]
+
+
+def _rows_of(piece: Piece) -> list[_Row]:
+    """Sequence, parameters, seed and position of each row that a piece samples."""
+    sequence, end = piece.sequence, piece.start + piece.count
+    params = sequence.spec.sampling
+    assert params is not None
+    seed = params.seed or 0
+    if piece.samples == 1 and not piece.fork_seeds:
+        return [(sequence, params, seed, end)]
+    own = [(sequence, params, seed, end - back) for back in range(piece.samples - 1, -1, -1)]
+    return own + [(sequence, params, fork_seed, end) for fork_seed in piece.fork_seeds]
+
+
+def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
+    """Of rows that change a logit, which few do."""
+    for row, (sequence, params, _, position) in enumerate(rows):
+        repetition = _said(params.repetition_penalty, 1.0)
+        presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+        prompt = sequence.spec.prompt_tokens
+        early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
+        if repetition == 1.0 and not (presence or frequency or params.logit_bias or early):
+            continue
+        yield RowEdit(
+            row=row,
+            biased=_ids(params.logit_bias),
+            bias=np.array([*params.logit_bias.values()], dtype=np.float32),
+            seen=sequence.tokens(0, position) if repetition != 1.0 else NO_IDS,
+            repetition=repetition,
+            answered=sequence.tokens(prompt, position) if presence or frequency else NO_IDS,
+            presence=presence,
+            frequency=frequency,
+            banned=_ids(sequence.spec.stop_token_ids) if early else NO_IDS,
+        )
+
+
+def _ids(ids: Collection[int]) -> Int64:
+    return np.fromiter(ids, dtype=np.int64, count=len(ids)) if ids else NO_IDS
+
+
+def _said(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,327 @@
+"""A model as a program of CPU kernels: which kernels run over which buffers, layer after layer.
+
+It says the same as :mod:`pillion.engine.models.decoder`, in the kernels' terms. In a layer:
+
+    hidden --norm--> normed --qkv--> qkv --rotate, write--> queries, pool --attend--> attended --o--> hidden
+    hidden --norm--> normed --gate, up--> activated --down--> hidden              (or experts; or a norm behind each)
+
+``hidden`` is float32, what products read is of the model's type. The last layer goes on with the sampled rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.cpu.cpu_moe import GATED_EPILOGUE, moe_operations
+from pillion.engine.backends.cpu.cpu_weights import CpuWeights
+from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
+from pillion.engine.checkpoints.weights import embedding_scale
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rope import make_ropes
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
+from pillion.kernels.cpu.attention.cpu_attention_plan import AttentionPlanner
+from pillion.kernels.cpu.language.isa import Isa
+from pillion.kernels.cpu.products.gemm import GATED, Gemm
+from pillion.kernels.cpu.products.packing import DTYPES
+from pillion.kernels.cpu.program.program import Buffer, HeadStride, Operation
+from pillion.kernels.cpu.rows.rotate import RotateWrite
+from pillion.kernels.cpu.rows.rows import Embed, GatherRows, Norm, NormAdd, SoftCapScale
+
+# Rows of partial sums that a KV head has room for: a step cuts no more contexts than these hold.
+MAX_PARTIAL_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Operations of a step, the buffer that holds the sampled rows' logits behind them, and the rotary tables."""
+
+    operations: tuple[Operation, ...]
+    logits: Buffer
+    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What operations are made of. ``rows_of`` is "tokens", and "samples" behind the last layer's attention."""
+
+    config: ModelConfig
+    weights: CpuWeights
+    layout: KVLayout
+    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    rows_of: str = "tokens"
+
+    @property
+    def bf16(self) -> bool:
+        """Of the model's type."""
+        return self.layout.dtype == "bfloat16"
+
+    @property
+    def row_dtype(self) -> str:
+        """What products read, in numpy's words."""
+        return "uint16" if self.bf16 else "float32"
+
+    @property
+    def when(self) -> str:
+        """Rows that nobody samples need nothing behind the last layer's KV."""
+        return "num_samples" if self.rows_of == "samples" else ""
+
+    def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
+        """The buffer of that name, with ``each`` rows for each of these rows."""
+        return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
+
+    @property
+    def hidden(self) -> Buffer:
+        """The residual stream."""
+        return self.buffer("hidden", self.config.hidden_size, "float32")
+
+    @property
+    def normed(self) -> Buffer:
+        """Rows for the next product."""
+        return self.buffer("normed", self.config.hidden_size, self.row_dtype)
+
+    @property
+    def found(self) -> Buffer:
+        """What attention or MLP found, where a norm comes before it is added."""
+        return self.buffer("found", self.config.hidden_size, "float32")
+
+    @property
+    def attended(self) -> Buffer:
+        """Attention's result."""
+        return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
+
+    def norm(self, name: str, out: Buffer | None = None) -> Operation:
+        """hidden -> normed, or only its type where the model has no such norm; ``out``: a buffer of float32 instead."""
+        weight = self.weights.tensor(name) if self.weights.has(name) else None
+        bf16 = self.bf16 and out is None
+        out = out or self.normed
+        values = {
+            "x": self.hidden,
+            "weight": weight,
+            "bias": None,
+            "out": out,
+            "width": self.config.hidden_size,
+            "x_stride": self.hidden.stride,
+            "out_stride": out.stride,
+            "eps": self.config.rms_norm_eps,
+        }
+        return Operation(Norm("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
+
+    def gemm(
+        self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
+    ) -> Operation:
+        """The product with the matrix ``name``; ``group_starts`` for experts."""
+        linear = self.weights.linear(name)
+        columns = linear.pairs * (16 if epilogue in GATED else 32)
+        if linear.depth > x.width or columns > out.width:
+            raise ConfigError(f"{name} takes {linear.depth} values and gives {columns}: not those of this model")
+        kind = {dtype: kind for kind, dtype in DTYPES.items()}[linear.data.dtype]
+        spec = Gemm(kind, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
+        values: dict[str, Any] = {
+            "x": x,
+            "weights": linear.data,
+            "scales": linear.scales,
+            "bias": linear.bias,
+            "out": out,
+            "group_starts": group_starts,
+            "x_stride": x.stride,
+            "depth": linear.depth,
+            "pairs": linear.pairs,
+            "out_stride": out.stride,
+            "num_groups": linear.num_groups,
+            "group_bytes": linear.group_bytes,
+            "factor": self.config.residual_scale,
+        }
+        return Operation(spec, values, self.when)
+
+    def add(self, name: str, x: Buffer, post_norm: str) -> Iterator[Operation]:
+        """hidden += the product of ``x`` with the matrix ``name``, normed first where the model has ``post_norm``."""
+        if not self.weights.has(post_norm):
+            yield self.gemm(name, x, self.hidden, "add")
+            return
+        yield self.gemm(name, x, self.found, "store")
+        yield self.norm_add(post_norm)
+
+    def norm_add(self, name: str) -> Operation:
+        """hidden += the norm of found."""
+        values = {
+            "found": self.found,
+            "weight": self.weights.tensor(name),
+            "hidden": self.hidden,
+            "width": self.config.hidden_size,
+            "found_stride": self.found.stride,
+            "hidden_stride": self.hidden.stride,
+            "eps": self.config.rms_norm_eps,
+            "factor": self.config.residual_scale,
+        }
+        return Operation(NormAdd(self.rows_of), values, self.when)
+
+
+def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
+    """The operations of a step of this model."""
+    parts = Parts(config, weights, layout, _rope_tables(config, max_model_len))
+    sampled = Parts(config, weights, layout, parts.ropes, "samples")
+    operations = [_embed(parts)]
+    for index in range(config.num_layers):
+        last = index == config.num_layers - 1
+        operations += _attention(parts, index, "num_samples" if last else "")
+        if last:
+            operations.append(_gather(parts, sampled))
+        operations += _behind_attention(sampled if last else parts, index)
+    operations.append(sampled.norm("final_norm"))
+    head = weights.linear("lm_head")
+    logits = sampled.buffer("logits", head.pairs * 32, "float32")
+    operations.append(sampled.gemm("lm_head", sampled.normed, logits, "store"))
+    if config.logit_divisor != 1.0 or config.logit_softcap:
+        values = {
+            "logits": logits,
+            "width": config.vocab_size,
+            "stride": logits.stride,
+            "divisor": config.logit_divisor,
+            "cap": config.logit_softcap,
+        }
+        operations.append(Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples"))
+    return ModelPlan(tuple(operations), logits, parts.ropes)
+
+
+def _embed(parts: Parts) -> Operation:
+    config = parts.config
+    values = {
+        "table": parts.weights.tensor("embedding"),
+        "hidden": parts.hidden,
+        "width": config.hidden_size,
+        "hidden_stride": parts.hidden.stride,
+        "scale": embedding_scale(config, MODEL_DTYPES[parts.layout.dtype]),
+    }
+    return Operation(Embed(parts.bf16), values)
+
+
+def _attention(parts: Parts, index: int, when: str) -> Iterator[Operation]:
+    """From hidden to attended, and the layer's KV into the pool."""
+    config, weights, layout = parts.config, parts.weights, parts.layout
+    prefix, size = f"layers.{index}.", 2 if parts.bf16 else 4
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    piece_bytes = layout.block_size * head_dim * size
+    layer_offset, slot_bytes = index * 2 * kv_heads * piece_bytes, layout.block_bytes
+    qkv = parts.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
+    queries = parts.buffer("queries", heads * head_dim, parts.row_dtype)
+    head_stride = HeadStride(heads // kv_heads * head_dim * size)
+    rope = config.layer_ropes[index]
+    yield parts.norm(prefix + "attention_norm")
+    yield parts.gemm(prefix + "qkv", parts.normed, qkv, "store")
+    spec = RotateWrite(head_dim, heads, kv_heads, layout.block_size, parts.bf16, rope is not None, config.qk_norm)
+    yield Operation(
+        spec,
+        {
+            "qkv": qkv,
+            "queries": queries,
+            "cos": None if rope is None else parts.ropes[rope][0],
+            "sin": None if rope is None else parts.ropes[rope][1],
+            "q_norm": weights.tensor(prefix + "q_norm") if config.qk_norm else None,
+            "k_norm": weights.tensor(prefix + "k_norm") if config.qk_norm else None,
+            "qkv_stride": qkv.stride,
+            "head_stride": head_stride,
+            "slot_bytes": slot_bytes,
+            "layer_offset": layer_offset,
+            "eps": config.rms_norm_eps,
+        },
+    )
+    window = config.sliding_windows[index]
+    yield from attention_operations(parts, queries, head_stride, layer_offset, window, when)
+
+
+def attention_operations(
+    parts: Parts, queries: Buffer, head_stride: HeadStride, layer_offset: int, window: int, when: str
+) -> Iterator[Operation]:
+    """queries -> attended."""
+    config, layout = parts.config, parts.layout
+    shape, bf16 = attention_shape(config, layout), parts.bf16
+    piece_bytes = layout.block_size * config.head_dim * (2 if bf16 else 4)
+    partials = partial_buffer(config, shape)
+    shared = {
+        "out": parts.attended,
+        "partials": partials,
+        "out_stride": parts.attended.stride,
+        "partial_stride": MAX_PARTIAL_ROWS * partial_row_bytes(config.head_dim),
+        "kv_heads": config.num_kv_heads,
+        "window": window,
+    }
+    attend = {
+        **shared,
+        "queries": queries,
+        "head_stride": head_stride,
+        "layer_offset": layer_offset,
+        "slot_bytes": layout.block_bytes,
+        "piece_bytes": piece_bytes,
+        "value_offset": config.num_kv_heads * piece_bytes,
+        "scale": config.attention_scale,
+        "softcap": config.attention_softcap,
+    }
+    yield Operation(Attention(shape, config.attention_softcap > 0, window > 0), attend, when)
+    yield Operation(AttentionMerge(shape, window > 0), shared, "num_merges")
+
+
+def attention_shape(config: ModelConfig, layout: KVLayout) -> Shape:
+    """Of the attention kernels."""
+    group = config.num_heads // config.num_kv_heads
+    return Shape(config.head_dim, group, layout.block_size, layout.dtype == "bfloat16")
+
+
+def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> AttentionPlanner:
+    """Who cuts a step's attention into items."""
+    group = config.num_heads // config.num_kv_heads
+    windows = config.sliding_windows
+    return AttentionPlanner(
+        group,
+        row_counts(isa, group),
+        config.num_kv_heads,
+        threads,
+        MAX_PARTIAL_ROWS,
+        max(windows) if all(windows) else 0,
+    )
+
+
+def partial_buffer(config: ModelConfig, shape: Shape) -> Buffer:
+    """[kv_heads][MAX_PARTIAL_ROWS] rows of partial sums; of one size for all steps."""
+    width = partial_row_bytes(shape.head_dim) // 4
+    return Buffer("partials", width, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
+
+
+def _gather(parts: Parts, sampled: Parts) -> Operation:
+    """The sampled rows, side by side."""
+    values = {
+        "hidden": parts.hidden,
+        "attended": parts.attended,
+        "sampled_hidden": sampled.hidden,
+        "sampled_attended": sampled.attended,
+        "hidden_stride": parts.hidden.stride,
+        "attended_stride": parts.attended.stride,
+    }
+    return Operation(GatherRows(), values, "num_samples")
+
+
+def _behind_attention(parts: Parts, index: int) -> Iterator[Operation]:
+    """From attended to the next layer's hidden."""
+    config, prefix = parts.config, f"layers.{index}."
+    yield from parts.add(prefix + "o", parts.attended, prefix + "attention_post_norm")
+    yield parts.norm(prefix + "mlp_norm")
+    if parts.weights.has(prefix + "router"):
+        yield from moe_operations(parts, prefix)
+        return
+    inner = parts.weights.linear(prefix + "down").depth
+    activated = parts.buffer("activated", inner, parts.row_dtype)
+    yield parts.gemm(prefix + "gate_up", parts.normed, activated, GATED_EPILOGUE[config.activation])
+    yield from parts.add(prefix + "down", activated, prefix + "mlp_post_norm")
+
+
+def _rope_tables(config: ModelConfig, max_model_len: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Cosines and sines [max_model_len, head_dim / 2] float32 of every rotary embedding of the model."""
+    positions = torch.arange(max_model_len, dtype=torch.float32)[:, None]
+    angles = [(positions * rope.frequencies, rope.scales) for rope in make_ropes(config, max_model_len)]
+    return tuple((angle.cos() * scales, angle.sin() * scales) for angle, scales in angles)

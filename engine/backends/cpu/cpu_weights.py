@@ -1,0 +1,204 @@
+"""Weights as the CPU kernels want them: packed once per model and kind, and mapped by every worker.
+
+    checkpoint --layer by layer--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
+
+A second worker, and every later start, maps what the first one packed. Layer by layer, so that packing a large model
+needs the memory of one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import pad
+
+from pillion.engine.checkpoints.checkpoint import open_checkpoint
+from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, write_packed
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.checkpoints.weights import DTYPES, LayerWeights, load_final_norm, load_head, load_layer
+from pillion.engine.models.layers import GatedMLP, Norm
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.moe import MoeWeights
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.products.packing import (
+    PANEL_COLUMNS,
+    PackedWeight,
+    pack_bias,
+    pack_gated,
+    pack_gated_bias,
+    pack_linear,
+)
+from pillion.kernels.torch.torch_linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLinear:
+    """A packed matrix. Of experts: ``num_groups`` of them, ``group_bytes`` apart.
+
+    Attributes:
+        data: packed weights; layouts in :mod:`pillion.kernels.cpu.products.packing`.
+        scales, bias: float32 [columns], or None.
+        depth, pairs: padded inputs; pairs of 16 columns, padding included.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    depth: int
+    pairs: int
+    num_groups: int = 0
+    group_bytes: int = 0
+
+
+class CpuWeights:
+    """The mapped file of a model."""
+
+    def __init__(self, file: PackedFile) -> None:
+        self._file = file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, shared by the workers of a host."""
+        return self._file.nbytes
+
+    def has(self, name: str) -> bool:
+        """Whether the model has such a tensor or matrix."""
+        return self._file.has(name) or self._file.has(f"{name}.data")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """An embedding or a norm's weight."""
+        return self._file.tensor(name)
+
+    def linear(self, name: str) -> CpuLinear:
+        """A matrix. Raises ConfigError where its sizes contradict each other: kernels go by them."""
+        file, numbers = self._file, self._file.numbers
+        scales, bias = (
+            file.tensor(f"{name}.{part}") if file.has(f"{name}.{part}") else None for part in ("scales", "bias")
+        )
+        linear = CpuLinear(
+            data=file.tensor(f"{name}.data"),
+            scales=scales,
+            bias=bias,
+            depth=numbers[f"{name}.depth"],
+            pairs=numbers[f"{name}.pairs"],
+            num_groups=numbers[f"{name}.num_groups"],
+            group_bytes=numbers[f"{name}.group_bytes"],
+        )
+        columns, size = linear.pairs * PANEL_COLUMNS, linear.data.element_size()
+        sound = min(linear.depth, linear.pairs, linear.num_groups) > 0
+        sound = sound and linear.group_bytes == columns * linear.depth * size
+        sound = sound and linear.data.numel() * size == linear.num_groups * linear.group_bytes
+        sound = sound and all(part is None or part.numel() == linear.num_groups * columns for part in (scales, bias))
+        if not sound:
+            raise ConfigError(f"the packed weights of {name} do not fit together; remove the file")
+        return linear
+
+
+def load_cpu_weights(
+    prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
+) -> CpuWeights:
+    """Maps the packed weights of a model, packing them first where nobody has. Raises ConfigError as load_weights."""
+    cache = cache or ModelCache()
+    path = cache.packed_weights(prepared.fingerprint, quantization)
+    found = _mapped(path)
+    if found is None:
+        with cache.lock(progress):
+            found = _mapped(path)
+            if found is None:
+                _remove_older(path)
+                progress("packing weights for the CPU kernels")
+                kind = "int8" if quantization == "int8" else {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
+                with write_packed(path) as writer:
+                    _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
+                found = PackedFile(path)
+    return CpuWeights(found)
+
+
+def _mapped(path: Path) -> PackedFile | None:
+    try:
+        return PackedFile(path)
+    except OSError:
+        return None
+
+
+def _remove_older(path: Path) -> None:
+    """Files of this model in layouts of other versions, and drafts of packers that died. Called under the lock."""
+    model = path.name.split("-")[0]
+    for other in path.parent.glob(f"{model}-*"):
+        version = other.name.rpartition("-")[2]
+        if version != f"{PACKING_VERSION}.weights":
+            with contextlib.suppress(OSError):
+                other.unlink()
+
+
+def _pack(folder: Path, config: ModelConfig, dtype: torch.dtype, kind: str, writer: PackedWriter) -> None:
+    with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
+        embedding = checkpoint.take("embedding", dtype)
+        writer.tensor("embedding", embedding)
+        for index in range(config.num_layers):
+            _pack_layer(
+                writer, f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain), config, kind
+            )
+        _norm(writer, "final_norm", load_final_norm(checkpoint, config, dtype))
+        _linear(writer, "lm_head", Linear.plain(load_head(checkpoint, config, dtype, embedding)), kind)
+
+
+def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: ModelConfig, kind: str) -> None:
+    _norm(writer, prefix + "attention_norm", layer.attention_norm)
+    _norm(writer, prefix + "attention_post_norm", layer.attention_post_norm)
+    _norm(writer, prefix + "mlp_norm", layer.mlp_norm)
+    _norm(writer, prefix + "mlp_post_norm", layer.mlp_post_norm)
+    if layer.qk_norm is not None:
+        # One row for each head, all of the queries' and all of the keys' alike.
+        writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
+        writer.tensor(prefix + "k_norm", layer.qk_norm.weight[config.num_heads].float())
+    _norm(writer, prefix + "q_norm", layer.q_norm)
+    _norm(writer, prefix + "k_norm", layer.k_norm)
+    _linear(writer, prefix + "qkv", layer.qkv, kind)
+    _linear(writer, prefix + "o", layer.o, kind)
+    if isinstance(layer.mlp, MoeWeights):
+        # The router chooses, and a choice cannot be a little wrong: it sees rows that nobody rounded.
+        _write(writer, prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
+        _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
+        _write(writer, prefix + "experts.down", [pack_linear(expert.down.weight, kind) for expert in layer.mlp.experts])
+        return
+    _write(writer, prefix + "gate_up", [_gated(layer.mlp, kind)])
+    if layer.mlp.gate_up.bias is not None:
+        writer.tensor(prefix + "gate_up.bias", pack_gated_bias(*layer.mlp.gate_up.bias.chunk(2)))
+    _linear(writer, prefix + "down", layer.mlp.down, kind)
+
+
+def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
+    gate, up = mlp.gate_up.weight.chunk(2)
+    return pack_gated(gate, up, kind)
+
+
+def _norm(writer: PackedWriter, name: str, norm: Norm | None) -> None:
+    if norm is not None:
+        # Kernels read whole vectors: zeros behind the last weight, as behind a row's last value.
+        writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
+
+
+def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
+    packed = pack_linear(linear.weight, kind)
+    _write(writer, name, [packed])
+    if linear.bias is not None:
+        writer.tensor(name + ".bias", pack_bias(linear.bias))
+
+
+def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:
+    """One matrix, or those of all experts behind each other."""
+    first = packed[0]
+    writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
+    if first.scales is not None:
+        writer.tensor(name + ".scales", torch.stack([one.scales for one in packed if one.scales is not None]))
+    writer.number(name + ".depth", first.depth)
+    writer.number(name + ".pairs", first.pairs)
+    writer.number(name + ".num_groups", len(packed))
+    writer.number(name + ".group_bytes", first.data.numel() * first.data.element_size())

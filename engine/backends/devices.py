@@ -1,0 +1,71 @@
+"""Where a model is computed, settled once when a process starts: "auto" is gone from the flags behind this line.
+
+A GPU is looked for through its driver, so that a supervisor, which has no torch, can ask too. With TRITON_INTERPRET=1
+``--device cuda`` needs none: the kernels run in Triton's interpreter, on the host's memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
+from pillion.errors import ConfigError
+from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.domain import DEFAULT_HOST_POOL_BYTES
+
+# There where NVIDIA's kernel module is.
+REAL_DRIVER = Path("/proc/driver/nvidia/version")
+
+F = TypeVar("F", bound=ComputeFlags)
+
+
+@cache
+def device_count() -> int:
+    """GPUs that this process may use; 0 where there is no driver."""
+    try:
+        return Driver().count()
+    except ConfigError:
+        return 0
+
+
+def interpreted() -> bool:
+    """Whether GPU kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def resolve_device(flags: ComputeFlags) -> str:
+    """ "cpu" or "cuda". Raises ConfigError for a GPU that is not there, and for flags that the device cannot have."""
+    device = flags.device
+    if interpreted() and device != "cpu" and REAL_DRIVER.exists():
+        raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
+    if device == "auto":
+        device = "cuda" if device_count() else "cpu"
+    elif device == "cuda" and not interpreted() and not device_count():
+        raise ConfigError("--device cuda: no NVIDIA GPU can be used here")
+    if device == "cpu" and flags.kv_cache_dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype {flags.kv_cache_dtype} needs a GPU")
+    if device == "cpu" and flags.load_format != "auto":
+        raise ConfigError(f"--load-format {flags.load_format} needs a GPU")
+    if device == "cuda" and flags.quantization != "none":
+        raise ConfigError(f"--quantization {flags.quantization} is for the CPU kernels")
+    return device
+
+
+def pool_device(device: str) -> str:
+    """Where the KV node of workers on ``device`` keeps its pool."""
+    return "cpu" if interpreted() and not device_count() else device
+
+
+def resolved(flags: F) -> F:
+    """The flags of a whole cluster, or of an LLM, without "auto". Raises ConfigError as :func:`resolve_device`."""
+    device = resolve_device(flags)
+    flags = replace(flags, device=device)
+    if isinstance(flags, ServeFlags | OfflineFlags) and not flags.kv_pool_bytes and pool_device(device) == "cpu":
+        flags = replace(flags, kv_pool_bytes=DEFAULT_HOST_POOL_BYTES)
+    if isinstance(flags, ServeFlags) and flags.prefill_workers < 0:
+        flags = replace(flags, prefill_workers=0 if device == "cuda" else 1)
+    return flags

@@ -1,0 +1,273 @@
+"""The backend of the Triton kernels: steps on a GPU, one launched while the one before it runs.
+
+    GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
+        -> warm_up (CUDA graphs over that pool) -> launch, launch, land, launch, land ... -> close
+
+A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), chooses tokens and begins
+their copy to the host; nothing in it waits. Landing waits for that copy alone. What a step chose stays on the device
+too, where the next step's embedding finds it (:mod:`pillion.kernels.gpu.rows.embedding`).
+
+With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pillion.engine.backends.backend import (
+    FP8_E4M3,
+    FP8_SCALE_BYTES,
+    BackendLost,
+    DevicePool,
+    KVLayout,
+    checked_copies,
+    checked_memory,
+    warm_up_batches,
+)
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.gpu.device_memory import tensor_at
+from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
+from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
+from pillion.engine.backends.gpu.gpu_sampler import GpuFlight, GpuSampler
+from pillion.engine.backends.gpu.gpu_step import StepRecord
+from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
+from pillion.errors import ConfigError, Internal
+from pillion.kernels.gpu import blocks
+from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+
+log = logging.getLogger("pillion.worker")
+
+# A token's place in a pool is a 32-bit number.
+MAX_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLimits:
+    """Most of what one step may hold, so that buffers and graphs can be made once.
+
+    Attributes:
+        max_tokens, max_seqs: of a step.
+        max_samples: rows of a step whose logits are wanted; 0 for a worker that never samples. A step may want more: it
+            runs without a graph then.
+        max_model_len: tokens of one sequence.
+        num_speculative_tokens: that a decode may guess.
+    """
+
+    max_tokens: int
+    max_seqs: int
+    max_samples: int
+    max_model_len: int
+    num_speculative_tokens: int = 0
+
+
+class _Bound:
+    """What holds a pool's address."""
+
+    def __init__(
+        self, model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits, *, eager: bool
+    ) -> None:
+        config = model.config
+        self.pool = pool
+        shaped = cut_pool(pool, layout, model.dtype)
+        self.attention = PagedAttention(
+            shaped,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=layout.block_size,
+            num_layers=config.num_layers,
+            kv="fp8_e4m3" if layout.dtype == FP8_E4M3 else "plain",
+            decode_rows=1 + limits.num_speculative_tokens,
+            dtype=model.dtype,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            windows=tuple(sorted(set(config.sliding_windows))),
+            max_tokens=limits.max_tokens,
+            max_seqs=limits.max_seqs,
+            max_context_blocks=-(-limits.max_model_len // layout.block_size),
+        )
+        self.record = StepRecord(limits.max_tokens, layout.block_size, self.attention, model.device)
+        self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
+        self.graphs = StepGraphs(
+            self.decoder.run,
+            limits.max_tokens,
+            limits.max_samples,
+            model.device,
+            eager=eager or not model.capturable,
+        )
+
+
+def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [slots, block_bytes] as the attention kernels see them."""
+    shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads)
+    if layout.dtype == FP8_E4M3:
+        return pool.view(*shape, layout.block_size * (layout.head_dim + FP8_SCALE_BYTES))
+    return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
+
+
+class GpuBackend:
+    """Implements ``pillion.engine.backends.backend.Backend``; its docstring says who may call what."""
+
+    runs_ahead = True
+
+    def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
+        """``enforce_eager``: capture no CUDA graphs."""
+        self._model = model
+        self._layout = layout
+        self._limits = limits
+        self._eager = enforce_eager
+        self._sampler = GpuSampler(model.sampled, model.config.vocab_size, limits.max_seqs)
+        self._bound: _Bound | None = None
+        # A tensor over a host's memory does not keep that alive by itself.
+        self._memory: Any = None
+
+    @property
+    def layout(self) -> KVLayout:
+        """How this backend cuts a slot."""
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self._model.config.vocab_size
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small, or not on the model's device."""
+        if isinstance(memory, memoryview):
+            if self._model.device.type != "cpu":
+                raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
+            memory, needed = checked_memory(memory, num_slots, self._layout)
+            flat = torch.frombuffer(memory, dtype=torch.uint8, count=needed)
+        else:
+            flat = tensor_at(memory, self._model.device)
+            needed = num_slots * self._layout.block_bytes
+            if num_slots > MAX_ROWS // self._layout.block_size:
+                raise ConfigError(f"the GPU kernels count at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
+            if len(flat) < needed:
+                raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
+        self._memory = memory
+        self._bound = self._bind(flat[:needed].view(num_slots, -1), eager=self._eager)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Capture CUDA graphs over the bound pool, of which nothing is written."""
+        bound = self._bound_or_raise()
+        bound.record.clear()
+        with torch.inference_mode():
+            bound.graphs.capture(log.info)
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuFlight:
+        """Begin a step; see ``pillion.engine.backends.backend.Backend``. Token ids below 0 are those that the last
+        launch chose.
+        """
+        bound = self._bound_or_raise()
+        try:
+            if copies:
+                self.copy_blocks([source for source, _ in copies], [target for _, target in copies])
+            return self._sampler.launch(self._forward(bound, batch), rows)
+        except Exception:
+            self._settle()
+            raise
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the batch's KV, give float32 logits [R, vocab_size] on the host."""
+        return self._forward(self._bound_or_raise(), batch).cpu()
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+
+        Raises Internal for lists of different length and for slots that the pool does not have.
+        """
+        bound = self._bound_or_raise()
+        copies = checked_copies(sources, targets, len(bound.pool))
+        # Where no target is named twice or read, all at once; else one after the other.
+        apart = len({*sources, *targets}) == len({*sources}) + len(copies)
+        for group in [copies] if copies and apart else [[copy] for copy in copies]:
+            blocks.copy(bound.pool, _to(np.array(group, np.int32), self._model.device))
+
+    def take_workspace(self) -> None:
+        """Compile every kernel and take the workspace of a full step, over scratch memory: before a pool is made of
+        what is left of the device."""
+        layout, device = self._layout, self._model.device
+        max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
+        slots = -(-max_tokens // layout.block_size)
+        scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
+        bound = self._bind(scratch, eager=True)
+        nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+        for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
+            blocks.copy(bound.pool, nothing)
+            self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).land()
+        if device.type == "cuda":
+            # What nothing holds must not look taken when the pool is made of the rest.
+            del bound, scratch
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Let go of graphs and pool. Idempotent."""
+        try:
+            self._settle()
+        except BackendLost as error:
+            # Nothing runs on a device in that state.
+            log.warning("%s", error)
+        if self._bound is not None:
+            self._bound.graphs.close()
+        self._bound = self._memory = None
+        self._model.weights.close()
+
+    def _settle(self) -> None:
+        """Nothing of a failed launch runs any more. Raises BackendLost where the device has failed."""
+        if self._model.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._model.device)
+            except RuntimeError as error:
+                raise BackendLost(f"the GPU failed: {error}") from error
+
+    def _bind(self, pool: torch.Tensor, *, eager: bool) -> _Bound:
+        return _Bound(self._model, pool, self._layout, self._limits, eager=eager)
+
+    def _bound_or_raise(self) -> _Bound:
+        if self._bound is None:
+            raise Internal("a step before bind_pool")
+        return self._bound
+
+    def _forward(self, bound: _Bound, batch: StepBatch) -> torch.Tensor:
+        """Logits on the device, one row for each of ``batch.sample_rows``."""
+        if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
+            raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
+        # Several answers to one prompt want the same row's logits: it is computed once.
+        rows, places = batch.sample_rows, None
+        if len(set(rows.tolist())) < len(rows):
+            rows, places = np.unique(rows, return_inverse=True)
+        work = bound.record.plan(batch)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), work.with_chunks)
+        with torch.inference_mode():
+            bound.record.send(batch, rows, shape, work)
+            logits = bound.graphs.run(shape)[: len(rows)]
+            return logits if places is None else logits.index_select(0, _to(places, logits.device))
+
+
+def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A few numbers, without waiting: torch keeps pinned memory until the copy is done."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _one_row(*, drawn: bool) -> SamplingRows:
+    """One that draws with every cut and an edit, or one that does not: together they compile all of the sampler."""
+    return SamplingRows(
+        temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
+        top_k=np.full(1, 5, np.int64),
+        top_p=np.full(1, 0.9, np.float32),
+        min_p=np.full(1, 0.01, np.float32),
+        seeds=np.zeros(1, np.uint64),
+        positions=np.zeros(1, np.int64),
+        logprobs=np.full(1, -1, np.int64),
+        edits=(RowEdit(row=0, banned=np.zeros(1, np.int64)),) if drawn else (),
+    )

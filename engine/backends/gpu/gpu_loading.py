@@ -1,0 +1,122 @@
+"""From a worker's flags to a GPU backend that has compiled its kernels and taken its workspace, but has no pool yet.
+
+In this order, because the KV node makes its pool of what is left of the GPU when the first worker attaches:
+
+    weights (a region that the KV node shares out, filled by the first worker) -> buffers -> warm-up -> (attach)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import torch
+
+from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
+from pillion.engine.backends.backend import FP8_E4M3
+from pillion.engine.backends.devices import interpreted
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from pillion.engine.models.model_config import load_config
+from pillion.errors import ConfigError
+from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
+
+# Longest time that a worker waits for another one to fill the weights.
+WEIGHTS_TIMEOUT_S = 600.0
+# Answers whose first token one prompt may choose at once.
+MAX_ANSWERS = 128
+FP8_LAYOUT_VERSION = "fp8-rows-1"
+
+
+def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Progress) -> tuple[GpuBackend, str]:
+    """The backend, and what its kernels are called. Raises ConfigError for what cannot work."""
+    began_s = time.monotonic()
+    device = torch.device("cpu" if interpreted() else "cuda:0")
+    if device.type == "cuda":
+        check_machine()
+    config = load_config(prepared.folder)
+    fp8 = flags.kv_cache_dtype == "fp8"
+    layout = kv_layout(
+        prepared, flags.block_size, FP8_LAYOUT_VERSION if fp8 else LAYOUT_VERSION, FP8_E4M3 if fp8 else ""
+    )
+    check_shape(layout.head_dim, layout.block_size)
+    weights = load_gpu_weights(
+        prepared.folder,
+        config,
+        fingerprint=prepared.fingerprint,
+        dtype=prepared.dtype,
+        memory=region_memory(flags.attach_socket, device),
+        dummy=flags.load_format == "dummy",
+        progress=progress,
+    )
+    limits = limits_of(flags, prepared)
+    model = GpuModel(
+        weights,
+        prepared.max_model_len,
+        limits.max_tokens,
+        MAX_ANSWERS * limits.max_tokens,
+        max_samples=limits.max_samples,
+    )
+    backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
+    progress("compiling the GPU kernels")
+    backend.take_workspace()
+    arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    progress(
+        f"all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
+        f"ready in {time.monotonic() - began_s:.1f} s"
+    )
+    return backend, f"gpu/{arch}"
+
+
+def check_machine() -> None:
+    """Raises ConfigError for what is missing before a kernel can be launched."""
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this torch cannot use the GPU; install the CUDA build of torch")
+    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+        raise ConfigError("--device cuda: Triton builds its launchers with a C compiler; install gcc, or set CC")
+
+
+def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
+    """What one step of this worker may hold."""
+    if isinstance(flags, DecodeFlags):
+        tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
+        samples = min(tokens, seqs * (1 + guesses))
+    else:
+        assert isinstance(flags, PrefillFlags)
+        tokens, guesses, samples = flags.max_num_batched_prefill_tokens, 0, 0
+        seqs = min(flags.max_waiting_spans, tokens)
+    return GpuLimits(
+        max_tokens=tokens,
+        max_seqs=seqs,
+        max_samples=samples,
+        max_model_len=prepared.max_model_len,
+        num_speculative_tokens=guesses,
+    )
+
+
+def check_shape(head_dim: int, block_size: int) -> None:
+    """Raises ConfigError for shapes that the attention kernels do not have."""
+    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
+        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
+    if block_size not in (16, 32, 64, 128):
+        raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
+
+
+def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
+    """Weights in a region that the KV node owns and all its workers map."""
+    from pillion.engine.backends.gpu.device_memory import tensor_at
+    from pillion.kvstore.client.region_client import share_region
+
+    def get(key: str, size_bytes: int) -> WeightMemory:
+        region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)
+        if device.type == "cuda" and region.device_memory is None:
+            raise ConfigError(
+                "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
+            )
+        return WeightMemory(tensor_at(region, device), region.must_fill, region.filled, region.close)
+
+    return get

@@ -1,0 +1,288 @@
+"""The forward pass on a GPU: :mod:`pillion.engine.models.decoder`'s, with fused kernels and buffers that stay where
+they are.
+
+    embed -> residual
+    each layer   norm -> qkv product -> [qk-norm, rope, KV into the pool] -> attention -> o product
+                 [residual += , norm] -> gate and up product -> [act(gate) * up] -> down product -> [residual += , norm]
+    last layer   ends with its KV where nobody samples; else rows that nobody samples are dropped behind its attention
+    logits       head product, in float32
+
+What stands in brackets is one kernel. The products are cuBLAS's, through torch. Nothing here synchronises, and but for
+the logits nothing is allocated, so a step can be captured as a CUDA graph; a mixture of experts, whose groups only the
+device knows, is the exception (``capturable``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pillion.engine.backends.gpu.gpu_step import StepRecord, StepShape
+from pillion.engine.backends.gpu.gpu_weights import GpuWeights
+from pillion.engine.models.layers import GATED, GatedMLP, soft_cap
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.moe import MoeWeights
+from pillion.engine.models.rope import make_ropes
+from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
+from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.gpu.rows.embedding import embed
+from pillion.kernels.gpu.rows.gated import gated
+from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
+from pillion.kernels.torch.torch_linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's tensors; None where the model has none."""
+
+    attention_norm: torch.Tensor | None
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+    gate_up: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    experts: MoeWeights | None
+
+
+class GpuModel:
+    """A model's weights, tables and activations' buffers on one device, for steps of at most ``max_tokens`` tokens."""
+
+    def __init__(
+        self, weights: GpuWeights, max_model_len: int, max_tokens: int, max_sampled: int, *, max_samples: int = 0
+    ) -> None:
+        """``max_sampled``: tokens that one step may choose, which the next step may embed before the host has them.
+
+        ``max_samples``: rows of logits that all steps share the memory of; a step that wants more has its own.
+        """
+        config = weights.config
+        table = weights["embedding"]
+        device, dtype = table.device, table.dtype
+        self.config, self.device, self.dtype = config, device, dtype
+        self.max_tokens = max_tokens
+        self.capturable = config.moe is None
+        self.weights = weights
+        self.layers = [_layer(weights, index) for index in range(config.num_layers)]
+        self.ropes = _rope_tables(config, max_model_len, dtype, device)
+        self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
+        # Before the pool is made of what is left: graphs that had logits of their own would take gigabytes after it.
+        self.logits = torch.zeros(max_samples, config.vocab_size, dtype=torch.float32, device=device)
+        self.head = self.logits if dtype == torch.float32 else torch.zeros_like(self.logits, dtype=dtype)
+        heads = config.num_heads + 2 * config.num_kv_heads
+
+        def rows(width: int) -> torch.Tensor:
+            return torch.zeros(max_tokens, width, dtype=dtype, device=device)
+
+        self.residual, self.normed = rows(config.hidden_size), rows(config.hidden_size)
+        self.found = rows(config.hidden_size)
+        self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.head_dim)
+        inner = max(config.intermediate_size, config.hidden_size)
+        self.gate_up, self.inner = rows(2 * inner), rows(inner)
+
+
+class GpuDecoder:
+    """A model over one pool."""
+
+    def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: StepRecord) -> None:
+        """``pool``: see :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._record = record
+
+    def run(self, shape: StepShape) -> torch.Tensor:
+        """The step in the record, padded to ``shape``: float32 logits [shape.samples, vocab_size]."""
+        model, record, config = self._model, self._record, self._model.config
+        tokens = shape.tokens
+        residual = model.residual[:tokens]
+        embed(
+            record.token_ids[:tokens],
+            model.sampled,
+            model.weights["embedding"],
+            residual,
+            model.weights.embedding_scale,
+        )
+        first = model.layers[0]
+        normed = self._normed(residual, first.attention_norm)
+        for index, layer in enumerate(model.layers):
+            last = index + 1 == len(model.layers)
+            qkv = self._write_kv(index, layer, normed)
+            if last and not shape.samples:
+                return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
+            attended = self._attend(index, qkv, shape)
+            if last:
+                wanted = record.sample_rows[: shape.samples]
+                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+            found = _product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
+            normed = self._add(residual, found, layer.attention_post_norm, layer.mlp_norm)
+            found = self._mlp(layer, normed)
+            following = model.weights["final_norm"] if last else model.layers[index + 1].attention_norm
+            normed = self._add(residual, found, layer.mlp_post_norm, following)
+        return self._logits(normed)
+
+    def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+        """normed [T, hidden] -> projections [T, ...], whose queries are ready to attend; the layer's KV is written."""
+        model, record, config = self._model, self._record, self._model.config
+        tokens = len(normed)
+        qkv = _product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        eps, wide = config.rms_norm_eps, model.weights.norm_is_wide
+        if layer.q_norm is not None and layer.k_norm is not None:
+            for part, weight in ((slice(0, queries), layer.q_norm), (slice(queries, queries + keys), layer.k_norm)):
+                rms_norm(qkv[:, part], weight, qkv[:, part], eps, wide)
+        rope = config.layer_ropes[index]
+        kv_write(
+            qkv,
+            self._pool,
+            record.rows[:tokens],
+            index,
+            heads=config.num_heads,
+            norm=None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps),
+            rotary=None if rope is None else Rotary(*model.ropes[rope], record.positions[:tokens]),
+        )
+        return qkv
+
+    def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape) -> torch.Tensor:
+        """Projections [T, ...] -> [T, heads * head_dim]."""
+        model, record, config = self._model, self._record, self._model.config
+        tokens, queries = shape.tokens, config.num_heads * config.head_dim
+        out = model.attended[:tokens]
+        self._attention.attend(
+            index,
+            qkv[:, :queries].view(tokens, config.num_heads, config.head_dim),
+            out,
+            record.attention,
+            window=config.sliding_windows[index],
+            with_chunks=shape.chunks,
+        )
+        return out
+
+    def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        model, count = self._model, len(normed)
+        if layer.experts is not None:
+            return layer.experts(normed)
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        inner = len(layer.gate_up) // 2
+        both = model.gate_up.view(-1)[: count * 2 * inner].view(count, 2 * inner)
+        _product(normed, layer.gate_up, layer.gate_up_bias, both)
+        out = model.inner.view(-1)[: count * inner].view(count, inner)
+        gated(both, out, model.config.activation)
+        return _product(out, layer.down, layer.down_bias, model.found[:count])
+
+    def _normed(self, residual: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """The residual stream itself where the model has no norm in front."""
+        if weight is None:
+            return residual
+        model = self._model
+        out = model.normed[: len(residual)]
+        rms_norm(residual, weight, out, model.config.rms_norm_eps, model.weights.norm_is_wide)
+        return out
+
+    def _add(
+        self, residual: torch.Tensor, found: torch.Tensor, post: torch.Tensor | None, following: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual += scale * post_norm(found), in place; returns what the next product reads."""
+        model = self._model
+        out = None if following is None else model.normed[: len(residual)]
+        add_rms_norm(
+            residual,
+            found,
+            out,
+            weight=following,
+            post_weight=post,
+            scale=model.config.residual_scale,
+            eps=model.config.rms_norm_eps,
+            wide=model.weights.norm_is_wide,
+        )
+        return residual if out is None else out
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        model, config, rows = self._model, self._model.config, len(normed)
+        if rows <= len(model.logits):
+            found, logits = model.head[:rows], model.logits[:rows]
+            torch.mm(normed, model.weights.head.T, out=found)
+            if model.dtype != torch.float32:
+                logits.copy_(found)
+        else:
+            logits = (normed @ model.weights.head.T).float()
+        if config.logit_divisor != 1.0:
+            logits = logits.div_(config.logit_divisor)
+        return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """rows [T, in] times weight [out, in] into ``out`` [T, out]."""
+    if bias is None:
+        return torch.mm(rows, weight.T, out=out)
+    return torch.addmm(bias, rows, weight.T, out=out)
+
+
+def _layer(weights: GpuWeights, index: int) -> _Layer:
+    def get(name: str) -> torch.Tensor | None:
+        return weights.get(f"layers.{index}.{name}")
+
+    qkv, o = get("qkv.weight"), get("o.weight")
+    assert qkv is not None
+    assert o is not None
+    return _Layer(
+        attention_norm=get("attention_norm"),
+        qkv=qkv,
+        qkv_bias=get("qkv.bias"),
+        qk_norm=get("qk_norm"),
+        q_norm=get("q_norm"),
+        k_norm=get("k_norm"),
+        o=o,
+        o_bias=get("o.bias"),
+        attention_post_norm=get("attention_post_norm"),
+        mlp_norm=get("mlp_norm"),
+        mlp_post_norm=get("mlp_post_norm"),
+        gate_up=get("mlp.gate_up.weight"),
+        gate_up_bias=get("mlp.gate_up.bias"),
+        down=get("mlp.down.weight"),
+        down_bias=get("mlp.down.bias"),
+        experts=_experts(weights, get("router"), get("experts.gate_up"), get("experts.down")),
+    )
+
+
+def _experts(
+    weights: GpuWeights, router: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor | None
+) -> MoeWeights | None:
+    moe = weights.config.moe
+    if moe is None or router is None or gate_up is None or down is None:
+        return None
+    act = GATED[weights.config.activation]
+    return MoeWeights(
+        router=router,
+        experts=tuple(
+            GatedMLP(Linear.plain(up), Linear.plain(back), act) for up, back in zip(gate_up, down, strict=True)
+        ),
+        experts_per_token=moe.experts_per_token,
+        normalize=moe.normalize,
+    )
+
+
+def _rope_tables(
+    config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    """Cosines and sines [max_model_len, head_dim / 2] of each rotary embedding, rounded as transformers rounds them."""
+    positions = torch.arange(max_model_len, dtype=torch.float32)[:, None]
+    tables = []
+    for rope in make_ropes(config, max_model_len):
+        angles = positions * rope.frequencies
+        tables.append(
+            ((angles.cos() * rope.scales).to(dtype).to(device), (angles.sin() * rope.scales).to(dtype).to(device))
+        )
+    return tables

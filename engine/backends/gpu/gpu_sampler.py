@@ -1,0 +1,128 @@
+"""Chooses tokens on the GPU as :mod:`pillion.engine.sampling.sampler` does on the host: the same tokens for the same
+logits (I6).
+
+    logits --rows that report log probabilities, unedited--> host
+      '--edits--> choose --> sampled (on the device, where the next step embeds from) --copy--> host: the flight lands
+
+Log probabilities are computed on the host, of the few rows that ask for them, by the host's own code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.sampling.logprobs import Report
+from pillion.engine.sampling.sampler import whole_groups
+from pillion.engine.sampling.sampling_rows import Int64, SamplingRows
+from pillion.engine.scheduling.step_plan import Sampled
+from pillion.kernels.gpu.sampling.gpu_sampling import choose
+from pillion.kernels.gpu.sampling.sampling_device import Scratch
+from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
+from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
+from pillion.types import TokenLogprob
+
+# Of 4 bytes: 16 together.
+ALIGNED_ROWS = 4
+
+
+class GpuFlight:
+    """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
+
+    def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, rows: SamplingRows, done: Any) -> None:
+        """``tokens`` and ``raw`` are on their way to host memory until ``done``, an event; None: they are there."""
+        self._tokens, self._raw, self._rows, self._done = tokens, raw, rows, done
+
+    def land(self) -> Sampled:
+        """Tokens and log probabilities of the step, in the order of its rows."""
+        if self._done is not None:
+            try:
+                self._done.synchronize()
+            except RuntimeError as error:
+                # An event fails of what a kernel did, and so does everything on that device from now on.
+                raise BackendLost(f"the GPU failed: {error}") from error
+        tokens: Int64 = self._tokens.numpy().astype(np.int64)
+        if self._raw is None:
+            return Sampled(tuple(tokens.tolist()))
+        return Sampled(tuple(tokens.tolist()), _reported(self._raw, self._rows, tokens))
+
+
+class GpuSampler:
+    """Of one backend. ``sampled``: int32, what the last launch chose, row after row."""
+
+    def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
+        """``max_rows``: chosen at once; more are chosen in several launches."""
+        self._sampled = sampled
+        # Parts begin where vectors do, as the whole does: no kernel is compiled for another alignment.
+        self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
+        self._scratch = Scratch.allocate(self._max_rows, vocab_size, sampled.device)
+        self._edits = EditPacker(vocab_size)
+        self._pinned = sampled.is_cuda
+
+    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuFlight:
+        """Begin to choose a token for each row of logits [R, V] float32, which are edited in place."""
+        count = len(rows)
+        if not count:
+            return GpuFlight(torch.empty(0, dtype=torch.int32), None, rows, self._event())
+        with torch.inference_mode():
+            raw = self._keep_raw(logits, rows)
+            if rows.edits:
+                apply_edits(logits, self._send(self._edits.pack(rows.edits)))
+            chosen = self._sampled[:count]
+            record, cutting = self._send(pack_rows(rows)), cuts_any(rows)
+            for begin in range(0, count, self._max_rows):
+                part = slice(begin, begin + self._max_rows)
+                choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
+            return GpuFlight(self._fetch(chosen), raw, rows, self._event())
+
+    def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
+        asked = np.flatnonzero(rows.logprobs >= 0)
+        if not len(asked):
+            return None
+        kept = torch.empty((len(asked), logits.shape[1]), dtype=torch.float32, device=logits.device)
+        keep_raw(logits, self._send(asked), kept)
+        return self._fetch(kept)
+
+    def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """To the device, without waiting: torch keeps pinned memory until the copy is done."""
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(self._sampled.device, non_blocking=True) if self._pinned else host
+
+    def _fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """To the host, without waiting."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
+        return host.copy_(values, non_blocking=True)
+
+    def _event(self) -> Any:
+        if not self._pinned:
+            return None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._sampled.device))
+        return event
+
+
+def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
+    """One entry for each row; ``raw`` holds the unedited logits of those that asked."""
+    asked = np.flatnonzero(rows.logprobs >= 0)
+    few = replace(
+        rows,
+        temperature=rows.temperature[asked],
+        top_k=rows.top_k[asked],
+        top_p=rows.top_p[asked],
+        min_p=rows.min_p[asked],
+        seeds=rows.seeds[asked],
+        positions=rows.positions[asked],
+        logprobs=rows.logprobs[asked],
+        edits=(),
+    )
+    entries: list[TokenLogprob | None] = [None] * len(rows)
+    with np.errstate(all="ignore"):
+        report = Report(whole_groups(raw), raw.shape[1], few)
+        for row, entry in zip(asked.tolist(), report.of(tokens[asked]), strict=True):
+            entries[row] = entry
+    return tuple(entries)

@@ -1,0 +1,91 @@
+"""A step's arrays on their way to the device: one vector of integers, one copy.
+
+    StepBatch --fill--> pinned host record --one asynchronous copy--> device record, whose views kernels read
+
+The device's record stays where it is, so a CUDA graph that was captured over it runs any later step. Host records take
+turns: one is written again only when the flight that it was copied for has landed. Steps are padded to the graph's
+size with rows that write nothing: no slot (-1), token 0 at position 0, and no place in the attention's plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pillion.engine.backends.batch import Int32, StepBatch
+from pillion.kernels.gpu.attention.gpu_attention_plan import AttentionPlan
+from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+
+# A step may be launched while one is under way; the third record is written while both of theirs may still be read.
+HOST_RECORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a launch depends on beside the record: padded tokens and sampled rows, and whether chunks are attended."""
+
+    tokens: int
+    samples: int
+    chunks: bool
+
+
+class StepRecord:
+    """Of one backend.
+
+    Attributes:
+        token_ids, positions, rows: int32 [max_tokens] on the device; ``rows`` are places in the pool in units of a
+            token's row, slot * block_size + offset, or -1.
+        sample_rows: int32 [max_tokens], rows whose logits are wanted.
+        attention: int32, :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`'s part.
+    """
+
+    def __init__(self, max_tokens: int, block_size: int, attention: PagedAttention, device: torch.device) -> None:
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._planner = attention
+        words = 4 * max_tokens + attention.max_record_words
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
+        self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
+        self._turn = 0
+        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        parts = self._device[: 4 * max_tokens].view(4, max_tokens)
+        self.token_ids, self.positions, self.rows, self.sample_rows = parts.unbind(0)
+        self.attention = self._device[4 * max_tokens :]
+
+    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, work: AttentionPlan) -> None:
+        """Begins the copy of a step on the current stream. ``work``: what :meth:`plan` said of the batch."""
+        turn = self._turn
+        self._turn = (turn + 1) % HOST_RECORDS
+        record, most, count = self._arrays[turn], self._max_tokens, batch.num_tokens
+        lengths = np.diff(batch.query_starts)
+        owners = np.repeat(np.arange(batch.num_seqs), lengths)
+        blocks, offsets = np.divmod(batch.positions, self._block_size)
+        rows = batch.block_tables[owners, blocks] * np.int64(self._block_size) + offsets
+        for place, values, padding in (
+            (0, batch.token_ids, 0),
+            (1, batch.positions, 0),
+            (2, rows, -1),
+        ):
+            begin = place * most
+            record[begin : begin + count] = values
+            record[begin + count : begin + shape.tokens] = padding
+        begin = 3 * most
+        record[begin : begin + len(sample_rows)] = sample_rows
+        record[begin + len(sample_rows) : begin + shape.samples] = 0
+        begin = 4 * most
+        record[begin : begin + len(work.record)] = work.record
+        used = begin + len(work.record)
+        self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
+
+    def clear(self) -> None:
+        """A step of nothing: whatever runs over the record writes nothing to the pool."""
+        self._device.zero_()
+        self.rows.fill_(-1)
+
+    def plan(self, batch: StepBatch) -> AttentionPlan:
+        """Who attends to what in this step."""
+        return self._planner.plan(batch)

@@ -1,0 +1,297 @@
+"""Weights in GPU memory: one piece of memory, cut into tensors by a plan that every worker of a GPU makes alike.
+
+    plan_weights --size--> memory (a region shared through the KV node, or this process's own) --cut--> GpuWeights
+                                     '-- whoever is to fill it copies the checkpoint in, layer by layer
+
+The plan follows from the config and from which tensors a checkpoint has, not from what is in them, so a second worker
+of a GPU reads no weights at all. Its digest is part of the region's key: two versions of this file share nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.weights import (
+    DTYPES,
+    LayerWeights,
+    embedding_scale,
+    load_final_norm,
+    load_head,
+    load_layer,
+)
+from pillion.engine.models.layers import Norm
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.moe import MoeWeights
+from pillion.kernels.torch.torch_linear import Linear
+
+# Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
+ALIGN_BYTES = 256
+# Random weights have this spread: a forward pass through them stays finite.
+DUMMY_SPREAD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: bytes from the beginning."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """All tensors of a model. Attributes: ``places`` by name, and ``nbytes`` of all of them."""
+
+    places: dict[str, Place]
+    nbytes: int
+
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of names, shapes, types and places."""
+        said = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+class GpuWeights:
+    """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.mlp.down.bias``, ``final_norm``..."""
+
+    def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        """``memory``: uint8, at least ``plan.nbytes`` long; it is borrowed."""
+        self.config, self.plan = config, plan
+        # What lets go of the memory, once no step can run.
+        self.close: Callable[[], None] = lambda: None
+        self.embedding_scale = embedding_scale(config, dtype)
+        self._tensors = {
+            name: memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
+            for name, place in plan.places.items()
+        }
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """The tensor, or None where the model has none of that name."""
+        return self._tensors.get(name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor, which the model has."""
+        return self._tensors[name]
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The output projection [vocab, hidden]: the embedding where the model ties the two."""
+        return self._tensors.get("lm_head", self._tensors["embedding"])
+
+    @property
+    def norm_is_wide(self) -> bool:
+        """Which of the two roundings of :mod:`pillion.engine.models.layers` the model's norms have."""
+        return self.config.norm != "plain"
+
+    def fill(self, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
+        """Copies a checkpoint in. Raises ConfigError for tensors that are missing or misshapen."""
+        with open_checkpoint(folder, self.config) as checkpoint, torch.inference_mode():
+            left = set(self._tensors)
+            for name, tensor in _tensors_of(checkpoint, self.config, dtype):
+                self._tensors[name].copy_(tensor)
+                left.remove(name)
+                if name.endswith("qkv.weight"):
+                    progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
+            assert not left, left
+
+    def fill_dummy(self, seed: int = 0) -> None:
+        """Random numbers of a spread that keeps activations finite: for measuring, not for answers."""
+        device = next(iter(self._tensors.values())).device
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.inference_mode():
+            for name, tensor in self._tensors.items():
+                if name.rpartition(".")[2].endswith("norm"):
+                    tensor.fill_(1.0)
+                else:
+                    tensor.normal_(0.0, DUMMY_SPREAD, generator=generator)
+
+
+def plan_weights(config: ModelConfig, dtype: torch.dtype, *, separate_head: bool) -> WeightPlan:
+    """Cuts memory for a model. ``separate_head``: the checkpoint has an output projection other than the embedding."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, shape, kind in _shapes(config, dtype, separate_head):
+        places[name] = Place(shape, kind, end)
+        end += -(-places[name].nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return WeightPlan(places, end)
+
+
+def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
+    """The plan for a checkpoint. Raises ConfigError where it does not fit the config."""
+    with open_checkpoint(folder, config) as checkpoint:
+        separate = checkpoint.has("lm_head")
+        if separate and config.tie_word_embeddings:
+            embedding = checkpoint.take("embedding", dtype)
+            separate = load_head(checkpoint, config, dtype, embedding) is not embedding
+    return plan_weights(config, dtype, separate_head=separate)
+
+
+def weights_key(fingerprint: str, dtype: str, plan: WeightPlan) -> str:
+    """What a region with these weights is called, hexadecimal: who asks for the same key may share it."""
+    return hashlib.sha256(f"pillion weights {fingerprint} {dtype} {plan.digest()}".encode()).hexdigest()
+
+
+Shape = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def _shapes(config: ModelConfig, dtype: torch.dtype, separate_head: bool) -> Iterator[Shape]:
+    norm = dtype if config.norm == "plain" else torch.float32
+    hidden = config.hidden_size
+    yield "embedding", (config.vocab_size, hidden), dtype
+    for index in range(config.num_layers):
+        for name, shape, kind in _layer_shapes(config, index, dtype, norm):
+            yield f"layers.{index}.{name}", shape, kind
+    yield "final_norm", (hidden,), norm
+    if separate_head:
+        yield "lm_head", (config.vocab_size, hidden), dtype
+
+
+def _layer_shapes(config: ModelConfig, index: int, dtype: torch.dtype, norm: torch.dtype) -> Iterator[Shape]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    if config.pre_norm:
+        yield from (("attention_norm", (hidden,), norm), ("mlp_norm", (hidden,), norm))
+    if config.post_norm:
+        yield from (("attention_post_norm", (hidden,), norm), ("mlp_post_norm", (hidden,), norm))
+    if config.qk_norm == "head":
+        yield "qk_norm", (config.num_heads + config.num_kv_heads, head_dim), norm
+    elif config.qk_norm:
+        yield from (("q_norm", (queries,), norm), ("k_norm", (keys,), norm))
+    yield from _linear_shapes("qkv", queries + 2 * keys, hidden, config.qkv_bias, dtype)
+    yield from _linear_shapes("o", hidden, queries, config.o_bias, dtype)
+    if config.moe is not None and config.moe.layers[index]:
+        count, inner = config.moe.num_experts, config.moe.intermediate_size
+        yield "router", (count, hidden), dtype
+        yield "experts.gate_up", (count, 2 * inner, hidden), dtype
+        yield "experts.down", (count, hidden, inner), dtype
+        return
+    yield from _linear_shapes("mlp.gate_up", 2 * config.intermediate_size, hidden, config.mlp_bias, dtype)
+    yield from _linear_shapes("mlp.down", hidden, config.intermediate_size, config.mlp_bias, dtype)
+
+
+def _linear_shapes(name: str, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> Iterator[Shape]:
+    yield f"{name}.weight", (rows, columns), dtype
+    if bias:
+        yield f"{name}.bias", (rows,), dtype
+
+
+def _tensors_of(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor, in the order of the plan as far as that matters: layer by layer, so that little is held."""
+    embedding = checkpoint.take("embedding", dtype)
+    yield "embedding", embedding
+    head = load_head(checkpoint, config, dtype, embedding)
+    for index in range(config.num_layers):
+        layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
+        for name, tensor in _layer_tensors(layer):
+            yield f"layers.{index}.{name}", tensor
+    yield "final_norm", load_final_norm(checkpoint, config, dtype).weight
+    if head is not embedding:
+        yield "lm_head", head
+
+
+def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    norms: dict[str, Norm | None] = {
+        name: getattr(layer, name)
+        for name in (
+            "attention_norm",
+            "mlp_norm",
+            "attention_post_norm",
+            "mlp_post_norm",
+            "qk_norm",
+            "q_norm",
+            "k_norm",
+        )
+    }
+    yield from ((name, norm.weight) for name, norm in norms.items() if norm is not None)
+    linears: list[tuple[str, Linear]] = [("qkv", layer.qkv), ("o", layer.o)]
+    if isinstance(layer.mlp, MoeWeights):
+        yield "router", layer.mlp.router
+        yield "experts.gate_up", torch.stack([expert.gate_up.weight for expert in layer.mlp.experts])
+        yield "experts.down", torch.stack([expert.down.weight for expert in layer.mlp.experts])
+    else:
+        linears += [("mlp.gate_up", layer.mlp.gate_up), ("mlp.down", layer.mlp.down)]
+    for name, linear in linears:
+        yield f"{name}.weight", linear.weight
+        if linear.bias is not None:
+            yield f"{name}.bias", linear.bias
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMemory:
+    """Memory for weights: uint8 [at least what was asked for], and what to do with it.
+
+    Attributes:
+        must_fill: nobody has put the weights there yet.
+        filled: to be called once they are there.
+        close: to be called when nobody uses them any more. Idempotent.
+    """
+
+    memory: torch.Tensor
+    must_fill: bool
+    filled: Callable[[], None]
+    close: Callable[[], None] = lambda: None
+
+
+# From the weights' key and their size in bytes.
+GetMemory = Callable[[str, int], WeightMemory]
+
+
+def own_memory(device: torch.device) -> GetMemory:
+    """Memory of this process alone."""
+
+    def get(key: str, size_bytes: int) -> WeightMemory:
+        return WeightMemory(torch.empty(size_bytes, dtype=torch.uint8, device=device), True, lambda: None)
+
+    return get
+
+
+def load_gpu_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    fingerprint: str,
+    dtype: str,
+    memory: GetMemory,
+    dummy: bool = False,
+    progress: Progress = lambda line: None,
+) -> GpuWeights:
+    """Weights of a prepared folder, in memory that ``memory`` gives. ``dummy``: random ones of the config's shapes.
+
+    Raises ConfigError for a checkpoint that does not fit its config.
+    """
+    kind = DTYPES[dtype]
+    plan = (
+        plan_weights(config, kind, separate_head=not config.tie_word_embeddings)
+        if dummy
+        else plan_folder(folder, config, kind)
+    )
+    given = memory(weights_key(fingerprint, dtype, plan), plan.nbytes)
+    weights = GpuWeights(config, plan, given.memory, kind)
+    weights.close = given.close
+    if given.must_fill:
+        if dummy:
+            weights.fill_dummy()
+        else:
+            weights.fill(folder, kind, progress)
+        if given.memory.is_cuda:
+            # Another process may read as soon as it hears "filled".
+            torch.cuda.synchronize(given.memory.device)
+        given.filled()
+    return weights

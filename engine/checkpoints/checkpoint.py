@@ -1,0 +1,223 @@
+"""What the tensors of a decoder are called in checkpoints, and how they are read. Safetensors only: no pickle, no code.
+
+The same tensor has other names in other families and versions: three projections or one fused (Phi-3), one tensor per
+expert or one for all experts of a layer (transformers 5). Each *way* to spell a tensor is a list of pieces which,
+stacked along their first dimension, are that tensor; the first way of which a checkpoint has all pieces is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pillion.engine.checkpoints.model_files import weight_files
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+# Tensors that nobody reads: what old checkpoints carry, and how a model of text and images sees images.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+_IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+# Where such a model keeps its language model, in transformers 4 and 5.
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+_LISTED_NAMES = 4  # Most tensors that an error names.
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of a checkpoint and its shape. ``part``: the one entry of its first dimension that is meant, or all."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: int | None = None
+
+
+Way = tuple[Piece, ...]
+
+
+def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+    """Every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``), with the ways to spell it."""
+    wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
+    wanted["final_norm"] = _named("model.norm.weight", config.hidden_size)
+    if not config.tie_word_embeddings:
+        wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        tensors = {**_norms(config), **_attention(config)}
+        has_experts = config.moe is not None and config.moe.layers[layer]
+        tensors.update(_experts(config) if has_experts else _mlp(config))
+        for key, ways in tensors.items():
+            wanted[f"layers.{layer}.{key}"] = tuple(
+                tuple(Piece(f"model.layers.{layer}.{piece.name}", piece.shape, piece.part) for piece in way)
+                for way in ways
+            )
+    return wanted
+
+
+def _named(name: str, *shape: int) -> tuple[Way, ...]:
+    return ((Piece(name, shape),),)
+
+
+def _norms(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+    """Families with norms behind their sublayers call the one between attention and MLP otherwise."""
+    wanted, hidden = {}, config.hidden_size
+    between = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
+    if config.pre_norm:
+        wanted["attention_norm"] = _named("input_layernorm.weight", hidden)
+        wanted["mlp_norm"] = _named(f"{between}.weight", hidden)
+    if config.post_norm:
+        wanted["attention_post_norm"] = _named("post_attention_layernorm.weight", hidden)
+        wanted["mlp_post_norm"] = _named("post_feedforward_layernorm.weight", hidden)
+    if config.qk_norm:
+        whole = config.qk_norm == "projection"
+        wanted["q_norm"] = _named("self_attn.q_norm.weight", config.head_dim * (config.num_heads if whole else 1))
+        wanted["k_norm"] = _named("self_attn.k_norm.weight", config.head_dim * (config.num_kv_heads if whole else 1))
+    return wanted
+
+
+def _attention(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    fused = {"self_attn.qkv_proj": queries + 2 * keys}
+    return {
+        **_linear("qkv", (parts, fused), config.hidden_size, config.qkv_bias),
+        **_linear("o", ({"self_attn.o_proj": config.hidden_size},), queries, config.o_bias),
+    }
+
+
+def _mlp(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+    inner = config.intermediate_size
+    parts, fused = {"mlp.gate_proj": inner, "mlp.up_proj": inner}, {"mlp.gate_up_proj": 2 * inner}
+    return {
+        **_linear("mlp.gate_up", (parts, fused), config.hidden_size, config.mlp_bias),
+        **_linear("mlp.down", ({"mlp.down_proj": config.hidden_size},), inner, config.mlp_bias),
+    }
+
+
+def _linear(key: str, ways: tuple[dict[str, int], ...], columns: int, bias: bool) -> dict[str, tuple[Way, ...]]:
+    """A linear layer's weight [rows, columns] and bias [rows]; a way is the rows of each of its pieces, by name."""
+    wanted = {
+        f"{key}.weight": tuple(
+            tuple(Piece(f"{name}.weight", (rows, columns)) for name, rows in way.items()) for way in ways
+        )
+    }
+    if bias:
+        wanted[f"{key}.bias"] = tuple(
+            tuple(Piece(f"{name}.bias", (rows,)) for name, rows in way.items()) for way in ways
+        )
+    return wanted
+
+
+def _experts(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+    """Qwen's names, Mixtral's, and the stacked ones of transformers 5, which are the same for both."""
+    assert config.moe is not None
+    count, inner, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
+    router = (count, hidden)
+    wanted: dict[str, tuple[Way, ...]] = {
+        "router": ((Piece("mlp.gate.weight", router),), (Piece("block_sparse_moe.gate.weight", router),))
+    }
+    for index in range(count):
+        qwen, mixtral = f"mlp.experts.{index}", f"block_sparse_moe.experts.{index}"
+        wanted[f"experts.{index}.gate_up"] = (
+            (Piece(f"{qwen}.gate_proj.weight", (inner, hidden)), Piece(f"{qwen}.up_proj.weight", (inner, hidden))),
+            (Piece(f"{mixtral}.w1.weight", (inner, hidden)), Piece(f"{mixtral}.w3.weight", (inner, hidden))),
+            (Piece("mlp.experts.gate_up_proj", (count, 2 * inner, hidden), index),),
+        )
+        wanted[f"experts.{index}.down"] = (
+            (Piece(f"{qwen}.down_proj.weight", (hidden, inner)),),
+            (Piece(f"{mixtral}.w2.weight", (hidden, inner)),),
+            (Piece("mlp.experts.down_proj", (count, hidden, inner), index),),
+        )
+    return wanted
+
+
+class Checkpoint:
+    """The open weight files of one folder, checked against a config. Its tensors are views of the mapped files."""
+
+    def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, tuple[Any, str]]) -> None:
+        """``handles``: name -> (open file, the tensor's name in it). Raises ConfigError where the two do not fit."""
+        self._folder = folder
+        self._family = config.family
+        self._handles = handles
+        wanted = decoder_tensors(config)
+        if config.tie_word_embeddings and "lm_head.weight" in handles:
+            # Written once more, or another one, whatever the config says: the weights decide.
+            wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._ways = self._choose(wanted)
+        self._check_names()
+        self._check_shapes()
+
+    def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor that the decoder calls ``key``, in ``dtype``; a view of the file where nothing had to change."""
+        pieces = []
+        for piece in self._ways[key]:
+            handle, name = self._handles[piece.name]
+            tensor: torch.Tensor = handle.get_tensor(name) if piece.part is None else handle.get_slice(name)[piece.part]
+            pieces.append(tensor.to(dtype))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def has(self, key: str) -> bool:
+        """Whether the model has a tensor of that name."""
+        return key in self._ways
+
+    def _choose(self, wanted: dict[str, tuple[Way, ...]]) -> dict[str, Way]:
+        """For each tensor the first way that is complete. Raises ConfigError for those that have none."""
+
+        def absent(way: Way) -> list[str]:
+            return [piece.name for piece in way if piece.name not in self._handles]
+
+        chosen = {key: min(ways, key=lambda way: len(absent(way)) / len(way)) for key, ways in wanted.items()}
+        missing = sorted({name for way in chosen.values() for name in absent(way)})
+        if missing:
+            raise ConfigError(f"{self._folder} lacks {_names(missing)}, which a {self._family} model needs")
+        return chosen
+
+    def _check_names(self) -> None:
+        known = {piece.name for way in self._ways.values() for piece in way}
+        strange = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
+        if strange:
+            raise ConfigError(f"{self._folder} holds {_names(strange)}, which a {self._family} model does not have")
+
+    def _check_shapes(self) -> None:
+        shapes = {piece.name: piece.shape for way in self._ways.values() for piece in way}
+        for plain, shape in shapes.items():
+            handle, name = self._handles[plain]
+            found = handle.get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ConfigError(f"{self._folder}: {name} is {found.get_shape()}, config.json wants {list(shape)}")
+            if found.get_dtype() not in FLOATS:
+                raise ConfigError(f"{self._folder}: {name} is {found.get_dtype()}; only {', '.join(FLOATS)} are read")
+
+
+@contextmanager
+def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+    """Opens all weight files of a folder. Raises ConfigError where they do not fit the config."""
+    with ExitStack() as stack:
+        handles: dict[str, tuple[Any, str]] = {}
+        for path in weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+            for name in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
+                if not name.startswith(_IGNORED_PREFIXES):
+                    handles[_plain(name)] = (handle, name)
+        yield Checkpoint(folder, config, handles)
+
+
+def _plain(name: str) -> str:
+    for prefix in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED_NAMES])
+    return shown if len(names) <= _LISTED_NAMES else f"{shown} and {len(names) - _LISTED_NAMES} more tensors"

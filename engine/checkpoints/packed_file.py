@@ -1,0 +1,139 @@
+"""Named tensors in one file that processes map and share: how packed weights lie on disk and in memory.
+
+    PILLIONW | length of the header (8 bytes, little endian) | header (JSON) | padding | tensor | padding | tensor ...
+
+Every tensor begins on a page, so that vector loads are aligned and pages are asked for as a whole. The mapping is
+shared and read-only: however many workers of a host map a file, its pages are in memory once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.code_cache import others_could_write
+
+_MAGIC = b"PILLIONW"
+_PAGE_BYTES = 4096
+# The header's place is kept free while tensors are written before their number is known.
+_HEADER_BYTES = 2**20
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8}
+
+
+class PackedWriter:
+    """Appends tensors to a file. Made by :func:`write_packed`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._tensors: dict[str, Any] = {}
+        self._numbers: dict[str, int] = {}
+        self._end = _HEADER_BYTES
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ConfigError for a name that is there already."""
+        if name in self._tensors:
+            raise ConfigError(f"{name} is packed twice")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        assert dtype in _DTYPES, dtype
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._tensors[name] = [dtype, list(tensor.shape), self._end]
+        self._file.seek(self._end)
+        self._file.write(flat.numpy().data)
+        self._end += -(-flat.numel() // _PAGE_BYTES) * _PAGE_BYTES
+
+    def number(self, name: str, value: int) -> None:
+        """A size that belongs to the tensors."""
+        self._numbers[name] = value
+
+    def finish(self) -> None:
+        """Writes the header."""
+        header = json.dumps({"tensors": self._tensors, "numbers": self._numbers, "bytes": self._end}).encode()
+        if len(header) + len(_MAGIC) + 8 > _HEADER_BYTES:
+            raise ConfigError("a model of so many tensors has no room in a packed file's header")
+        self._file.truncate(self._end)
+        self._file.seek(0)
+        self._file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+
+
+@contextmanager
+def write_packed(path: Path) -> Iterator[PackedWriter]:
+    """A writer whose file is at ``path`` when the block ends well, and nowhere else."""
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        with draft.open("wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            writer = PackedWriter(file)
+            yield writer
+            writer.finish()
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"packed weights cannot be kept in {path.parent}: {error.strerror or error}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+class PackedFile:
+    """A mapped file. Tensors are views of the mapping, which lives as long as one of them does."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file that is not whole; OSError where there is none."""
+        try:
+            with path.open("rb") as file:
+                if others_could_write(os.fstat(file.fileno())):
+                    raise ValueError("others could have written it")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            said = self._read_header()
+            self.numbers: dict[str, int] = {name: int(value) for name, value in said["numbers"].items()}
+            self._tensors = {name: self._view(*place) for name, place in said["tensors"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
+        if hasattr(mmap, "MADV_WILLNEED"):
+            self._map.madvise(mmap.MADV_WILLNEED)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._tensors
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them. Nobody may write to it."""
+        return self._tensors[name]
+
+    def _read_header(self) -> dict[str, Any]:
+        start = len(_MAGIC) + 8
+        if self._map[: len(_MAGIC)] != _MAGIC:
+            raise ValueError("no header")
+        length = int.from_bytes(self._map[len(_MAGIC) : start], "little")
+        if length > _HEADER_BYTES - start:
+            raise ValueError("header too long")
+        said: dict[str, Any] = json.loads(self._map[start : start + length])
+        if said["bytes"] != len(self._map):
+            raise ValueError(f"{len(self._map)} bytes instead of {said['bytes']}")
+        return said
+
+    def _view(self, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
+        count = 1
+        for length in shape:
+            count *= length
+        size = count * _DTYPES[dtype].itemsize
+        if begin < _HEADER_BYTES or count < 0 or begin + size > len(self._map):
+            raise ValueError("a tensor leaves the file")
+        with warnings.catch_warnings():
+            # Torch has no read-only tensors, and says so.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(self._map, dtype=_DTYPES[dtype], count=count, offset=begin).view(shape)

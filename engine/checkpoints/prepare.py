@@ -1,0 +1,199 @@
+"""Gets a model ready to serve: found, converted once, fingerprinted. The second call reads one small file.
+
+Every part of a cluster calls :func:`prepare` with the same flags and gets the same answer; only the first pays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pillion.config import ModelFlags
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
+from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
+from pillion.engine.checkpoints.model_files import INDEX_NAME, Progress, Source, locate, weight_files
+from pillion.engine.models.config_json import read_json, token_ids
+from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.rope_config import served_variant
+from pillion.errors import ConfigError
+
+MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
+
+# Rows of head_dim values, one per token: the plainest inside of a (layer, head) piece. Part of the namespace (I2).
+LAYOUT_VERSION = "rows-1"
+
+_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedModel:
+    """A model that every part can open.
+
+    Attributes:
+        folder: holds config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja where the model has one,
+            and *.safetensors, some of them links.
+        name: what clients call it.
+        fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
+        dtype: "bfloat16" or "float32", of arithmetic and KV.
+        max_model_len: longest prompt plus answer, in tokens.
+        eos_token_ids: tokens that end a text.
+    """
+
+    folder: Path
+    name: str
+    fingerprint: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def _quiet(message: str) -> None:
+    """Progress for those who do not care."""
+
+
+def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
+    """Finds, converts and fingerprints ``flags.model``; ``progress`` gets one line per longer stage.
+
+    Raises ConfigError, in one line, for whatever cannot work: no such model, unknown architecture, damaged files.
+    """
+    dtype = resolve_dtype(flags.dtype)
+    source = locate(flags.model, flags.revision, progress)
+    record = _of_shapes(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
+    return PreparedModel(
+        folder=Path(record.folder),
+        name=flags.served_model_name or source.name,
+        fingerprint=record.fingerprint,
+        dtype=dtype,
+        max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings),
+        vocab_size=record.vocab_size,
+        eos_token_ids=record.eos_token_ids,
+        bos_token_id=record.bos_token_id,
+    )
+
+
+def _recorded(source: Source, dtype: str, progress: Progress) -> ModelRecord:
+    """What is known of a model; looked at once, by whoever comes first."""
+    cache = ModelCache()
+    record = cache.read_record(source.path, dtype)
+    if record is None:
+        with cache.lock(progress):
+            record = cache.read_record(source.path, dtype)
+            if record is None:
+                record = _examine(cache, source, dtype, progress)
+                cache.write_record(source.path, dtype, record)
+    return record
+
+
+def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
+    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece, ``dtype`` the type of KV where
+    it is not that of the weights. Imports no torch.
+
+    The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
+    serve such a model at two lengths share no block that only one of them could have computed (I2).
+    """
+    if block_size < 1:
+        raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
+    config = load_config(prepared.folder)
+    rope = served_variant(config.ropes, prepared.max_model_len)
+    return KVLayout(
+        version=f"{inside}/rope-{rope}" if rope else inside,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype or prepared.dtype,
+    )
+
+
+def resolve_dtype(said: str) -> str:
+    """ "auto" is bfloat16 where the processor computes in it or an NVIDIA GPU is there, else float32."""
+    if said != "auto":
+        if said not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype {said!r} is not supported; known are auto, bfloat16, float32")
+        return said
+    if Path("/proc/driver/nvidia/version").exists():
+        return "bfloat16"
+    try:
+        words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
+    except OSError:
+        return "float32"  # Not Linux: the type that is right everywhere.
+    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
+def _model_len(said: int, longest: int) -> int:
+    if said < 0 or said > longest:
+        raise ConfigError(f"--max-model-len {said} is not between 1 and the model's {longest} tokens")
+    return said or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS)
+
+
+def _examine(cache: ModelCache, source: Source, dtype: str, progress: Progress) -> ModelRecord:
+    if source.is_gguf:
+        digest = digest_file(source.path)[:32]
+        folder = cache.folder(
+            f"{digest}-{dtype}-{CONVERSION_VERSION}", lambda into: convert_gguf(source.path, into, dtype, progress)
+        )
+    else:
+        folder = _complete(cache, source.path, progress)
+    config = load_config(folder)
+    weights = weight_files(folder)
+    progress("fingerprinting weights")
+    small = [folder / name for name in _SMALL_FILES if (folder / name).is_file()]
+    sources = [source.path] if source.is_gguf else []
+    return ModelRecord(
+        folder=str(folder),
+        fingerprint=_fingerprint(weights, config, dtype),
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(folder, config),
+        bos_token_id=config.bos_token_id,
+        files=stamp(iter([*sources, *small, *weights])),
+    )
+
+
+def _of_shapes(source: Source, dtype: str) -> ModelRecord:
+    """A folder without weights: what is measured with random ones. It must hold its tokenizer. Written nowhere."""
+    if source.is_gguf:
+        raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
+    config = load_config(source.path)
+    return ModelRecord(
+        folder=str(source.path),
+        fingerprint=_fingerprint((), config, f"{dtype} dummy"),
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(source.path, config),
+        bos_token_id=config.bos_token_id,
+        files=stamp(iter(())),
+    )
+
+
+def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
+    """The folder itself where it has everything, else one of links to it and a converted tokenizer."""
+    load_config(folder)
+    weight_files(folder)
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    files = stamp(path for path in sorted(folder.iterdir()) if path.is_file())
+    digest = hashlib.sha256(json.dumps([str(folder), files]).encode()).hexdigest()[:32]
+    return cache.folder(f"{digest}-links", lambda into: link_with_tokenizer(folder, into, progress))
+
+
+def _fingerprint(weights: tuple[Path, ...], config: ModelConfig, dtype: str) -> str:
+    digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}\n".encode())
+    digest.update(json.dumps(asdict(config), sort_keys=True).encode() + b"\n")
+    for path in weights:
+        digest.update(f"{path.name} {digest_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The config's and, where there is one, the generation config's: chat models add their end-of-turn token there."""
+    found = set(config.eos_token_ids)
+    path = folder / "generation_config.json"
+    if path.is_file():
+        found.update(token_ids(read_json(path).get("eos_token_id")))
+    return tuple(sorted(found))

@@ -1,0 +1,89 @@
+"""The forward pass of every model: one decoder over a paged pool, with the options of its config.
+
+    hidden = embedding * embedding_scale
+    each layer:  hidden += residual_scale * post_norm(o(attention(pre_norm(hidden))))
+                 hidden += residual_scale * post_norm(mlp(pre_norm(hidden)))      (mlp: dense or mixture of experts)
+    logits = soft_cap(lm_head(final_norm(hidden)) / logit_divisor)
+
+A norm that a model does not have is None in its weights; scales that are 1 and caps that are 0 cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pillion.engine.checkpoints.weights import LayerWeights, ModelWeights
+from pillion.engine.models.layers import Norm, soft_cap
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rope import Rope, rotate
+from pillion.kernels.torch.torch_attention import StepAttention
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+def run_decoder(
+    config: ModelConfig,
+    weights: ModelWeights,
+    ropes: Sequence[Rope],
+    attention: StepAttention,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    sample_rows: torch.Tensor,
+) -> torch.Tensor:
+    """Runs T tokens and writes their KV.
+
+    Takes token_ids and positions [T], sample_rows [R] (int64 all); gives float32 logits [R, vocab]. What nobody asked
+    for is not computed: the last layer ends after its KV where no row is sampled, and keeps only sampled rows else.
+    """
+    hidden = weights.embedding[token_ids]
+    if weights.embedding_scale != 1.0:
+        hidden = hidden * weights.embedding_scale
+    tables = [rope.tables(positions, hidden.dtype) for rope in ropes]
+    last = len(weights.layers) - 1
+    for index, layer in enumerate(weights.layers):
+        rope = config.layer_ropes[index]
+        queries, keys, values = _project(config, layer, hidden, None if rope is None else tables[rope])
+        attention.write(index, keys, values)
+        if index == last and not len(sample_rows):
+            return torch.empty((0, config.vocab_size), dtype=torch.float32)
+        attended = attention.attend(index, queries, config.sliding_windows[index])
+        if index == last:
+            attended, hidden = attended[sample_rows], hidden[sample_rows]
+        hidden = _add(config, hidden, layer.o(attended), layer.attention_post_norm)
+        hidden = _add(config, hidden, layer.mlp(_normed(hidden, layer.mlp_norm)), layer.mlp_post_norm)
+    return _logits(config, weights, hidden)
+
+
+def _project(
+    config: ModelConfig, layer: LayerWeights, hidden: torch.Tensor, table: CosSin | None
+) -> tuple[torch.Tensor, ...]:
+    """hidden [T, H] -> queries [T, heads, D], keys and values [T, kv_heads, D], rotated to their positions."""
+    flat = layer.qkv(_normed(hidden, layer.attention_norm))
+    heads = flat.view(len(hidden), -1, config.head_dim)
+    turned = heads[:, : -config.num_kv_heads]
+    if layer.qk_norm is not None:
+        turned = layer.qk_norm(turned)
+    elif layer.q_norm is not None and layer.k_norm is not None:
+        queries, keys = turned[:, : config.num_heads].flatten(1), turned[:, config.num_heads :].flatten(1)
+        turned = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), -1).view(turned.shape)
+    if table is not None:
+        turned = rotate(turned, *table)
+    return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, -config.num_kv_heads :]
+
+
+def _normed(hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    return hidden if norm is None else norm(hidden)
+
+
+def _add(config: ModelConfig, hidden: torch.Tensor, found: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
+    """The residual stream with what attention or MLP found, all [T, H]."""
+    return torch.add(hidden, _normed(found, post_norm), alpha=config.residual_scale)
+
+
+def _logits(config: ModelConfig, weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:
+    logits = weights.lm_head(weights.final_norm(hidden)).float()
+    if config.logit_divisor != 1.0:
+        logits = logits.div_(config.logit_divisor)
+    return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits

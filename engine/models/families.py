@@ -1,0 +1,163 @@
+"""The model families that can be served, one row each. Imports no torch.
+
+A row says what transformers assumes where a config is silent, and which options of the decoder the family has;
+:mod:`pillion.engine.models.model_config` reads a config by it. A new family is a new row as long as the decoder has
+its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table.
+
+    ``defaults`` are what transformers assumes where a config is silent, and they switch options on: a key such as
+    ``attention_bias`` or ``logits_scaling`` is read for families that have it here, and passed over for all others.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool = False
+    norm: str = "plain"
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: str = ""
+    scaled_embedding: bool = False
+    partial_rope: bool = False
+
+
+_QWEN = {
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family({"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}),
+    "smollm3": Family(
+        {
+            "max_position_embeddings": 32_768,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "mistral": Family({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        }
+    ),
+    "qwen2": Family(_QWEN, qkv_bias=True),
+    "qwen3": Family({**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
+    "qwen3_moe": Family(
+        {
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "attention_bias": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        qk_norm="head",
+    ),
+    "phi3": Family(
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        partial_rope=True,
+    ),
+    "gemma2": Family(
+        {
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        norm="offset",
+        post_norm=True,
+        scaled_embedding=True,
+    ),
+    "gemma3_text": Family(
+        {
+            **_GEMMA,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "final_logit_softcapping": None,
+        },
+        norm="offset",
+        post_norm=True,
+        qk_norm="head",
+        scaled_embedding=True,
+    ),
+    "olmo2": Family(
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+        norm="wide",
+        pre_norm=False,
+        post_norm=True,
+        qk_norm="projection",
+    ),
+    "granite": Family(
+        {
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        }
+    ),
+}
+
+# Checkpoints of text and images, of which the text model is served: their type, and the family of their text_config.
+TEXT_OF = {"gemma3": "gemma3_text"}

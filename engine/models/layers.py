@@ -1,0 +1,77 @@
+"""The small pieces that the decoder is made of, each a plain function over rows, so that a backend can put its own
+kernel in the place of one or fuse several. The order of roundings in bfloat16 is that of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from pillion.kernels.torch.torch_linear import Linear
+
+
+def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32, rounded before the weight is applied: Llama and most others."""
+    wide = values.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(values.dtype)
+
+
+def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32, rounded after a float32 ``weight`` is applied: OLMo 2 and Gemma.
+
+    Gemma's weight is 1 + w, summed up when it is loaded.
+    """
+    wide = values.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """One of the two above with its weight: [last dimension], or [heads, head_dim] for values [T, heads, head_dim]."""
+
+    weight: torch.Tensor
+    eps: float
+    wide: bool
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """values [T, ...] -> the same shape and type."""
+        return (rms_norm_wide if self.wide else rms_norm)(values, self.weight, self.eps)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    gate, up = gate_up.chunk(2, -1)
+    return silu(gate) * up
+
+
+def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up with gelu's tanh approximation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    gate, up = gate_up.chunk(2, -1)
+    return gelu(gate, approximate="tanh") * up
+
+
+# What ``ModelConfig.activation`` can name.
+GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu_tanh}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """down(act(gate) * up). ``gate_up`` stacks gate and up in its output; ``gated`` is one of GATED."""
+
+    gate_up: Linear
+    down: Linear
+    gated: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [T, hidden] -> [T, hidden]."""
+        return self.down(self.gated(self.gate_up(rows)))
+
+
+def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(values / cap), in place: values stay within +-cap."""
+    return values.div_(cap).tanh_().mul_(cap)

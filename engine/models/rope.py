@@ -1,0 +1,146 @@
+"""Rotary position embedding: frequencies of each kind once per model, cosines and sines once per step.
+
+The arithmetic follows transformers operation by operation in float32, so that fp32 logits agree to rounding; each kind
+is an entry of its ``ROPE_INIT_FUNCTIONS``. What depends on the length of the text there depends on the longest text
+that is served here; :mod:`pillion.engine.models.rope_config` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One rotary embedding, ready to use.
+
+    Attributes:
+        frequencies: [head_dim / 2] float32, radians per token; 0 for pairs of values that do not turn.
+        scales: [head_dim / 2] float32, what every cosine and sine is multiplied by; 1 for pairs that do not turn.
+    """
+
+    frequencies: torch.Tensor
+    scales: torch.Tensor
+
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines [T, 1, head_dim] of positions [T], as :func:`rotate` takes them."""
+        angles = positions.to(torch.float32)[:, None] * self.frequencies
+        cos, sin = angles.cos() * self.scales, angles.sin() * self.scales
+        # The first half of a rotated head subtracts, so its sign sits in the table and rotate() has no negation.
+        return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Turns heads [T, H, D] by their positions' angles; pairs are (i, i + D/2) as in Hugging Face's layout."""
+    return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * signed_sin
+
+
+def partial_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Where the values of a head come from [head_dim], so that partial rotation becomes whole rotation.
+
+    A checkpoint pairs (i, i + rotary_dim/2) and leaves the values behind rotary_dim alone. Queries and keys that are
+    stored in this order pair (i, i + head_dim/2) as in all other models, and the pairs behind the first rotary_dim/2
+    have frequency 0. Scores stay as they are, because queries and keys are reordered alike.
+    """
+    turning, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    return torch.cat([half for pair in zip(turning.chunk(2), still.chunk(2), strict=True) for half in pair])
+
+
+def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
+    """The model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
+    return tuple(make_rope(rope, config.head_dim, max_model_len) for rope in config.ropes)
+
+
+def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
+    """Frequencies and scales of one embedding. ``max_model_len`` matters to dynamic and longrope alone."""
+    frequencies, scale = _turning(config, max_model_len)
+    still = (head_dim - config.rotary_dim) // 2
+    return Rope(
+        torch.cat((frequencies, torch.zeros(still))),
+        torch.cat((torch.full_like(frequencies, scale), torch.ones(still))),
+    )
+
+
+def _turning(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Frequencies [rotary_dim / 2], and what multiplies cosines and sines."""
+    theta = config.theta
+    if config.kind == "dynamic":
+        theta *= _ntk_stretch(config, max_model_len)
+    powers = theta ** (torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim)
+    if config.kind == "linear":
+        return 1.0 / powers / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(1.0 / powers, config), 1.0
+    if config.kind == "yarn":
+        return _yarn(powers, config), _yarn_scale(config)
+    if config.kind == "longrope":
+        is_long = max_model_len > config.original_max_position
+        factors = torch.tensor(config.long_factors if is_long else config.short_factors)
+        return 1.0 / (factors * powers), _longrope_scale(config)
+    return 1.0 / powers, 1.0
+
+
+def _ntk_stretch(config: RopeConfig, max_model_len: int) -> float:
+    """Dynamic NTK's factor of theta for texts of ``max_model_len`` tokens; 1 up to the original length."""
+    length = max(max_model_len, config.original_max_position)
+    stretch = config.factor * length / config.original_max_position - (config.factor - 1)
+    return float(stretch ** (config.rotary_dim / (config.rotary_dim - 2)))
+
+
+def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """Long waves are slowed by ``factor``, short ones stay, the band between is blended."""
+    low_wavelength = config.original_max_position / config.low_freq_factor
+    high_wavelength = config.original_max_position / config.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    slowed = torch.where(wavelength > low_wavelength, frequencies / config.factor, frequencies)
+    smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    blended = (1 - smooth) * slowed / config.factor + smooth * slowed
+    between = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
+    return torch.where(between, blended, slowed)
+
+
+def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """Interpolates slow dimensions, keeps fast ones, ramps linearly between two rotation counts (arXiv 2309.00071)."""
+    dim = config.rotary_dim
+
+    def dimension_of(rotations: float) -> float:
+        ratio = config.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # A ramp of no width would divide by zero.
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return 1.0 / (config.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def scale(weight: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)
+
+
+def _longrope_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))

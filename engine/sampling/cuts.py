@@ -1,0 +1,160 @@
+"""top_k, top_p and min_p, each as a cut: the smallest logit that a row may still draw.
+
+Over scores = logits / temperature, in the order of Hugging Face's warpers: ``top_k`` keeps the k largest, ``top_p`` of
+what is left the shortest head, by falling probability, whose mass reaches p, ``min_p`` what is at least so many
+times as likely as the most likely one. Each of them keeps what is above some value, so a row's filters are one number.
+Tokens that tie with the last one kept are kept as well: the set depends on the logits, not on how equals are sorted.
+
+What is large in a row is found by the largest logits of its groups: the k largest tokens are among those that reach
+the k-th largest of these. So top_k costs a look at some groups, not at the vocabulary. A nucleus of all tokens has to
+know their whole mass. Its cut is sought only where it matters: mostly the token that wins among all is inside, which
+one sum over the row can tell (:func:`in_nucleus`), and then it wins among those inside too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pillion.engine.sampling.gumbel import GROUP_TOKENS
+from pillion.engine.sampling.sampling_rows import Float32, Int64, SamplingRows
+
+# A row of which top_k touches more groups than this is taken alone, over the whole vocabulary.
+MAX_HEAD_GROUPS = 256
+# A nucleus is first looked for among tokens at least so many times as likely as the most likely one, if they are few.
+_SHORT_NUCLEUS = np.float32(1e-4)
+_SHORT_NUCLEUS_TOKENS = 4096
+# A longer one is found by the mass in so many ranges of the logits, then token by token in one of them. Ranges end
+# where a weight is e^-32 of the largest: what is below shares the last one.
+_RANGES = 4096
+_RANGE_END = 32.0
+
+
+def group_maxima(table: Float32) -> Float32:
+    """Largest logit of each group, [R, W / 128], of a table [R, W]; NaN where a group has one."""
+    grouped = torch.from_numpy(table).view(len(table), -1, GROUP_TOKENS)
+    maxima: Float32 = grouped.amax(-1).numpy()
+    return maxima
+
+
+def gather_groups(table: Float32, rows: Int64, groups: Int64) -> Float32:
+    """The logits [N, 128] of groups [N] of rows [N]."""
+    per_row = table.shape[1] // GROUP_TOKENS
+    values: Float32 = table.reshape(-1, GROUP_TOKENS)[rows * per_row + groups]
+    return values
+
+
+def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_groups: int) -> tuple[Float32, Int64, Int64]:
+    """At least the ``counts`` largest logits of each of ``rows``, [F] both, found through its groups' maxima [F, G].
+
+    Returns values [F, M], their tokens [F, M], rising, both padded behind (-inf, -1), and how many groups each row
+    touches [F]. Of a row that touches more than ``max_groups`` there are no values.
+    """
+    num_groups = maxima.shape[1]
+    falling = -np.sort(-maxima, axis=1)
+    least = falling[np.arange(len(rows)), np.minimum(counts, num_groups) - 1]
+    least[counts > num_groups] = -np.inf
+    reaching = maxima >= least[:, None]
+    touched = reaching.sum(axis=1)
+    reaching[touched > max_groups] = False
+    place, groups = np.divmod(np.flatnonzero(reaching), num_groups)
+    values = gather_groups(table, rows[place], groups)
+    found, within = np.divmod(np.flatnonzero(values >= least[place, None]), GROUP_TOKENS)
+    owner = place[found]
+    sizes = np.bincount(owner, minlength=len(rows))
+    column = np.arange(len(owner)) - np.repeat(sizes.cumsum() - sizes, sizes)
+    shape = (len(rows), max(1, int(sizes.max(initial=0))))
+    padded, tokens = np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int64)
+    padded[owner, column] = values[found, within]
+    tokens[owner, column] = groups[found] * GROUP_TOKENS + within
+    return padded, tokens, touched
+
+
+def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
+    """Which of ``drawn`` [S] have a nucleus of all their ``width`` tokens."""
+    unlimited = (rows.top_k[drawn] == 0) | (rows.top_k[drawn] >= width)
+    found: Int64 = np.flatnonzero((rows.top_p[drawn] < 1.0) & unlimited)
+    return found
+
+
+def in_nucleus(row: Float32, top: np.float32, temperature: np.float32, top_p: float, token: int) -> bool:
+    """Whether ``token`` is among those of row [W] that ``top_p`` keeps: the mass of likelier ones does not reach p."""
+    weights = _weights(row, top, temperature)
+    likelier = weights[weights > weights[token]].sum(dtype=np.float64)
+    return bool(likelier < top_p * float(weights.sum()))
+
+
+def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, lone: bool = True) -> Float32:
+    """The cut of each row of ``drawn`` [S], -inf where all may be drawn. ``maxima`` [S, G] are the drawn rows'.
+
+    ``lone``: whether :func:`lone_nuclei` are cut too.
+    """
+    top, temperature = maxima.max(axis=1), rows.temperature[drawn]
+    top_p, min_p = rows.top_p[drawn], rows.min_p[drawn]
+    top_k = np.where(rows.top_k[drawn] < table.shape[1], rows.top_k[drawn], 0)
+    cut = np.full(len(drawn), -np.inf, np.float32)
+    alone = np.zeros(len(drawn), dtype=bool)
+    if lone:
+        alone[lone_nuclei(rows, drawn, table.shape[1])] = True
+    some = np.flatnonzero(top_k > 0)
+    if len(some):
+        values, _, touched = heads(table, maxima[some], drawn[some], top_k[some], MAX_HEAD_GROUPS)
+        cut[some] = _head_cuts(-np.sort(-values, axis=1), top[some], temperature[some], top_k[some], top_p[some])
+        alone[some[touched > MAX_HEAD_GROUPS]] = True
+    for row in np.flatnonzero(alone):
+        cut[row] = row_cut(table[drawn[row]], top[row], temperature[row], int(top_k[row]), float(top_p[row]))
+    relative = np.flatnonzero(min_p > 0.0)
+    if len(relative):
+        floor = top[relative] + temperature[relative] * np.log(min_p[relative])
+        cut[relative] = np.maximum(cut[relative], floor)
+    return cut
+
+
+def softmax_mass(row: Float32, top: np.float32, temperature: np.float32) -> float:
+    """Sum of exp((row - top) / temperature) over a row [W]."""
+    return float(_weights(row, top, temperature).sum())
+
+
+def _head_cuts(falling: Float32, top: Float32, temperature: Float32, top_k: Int64, top_p: Float32) -> Float32:
+    """Cuts [F] by top_k and top_p, from at least the top_k largest logits [F, M] of each row, falling."""
+    each, width = np.arange(len(falling)), falling.shape[1]
+    cut: Float32 = falling[each, np.minimum(top_k, width) - 1]
+    if (top_p < 1.0).any():
+        weights = np.exp((falling - top[:, None]) / temperature[:, None])
+        weights[falling < cut[:, None]] = 0.0
+        mass = weights.cumsum(axis=1, dtype=np.float64)
+        last = (mass < top_p[:, None] * mass[:, -1:]).sum(axis=1)
+        cut = np.where(top_p < 1.0, falling[each, np.minimum(last, width - 1)], cut)
+    return cut
+
+
+def row_cut(row: Float32, top: np.float32, temperature: np.float32, top_k: int, top_p: float) -> np.float32:
+    """The cut of one row [W] by top_k (0: all) and top_p."""
+    cut = np.float32(-np.inf)
+    if top_k > 0:
+        cut = np.partition(row, len(row) - top_k)[len(row) - top_k]
+    if top_p == 1.0:
+        return cut
+    weights = _weights(row, top, temperature)
+    if top_k > 0:
+        weights[row < cut] = 0.0
+    goal, before = top_p * float(weights.sum()), 0.0
+    inside = np.flatnonzero(weights >= _SHORT_NUCLEUS)
+    if len(inside) > _SHORT_NUCLEUS_TOKENS or weights[inside].sum(dtype=np.float64) < goal:
+        depth = np.minimum((top - row) * (np.float32(_RANGES / _RANGE_END) / temperature), np.float32(_RANGES - 1))
+        ranges = depth.astype(np.int64)
+        mass = np.bincount(ranges, weights=weights, minlength=_RANGES).cumsum()
+        goal = min(goal, float(mass[-1]))
+        where = int(np.searchsorted(mass, goal))
+        before = float(mass[where - 1]) if where else 0.0
+        inside = np.flatnonzero((ranges == where) & (weights > 0.0))
+    falling = -np.sort(-row[inside])
+    reached = before + _weights(falling, top, temperature).cumsum(dtype=np.float64)
+    return np.float32(falling[min(int(np.searchsorted(reached, goal)), len(falling) - 1)])
+
+
+def _weights(row: Float32, top: np.float32, temperature: np.float32) -> Float32:
+    scores = np.subtract(row, top)
+    if temperature != 1.0:
+        scores /= temperature
+    return np.exp(scores, out=scores)

@@ -1,0 +1,61 @@
+"""The noise that makes an argmax a draw, cut so that most of it need not be computed.
+
+Gumbel-max: the token with the largest ``score + noise`` is an exact draw from softmax(score) if each token's noise is
+Gumbel, which is -log of an exponential number. Think of the exponential number as the token's wait in a race.
+
+Noise for a whole vocabulary is the dearest part of sampling on a CPU, and nearly all of it is for tokens that cannot
+win. So the waits of 128 neighbours, a group, are drawn top-down, which gives the same distribution as drawing each:
+
+    wait of the group's first token   E = Exp(1) / 128        the least of 128 exponential numbers
+    which token that is               even over the 128       independent of E
+    wait of every other token         E + Exp(1)              an exponential number has no memory
+
+One random word gives a group's E and its first token, and so an upper bound for the noise of 128 tokens. Groups are in
+stream 1 of the counters (index: group / 4), the tokens' own numbers in stream 0 (index: token / 4). A vocabulary's last
+group is a whole one, whatever there is of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.engine.sampling.philox import WORDS_PER_COUNTER, Int64, UInt64, random_words
+
+Float32 = npt.NDArray[np.float32]
+
+GROUP_TOKENS = 128
+_GROUP_BITS = 7
+
+_TOKEN_STREAM = np.array(0, np.uint64)
+_GROUP_STREAM = np.array(1, np.uint64)
+
+
+def group_waits(seeds: UInt64, positions: Int64, num_groups: int) -> tuple[Float32, Int64]:
+    """Of each row (seeds and positions [R]) and group: the wait of its first token, and which of its 128 that is.
+
+    Both [R, num_groups]. The upper 25 bits of a group's word are the wait, the lower 7 the token.
+    """
+    counters = np.arange(-(-num_groups // WORDS_PER_COUNTER), dtype=np.uint64)
+    words = random_words(seeds[:, None], positions[:, None], counters, _GROUP_STREAM)
+    words = words.reshape(len(seeds), -1)[:, :num_groups]
+    waits = _exponential(words >> np.uint64(_GROUP_BITS), 32 - _GROUP_BITS) / np.float32(GROUP_TOKENS)
+    return waits, (words & np.uint64(GROUP_TOKENS - 1)).astype(np.int64)
+
+
+def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
+    """Waits of single tokens; all arrays [N]. ``first_waits`` and ``firsts`` are those of the tokens' groups."""
+    index, which = np.divmod(tokens, WORDS_PER_COUNTER)
+    words = random_words(seeds, positions, index.astype(np.uint64), _TOKEN_STREAM)
+    own = _exponential(words[np.arange(len(tokens)), which], 32)
+    own[tokens % GROUP_TOKENS == firsts] = 0.0
+    waits: Float32 = first_waits + own
+    return waits
+
+
+def _exponential(words: UInt64, bits: int) -> Float32:
+    """Exp(1) numbers of evenly distributed words: none is 0 or infinite. The small ones, which win, are the finest."""
+    uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-bits)
+    np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
+    numbers: Float32 = -np.log1p(-uniform)
+    return numbers

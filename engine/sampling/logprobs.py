@@ -1,0 +1,56 @@
+"""Log probabilities of what was chosen and of what was most likely, by the model's own logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pillion.engine.sampling.cuts import group_maxima, heads, softmax_mass
+from pillion.engine.sampling.sampling_rows import Float32, Int64, SamplingRows
+from pillion.types import TokenLogprob
+
+# Stands for the logarithm of a probability of zero, as OpenAI reports it: JSON has no number for minus infinity.
+MIN_LOGPROB = -9999.0
+
+
+class Report:
+    """The log probabilities that a step's rows asked for.
+
+    Made before the logits are edited, so that all of it is log-softmax of the raw ones, without temperature, penalties
+    and bias; asked afterwards, when the tokens are known and the edits are taken back.
+    """
+
+    def __init__(self, table: Float32, vocab_size: int, rows: SamplingRows) -> None:
+        """``table`` [R, W], C-contiguous, -inf behind the vocabulary."""
+        self._table = table
+        self._asked = np.flatnonzero(rows.logprobs >= 0)
+        counts = np.minimum(rows.logprobs[self._asked], vocab_size)
+        maxima = group_maxima(table)[self._asked]
+        values, tokens, _ = heads(table, maxima, self._asked, np.maximum(counts, 1), maxima.shape[1])
+        # Tokens rise, so of equals the lower id stays first.
+        order = np.argsort(-values, axis=1, kind="stable")[:, : counts.max(initial=0)]
+        self._values, self._tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
+        self._counts = np.minimum(counts, (self._tokens >= 0).sum(axis=1))
+        top, one = maxima.max(axis=1), np.float32(1.0)
+        masses = [softmax_mass(table[row], peak, one) for row, peak in zip(self._asked, top, strict=True)]
+        self._log_mass = top + np.log(np.array(masses))
+
+    def of(self, chosen: Int64) -> tuple[TokenLogprob | None, ...]:
+        """One entry for each row's token ``chosen`` [R]; None where none was asked for."""
+        entries: list[TokenLogprob | None] = [None] * len(chosen)
+        tokens = chosen[self._asked]
+        own = _floored(self._table[self._asked, tokens] - self._log_mass)
+        alternatives = _floored(self._values - self._log_mass[:, None])
+        for place, row in enumerate(self._asked.tolist()):
+            count = self._counts[place]
+            entries[row] = TokenLogprob(
+                int(tokens[place]),
+                float(own[place]),
+                tuple(self._tokens[place, :count].tolist()),
+                tuple(alternatives[place, :count].tolist()),
+            )
+        return tuple(entries)
+
+
+def _floored(logprobs: Float32) -> Float32:
+    """Finite numbers; what is none, of logits that are none, is as unlikely as can be said."""
+    return np.maximum(np.nan_to_num(logprobs, nan=MIN_LOGPROB, neginf=MIN_LOGPROB, posinf=0.0), MIN_LOGPROB)

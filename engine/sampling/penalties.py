@@ -1,0 +1,49 @@
+"""Logit bias, penalties and banned stop ids: changes of single logits, never of whole rows.
+
+In this order: bias is added; the repetition penalty divides positive logits and multiplies others (CTRL, Keskar et
+al., 2019); presence and frequency penalties are subtracted, as OpenAI defines them; banned tokens get -inf. Repetition
+looks at prompt and answer, the other two at the answer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from pillion.engine.sampling.sampling_rows import Float32, Int64, RowEdit
+
+
+@contextmanager
+def edited(table: Float32, edits: Sequence[RowEdit]) -> Iterator[None]:
+    """Inside, ``table`` [R, V] has the edits; afterwards it is as it was, bit by bit."""
+    touched = []
+    for edit in edits:
+        ids = np.concatenate((edit.biased, edit.seen, edit.answered, _within(edit.banned, table.shape[1])))
+        # An id that stands here several times is read before anything is written: each of them has the old value.
+        touched.append((edit.row, ids, table[edit.row, ids]))
+    try:
+        for edit in edits:
+            _apply(table[edit.row], edit)
+        yield
+    finally:
+        for row, ids, before in touched:
+            table[row, ids] = before
+
+
+def _apply(row: Float32, edit: RowEdit) -> None:
+    row[edit.biased] += edit.bias
+    if len(edit.seen):
+        values, penalty = row[edit.seen], np.float32(edit.repetition)
+        # A token seen often is written often, always with the same value: the history need not be sorted.
+        row[edit.seen] = np.where(values > 0, values / penalty, values * penalty)
+    if len(edit.answered):
+        ids, counts = np.unique(edit.answered, return_counts=True)
+        row[ids] -= np.float32(edit.frequency) * counts.astype(np.float32) + np.float32(edit.presence)
+    row[_within(edit.banned, len(row))] = -np.inf
+
+
+def _within(ids: Int64, width: int) -> Int64:
+    """A tokenizer may know end tokens that the model has no logits for."""
+    return ids[ids < width]

@@ -1,0 +1,150 @@
+"""Chooses tokens, as a pure function of (logits, history, seed, position) (I6).
+
+What happens to a row of logits, in this order, which is that of Hugging Face's processors:
+
+    bias, repetition penalty, presence and frequency penalty, stop ids of a stream that may not stop yet   penalties.py
+    temperature, top_k, top_p, min_p: scores, and the cut below which nothing is drawn                    cuts.py
+    the token with the largest score + noise                                                              gumbel.py
+
+Temperature 0 takes the largest logit, of equals the lowest id. The race between the others is run for all rows at once
+and gives exactly what the noise of every token would give, without drawing it: a group of 128 tokens is looked at only
+if its largest logit with its largest noise could still win, a token of it likewise. What is in the batch beside a row
+cannot reach it: whatever adds up several numbers does so within the row.
+
+A row whose largest logit is NaN or infinite cannot be drawn from: it gives its largest logit that is a number, and id
+0 where there is none. Nothing raises.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+import numpy as np
+import torch
+
+from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_nucleus, lone_nuclei, row_cut
+from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
+from pillion.engine.sampling.logprobs import Report
+from pillion.engine.sampling.penalties import edited
+from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Float32, Int64, SamplingRows
+from pillion.engine.scheduling.step_plan import Sampled
+
+# In units of scores. A bound and what it bounds are rounded on different ways; this is far more than they differ by.
+_SLACK = np.float32(1e-3)
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """One token for each row of logits [R, V] float32, and the log probabilities that rows asked for.
+
+    While it runs it has ``logits`` for itself: edits are made in place and taken back.
+    """
+    if not len(rows):
+        return Sampled()
+    if rows.plain:
+        found = _largest(logits)
+        if found is not None:
+            return Sampled(tuple(found))
+    table = whole_groups(logits)
+    # Infinities and what comes of them are legal here.
+    with np.errstate(all="ignore"):
+        report = Report(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
+        with edited(table, rows.edits):
+            tokens = _choose(table, rows)
+        return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
+
+
+def _largest(logits: torch.Tensor) -> list[int] | None:
+    """The largest logit of each row, of equals the lowest id; None where one of them is no number or infinite."""
+    table: Float32 = logits.numpy()
+    tokens: list[int] = table.argmax(axis=1).tolist()
+    value = table.item
+    return tokens if all(isfinite(value(row, token)) for row, token in enumerate(tokens)) else None
+
+
+def whole_groups(logits: torch.Tensor) -> Float32:
+    """The logits, C-contiguous, in whole groups: a vocabulary that is none is copied, with -inf behind it."""
+    missing = -logits.shape[1] % GROUP_TOKENS
+    if missing:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    table: Float32 = logits.contiguous().numpy()
+    return table
+
+
+def _choose(table: Float32, rows: SamplingRows) -> Int64:
+    """Tokens [R] of edited logits."""
+    each = np.arange(len(table))
+    drawn = rows.temperature >= MIN_TEMPERATURE
+    if not drawn.any():
+        tokens: Int64 = table.argmax(axis=1)
+        broken = ~np.isfinite(table[each, tokens])
+    else:
+        maxima = group_maxima(table)
+        group = maxima.argmax(axis=1)
+        # The largest logit is wanted of all rows: of the drawn ones, for a first bound.
+        tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
+        broken = ~np.isfinite(table[each, tokens])
+        racing = np.flatnonzero(drawn & ~broken)
+        if len(racing):
+            tokens[racing] = _race_in_nuclei(table, maxima[racing], rows, racing, tokens[racing])
+    for row in np.flatnonzero(broken):
+        tokens[row] = np.where(np.isnan(table[row]), -np.inf, table[row]).argmax()
+    return tokens
+
+
+def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64) -> Int64:
+    """The winners [S] of rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
+
+    Where the only cut that takes a look at all tokens is a nucleus, they race without it first. Mostly the winner is
+    inside, and so the winner of those inside; where it is not, these race again.
+    """
+    cut = cuts(table, maxima, rows, racing, lone=False)
+    winners = _race(table, maxima, rows, racing, likeliest, cut)
+    outside = []
+    for at in lone_nuclei(rows, racing, table.shape[1]).tolist():
+        row, top = table[racing[at]], maxima[at].max()
+        temperature, top_p = rows.temperature[racing[at]], float(rows.top_p[racing[at]])
+        if not in_nucleus(row, top, temperature, top_p, int(winners[at])):
+            cut[at] = max(cut[at], row_cut(row, top, temperature, 0, top_p))
+            outside.append(at)
+    if outside:
+        winners[outside] = _race(table, maxima[outside], rows, racing[outside], likeliest[outside], cut[outside])
+    return winners
+
+
+def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64, cut: Float32) -> Int64:
+    """The winners [S] among tokens that reach ``cut`` [S]."""
+    each, num_groups = np.arange(len(racing)), maxima.shape[1]
+    top, temperature = maxima.max(axis=1)[:, None], rows.temperature[racing][:, None]
+    cut = cut[:, None]
+    seeds, positions = rows.seeds[racing], rows.positions[racing]
+    waits, firsts = group_waits(seeds, positions, num_groups)
+    most_noise = -np.log(waits)
+
+    # What certainly takes part: the most likely token, and of each group the one with the largest noise.
+    group = likeliest // GROUP_TOKENS
+    own = token_waits(seeds, positions, likeliest, waits[each, group], firsts[each, group])
+    places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
+    values = table.reshape(-1).take(places)
+    totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
+    least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
+
+    # The smallest logit of each group with which a token could still win. Rounded down, so that none is lost.
+    floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
+    floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
+    able = np.flatnonzero(maxima >= floor)
+    place, groups = np.divmod(able, num_groups)
+    values = gather_groups(table, racing[place], groups)
+    found, within = np.divmod(np.flatnonzero(values >= floor.reshape(-1)[able, None]), GROUP_TOKENS)
+    row, group = place[found], groups[found]
+    tokens = group * GROUP_TOKENS + within
+    scores = (values[found, within] - top[row, 0]) / temperature[row, 0]
+    own = token_waits(seeds[row], positions[row], tokens, waits[row, group], firsts[row, group])
+    return _winners(row, tokens, scores - np.log(own), len(racing))
+
+
+def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
+    """The token with the largest total of each row; rows rise, tokens rise within a row, the first of equals wins."""
+    best = np.maximum.reduceat(totals, np.searchsorted(row, np.arange(count)))
+    winning = np.flatnonzero(totals == best[row])
+    won: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]
+    return won

@@ -1,0 +1,118 @@
+"""Who runs, who comes back, who waits: the three lines of a scheduler, and the order in which it serves them.
+
+    running   has a seat in the batch: a decode, or a remnant that has begun
+    swapped   had one, or shares the prompt of one that has: preempted streams and further answers, back with a ticket
+    waiting   has a ticket and nothing more
+
+Decodes come first, always. Of the rest, running goes before swapped before waiting, and a request's priority before
+both. Priority ages: who has waited PRIORITY_AGING_S longer counts one level more urgent, so every wait is bounded.
+
+The victim, when memory is out, is the newest of the least urgent, whatever line it stands in. Only the head, who is
+first by rank, is spared while there is anyone else: the rank of a request never changes and later requests have larger
+ones, so everybody is the head at last, and the head gets on (I5). Who resumes holds no memory and stands in no line
+here, but in the node's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+from pillion.engine.scheduling.sequence import Sequence, State
+from pillion.engine.scheduling.step_cost import Budget
+from pillion.engine.scheduling.step_plan import Load
+from pillion.priority import PRIORITY_AGING_S
+
+_CLASS = {State.RUNNING: 0, State.SWAPPED: 1, State.WAITING: 2}
+
+
+def _place(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank, sequence.seq_id
+
+
+class Lines:
+    """Each line is sorted by rank; ``seats`` bounds the running one. Sequences are in one line or in none."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+        self.running: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain(self.running, self.swapped, self.waiting)
+
+    @property
+    def free_seats(self) -> int:
+        """How many more may run."""
+        return self.seats - len(self.running)
+
+    def join(self, sequence: Sequence) -> None:
+        """Into the line of its state."""
+        insort(self._line(sequence.state), sequence, key=_place)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Out of its line, if it is in one; called before its state changes."""
+        if sequence.state in _CLASS:
+            line = self._line(sequence.state)
+            at = bisect_left(line, _place(sequence), key=_place)
+            if at < len(line) and line[at] is sequence:
+                del line[at]
+
+    def seat(self, sequence: Sequence) -> None:
+        """From its line to the running one."""
+        self.leave(sequence)
+        sequence.state = State.RUNNING
+        self.join(sequence)
+
+    def remnants(self, now: float) -> list[Sequence]:
+        """What has prompt left to launch, in the order of service; of those without a seat, as many as there are
+        seats."""
+        begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
+        free = self.free_seats
+        if not begun and not (free and (self.swapped or self.waiting)):
+            return []
+        found = [*begun, *islice(self.swapped, free), *islice(self.waiting, free)]
+
+        def order(sequence: Sequence) -> tuple[int, int, float, int]:
+            aged = int((sequence.rank - now) // PRIORITY_AGING_S)
+            return aged, _CLASS[sequence.state], sequence.rank, sequence.seq_id
+
+        found.sort(key=order)
+        return found
+
+    def load(self, budget: Budget) -> Load:
+        """What stands in the lines, and what the ``budget`` has learnt of steps."""
+        line = (*self.swapped, *self.waiting)
+        waiting_tokens = sum(s.left_to_compute for s in line)
+        contexts = [s.num_computed for s in self.running if s.decoding]
+        return Load(
+            running=len(self.running),
+            waiting=len(line),
+            waiting_tokens=waiting_tokens,
+            queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
+            decoding=len(contexts),
+            context_tokens=sum(contexts),
+            cost_s=budget.cost.weights_s(),
+            largest_step_tokens=budget.largest_step_tokens,
+        )
+
+    def victim(self) -> Sequence:
+        """Who gives up its memory. Raises ValueError when nobody is here."""
+        found = list(self)
+        if len(found) > 1:
+            found.remove(min(found, key=_place))
+        return max(found, key=lambda s: (s.spec.priority, s.seq_id))
+
+    def check_integrity(self, alive: Iterable[Sequence]) -> None:
+        """Raises AssertionError."""
+        known = {id(sequence) for sequence in alive}
+        for state in _CLASS:
+            line = self._line(state)
+            assert line == sorted(line, key=_place), f"the {state.value} line is out of order"
+            assert all(s.state is state and id(s) in known for s in line), f"a stranger in the {state.value} line"
+        assert len(self.running) <= self.seats, "more run than there are seats"
+
+    def _line(self, state: State) -> list[Sequence]:
+        return {State.RUNNING: self.running, State.SWAPPED: self.swapped, State.WAITING: self.waiting}[state]

@@ -1,0 +1,169 @@
+"""How long a step takes, learned from the steps just run, and the token budget that keeps to a target.
+
+The model is linear in what a step does: a constant, tokens (products with the weights), sequences, KV read (each
+sequence's context once) and query-key pairs (a chunk's attention). Its weights, none of them negative, are fitted to
+relative errors by least squares over some twenty steps with a chunk and some twenty without one; each kind fades by
+itself, so that the price of a chunk is not forgotten while only decodes run. What that is too slow for, a machine that
+somebody else computes on too, is a factor beside it: the median of the last few steps' measured over predicted time. So
+a change is followed within three steps, and a hiccup of one or two is not believed. Sarathi-Serve profiles this curve
+offline and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.engine.scheduling.step_plan import Piece
+
+Float64 = npt.NDArray[np.float64]
+
+# Weight of a step in the fit when the next one of its kind is taken in.
+FADING = 0.95
+# Steps whose median is the factor.
+RECENT_STEPS = 5
+# Features are divided by these, so that weights are of one size: 1, tokens, sequences, KV tokens read, query-key pairs.
+SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
+# Pull towards the weights before, as a share of what the steps in the fit weigh. What these leave open stays as it was,
+# and is shared out among features by their size at the begin.
+INERTIA = 0.1
+# A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
+MAX_SURPRISE = 2.0
+# With a target, a step has at most so many times the tokens of the largest one measured, but these at the begin: what
+# nothing is known of yet is approached, not guessed.
+MAX_GROWTH = 2
+FIRST_STEP_TOKENS = 64
+# However late the decodes are, a remnant gets this much of each step, so that it is never starved.
+MIN_REMNANT_TOKENS = 16
+
+
+def features(pieces: Seq[Piece]) -> Float64:
+    """What the cost of a step depends on, [5] in the order of SCALES, scaled."""
+    ends = [piece.start + piece.count for piece in pieces]
+    pairs = sum(piece.count * (piece.start + (piece.count + 1) / 2) for piece in pieces)
+    tokens = sum(piece.count for piece in pieces)
+    found: Float64 = np.array([1.0, tokens, len(pieces), sum(ends), pairs]) / SCALES
+    return found
+
+
+class StepCost:
+    """Predicts seconds. ``fading`` is the weight of a step when the next one of its kind is taken in."""
+
+    def __init__(self, fading: float = FADING) -> None:
+        self._fading = fading
+        self._weights: Float64 = np.zeros(len(SCALES))
+        # Of steps without a chunk, and of those with one.
+        self._squares: Float64 = np.zeros((2, len(SCALES), len(SCALES)))
+        self._products: Float64 = np.zeros((2, len(SCALES)))
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._factor = 1.0
+        self.steps = 0
+
+    def predict(self, found: Float64) -> float:
+        """Seconds of a step with these features; 0.0 before any was seen."""
+        return self._factor * float(self._weights @ found)
+
+    def weights_s(self) -> tuple[float, ...]:
+        """Seconds of a step, and of each token, sequence, KV token read and query-key pair in it; empty before any step
+        was seen."""
+        return tuple((self._factor * self._weights / SCALES).tolist()) if self.steps else ()
+
+    def observe(self, found: Float64, seconds: float) -> None:
+        """A step with these features took so long."""
+        if seconds <= 0:
+            return
+        expected = self.predict(found)
+        learnt = seconds
+        if self.steps >= RECENT_STEPS and expected > 0:
+            learnt = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        # Divided by the time it took, so that short steps count as much as long ones.
+        row = found / learnt
+        # More tokens than sequences: a chunk, or guesses.
+        kind = int(found[1] > found[2])
+        self._squares[kind] = self._squares[kind] * self._fading + np.outer(row, row)
+        self._products[kind] = self._products[kind] * self._fading + row
+        squares, products = self._squares.sum(0), self._products.sum(0)
+        pull = INERTIA * squares.trace()
+        self._weights = _not_negative(squares + pull * np.eye(len(SCALES)), products + pull * self._weights)
+        self.steps += 1
+        plain = float(self._weights @ found)
+        if plain > 0:
+            self._recent.append(seconds / plain)
+            self._factor = sorted(self._recent)[len(self._recent) // 2]
+
+    def tokens_within(self, seconds: float, decodes: Seq[Piece], start: int, most: int) -> int:
+        """Most tokens, up to ``most``, of a remnant that begins at position ``start``, that fit beside ``decodes`` in a
+        step of ``seconds``. May be 0."""
+        base = self.predict(features(decodes))
+        tokens, sequences, reads, pairs = (self._factor * self._weights / SCALES)[1:]
+        left = seconds - base - sequences - reads * start
+        # reads * c + tokens * c + pairs * c * (start + c / 2) = left, for c.
+        linear = tokens + reads + pairs * start
+        if left <= 0:
+            return 0
+        if pairs * left * 2 > 1e-9 * linear * linear:
+            count = (np.sqrt(linear * linear + 2 * pairs * left) - linear) / pairs
+        else:
+            count = left / linear if linear > 0 else most
+        return int(min(count, most))
+
+
+def _not_negative(squares: Float64, products: Float64) -> Float64:
+    """Solves squares @ weights = products with weights >= 0: what comes out negative is left out, and again."""
+    kept = np.ones(len(products), dtype=bool)
+    weights: Float64 = np.zeros(len(products))
+    while kept.any():
+        weights[:] = 0.0
+        weights[kept] = np.linalg.solve(squares[np.ix_(kept, kept)], products[kept])
+        if weights.min() >= 0:
+            break
+        kept &= weights > 0
+    return np.maximum(weights, 0.0)
+
+
+class Budget:
+    """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
+
+    A decode is never held back, and a remnant gets MIN_REMNANT_TOKENS of each step at least. ``cost`` learns with and
+    without a target, for the planner is told of it, and of the largest step that it has seen.
+    """
+
+    def __init__(self, max_tokens: int, target_s: float = 0.0) -> None:
+        self.max_tokens = max_tokens
+        self.target_s = target_s
+        self.cost = StepCost()
+        self.largest_step_tokens = 0
+        self._running: deque[tuple[Float64, float]] = deque()
+
+    def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
+        """Tokens for remnants, the first of which begins at position ``start``, beside ``decodes``. ``least_tokens``
+        are given however late the decodes are."""
+        used = sum(piece.count for piece in decodes)
+        most = self.max_tokens - used
+        if not self.target_s:
+            return most
+        fitting = max(FIRST_STEP_TOKENS, MAX_GROWTH * self.largest_step_tokens) - used
+        if self.cost.steps:
+            fitting = min(fitting, self.cost.tokens_within(self.target_s, decodes, start, most))
+        return min(most, max(fitting, least_tokens))
+
+    def begin(self, pieces: Seq[Piece], now: float, under_way: int = 0) -> None:
+        """A step of these pieces starts behind ``under_way`` others. Younger ones than those never began."""
+        if pieces:
+            while len(self._running) > under_way:
+                self._running.pop()
+            self._running.append((features(pieces), now))
+
+    def end(self, now: float, *, ok: bool = True) -> None:
+        """The oldest one has ended; of one that was not ``ok`` nothing is learnt. Only then does the next one run."""
+        if not self._running:
+            return
+        found, began = self._running.popleft()
+        if ok:
+            self.cost.observe(found, now - began)
+            self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
+        if self._running:
+            self._running[0] = self._running[0][0], now

@@ -1,0 +1,157 @@
+"""What the scheduler says: the plan of a step, and the outcome of whatever happened since it was last asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pillion.engine.scheduling.sequence import Ending, Marks, Sequence
+from pillion.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens start .. start + count of one sequence.
+
+    Attributes:
+        samples: rows at the end of the piece whose logits choose tokens; the row of position p chooses that of p + 1.
+            0: none. Above 1: the tokens behind the first of these rows are drafts, which the sequence holds behind its
+            own tokens until the step's commit has judged them.
+        fork_seeds: the last row chooses one more token with each of these seeds, in this order, behind the others.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: int
+    fork_seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step chose: for each piece in order, ``samples`` tokens and then one for each of ``fork_seeds``.
+
+    ``logprobs`` is empty where no sequence of the step asked for any, else it has one entry for each token.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: decodes first, then remnants, oldest first.
+
+    ``copies``: (source, target) slots to be copied before anything runs: the prompt's last, partial block, for an
+    answer that is about to write behind it (copy-on-write). ``budget_tokens``: what the step might have taken.
+    ``unknown``: (piece, row) of decodes whose token is what that row of the step under way chooses, counted as in its
+    Sampled.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    budget_tokens: int = 0
+    unknown: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Never above the budget (I5)."""
+        return sum(piece.count for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``marks`` come with the end,
+    and with a fork's first token."""
+
+    seq_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    ending: Ending | None = None
+    marks: Marks | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkDone:
+    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are the
+    scheduler's clock's."""
+
+    seq_id: int
+    index: int
+    end_tokens: int
+    started_s: float
+    computed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitOrder:
+    """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`.
+
+    ``chunks`` are those that are committed when the node takes the run. They go out with its answer, on asyncio's
+    thread: the scheduler itself hears that answer only between two steps, and a step may be long.
+    """
+
+    seq_id: int
+    ticket_id: int
+    slots: tuple[int, ...]
+    block_hashes: bytes
+    ordered_s: float
+    chunks: tuple[ChunkDone, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeOrder:
+    """Open and adopt a new ticket for a sequence without one: :meth:`Scheduler.resumed`, or :meth:`Scheduler.fail`."""
+
+    seq_id: int
+    block_hashes: bytes
+    total_blocks: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """For the registry, and so for the planner; the fields as in PartRecord.
+
+    ``waiting``: without a seat. ``queued_tokens``: of prompts, begun or not, that are yet to be computed.
+    ``context_tokens``: KV tokens that the ``decoding`` streams read in a step. ``cost_s``: see StepCost.weights_s.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    queued_tokens: int = 0
+    decoding: int = 0
+    context_tokens: int = 0
+    cost_s: tuple[float, ...] = ()
+    largest_step_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything the asyncio side has to do and to tell. The node is to be told in this order: commits, releases,
+    give_back, lease_blocks; then resumes begin.
+
+    Attributes:
+        chunks: those that were committed before the span came.
+        releases: tickets whose hold this worker lets go.
+        give_back: slots that leave the stock.
+        lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
+        preemptions, right_guesses: how many there were since the last outcome.
+    """
+
+    updates: list[Update] = field(default_factory=list)
+    chunks: list[ChunkDone] = field(default_factory=list)
+    commits: list[CommitOrder] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    give_back: list[int] = field(default_factory=list)
+    lease_blocks: int = 0
+    resumes: list[ResumeOrder] = field(default_factory=list)
+    preemptions: int = 0
+    right_guesses: int = 0
+    load: Load = field(default_factory=Load)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody needs to hear of it."""
+        node = self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes
+        return not (self.updates or self.chunks or node)

@@ -1,0 +1,156 @@
+"""Signs of life: to the KV node, which fences a silent worker (I4), and to the registry, where gateways find it.
+
+asked --node answers: not fenced--> Lease renewed, from the moment of asking --heartbeat_timeout_ms--> lapsed
+  ^------------- every heartbeat_ms, lapsed or not ----------------------------------------------------'
+asked --node answers: fenced--> on_lost         asked --node does not answer for too long--> on_fail
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from pillion.config import WorkerFlags
+from pillion.engine.worker.node_line import describe as describe_error
+from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.index.index import Registry
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.worker")
+
+
+class Lease:
+    """What a worker knows of its right to emit: it may until the node could have fenced it for its silence (I4).
+
+    The node counts from when it heard us, we from when we began to say it: so ours is over first. A process that was
+    paused finds it lapsed when it wakes, before the node could tell it anything. ``clock``: seconds, monotonic.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._renewed_s = -math.inf
+
+    def renew(self, asked_s: float) -> None:
+        """A heartbeat that was begun at ``asked_s`` has been acknowledged."""
+        self._renewed_s = asked_s
+
+    def held(self) -> bool:
+        """Whether the node cannot have fenced us yet."""
+        return self._clock() - self._renewed_s <= self._timeout_s
+
+
+class Heartbeat:
+    """Beats every ``heartbeat_ms`` while :meth:`run` runs.
+
+    Args:
+        lease: renewed here.
+        describe: what the registry is told; asked once per beat, and only while ``announcing`` and the lease is held.
+        on_lost: the epoch is fenced; called once.
+        on_fail: called with a reason, once, when the worker may not go on at all.
+        on_renewed: the lease holds, again or still.
+        on_recall: the node would like so many slots of the stock back.
+    """
+
+    def __init__(
+        self,
+        flags: WorkerFlags,
+        node: NodeClient,
+        epoch: int,
+        lease: Lease,
+        *,
+        describe: Callable[[], PartRecord],
+        on_lost: Callable[[PillionError], None],
+        on_fail: Callable[[str], None],
+        on_renewed: Callable[[], None],
+        on_recall: Callable[[int], None],
+    ) -> None:
+        self.announcing = False
+        self._period_s = flags.heartbeat_ms / 1000
+        self._timeout_s = flags.heartbeat_timeout_ms / 1000
+        self._node = node
+        self._epoch = epoch
+        self._lease = lease
+        self._describe = describe
+        self._on_lost = on_lost
+        self._on_fail = on_fail
+        self._on_renewed = on_renewed
+        self._on_recall = on_recall
+        self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms) if flags.redis_url else None
+        self._registry_answers = True
+        self._announced = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled, or until the epoch is over."""
+        await asyncio.gather(self._beat_node(), self._beat_registry())
+
+    def announce(self) -> None:
+        """Serve: tell the registry from now on."""
+        self.announcing = True
+        self._announced.set()
+
+    async def leave(self, part_id: str) -> None:
+        """Take the worker out of the registry."""
+        self.announcing = False
+        if self._registry is not None:
+            try:
+                await self._registry.leave(part_id)
+            except PillionError as error:
+                log.info("the registry does not answer: %s", error.message)
+
+    async def close(self) -> None:
+        """Close the registry's connection."""
+        if self._registry is not None:
+            await self._registry.aclose()
+
+    async def _beat_node(self) -> None:
+        # Since the first answer that was missed, as we heard it: a time that we slept through says nothing of the node.
+        missing_s: float | None = None
+        while True:
+            asked_s = time.monotonic()
+            try:
+                reply = await self._node.heartbeat(self._epoch)
+            except (Unavailable, DeadlineExceeded) as error:
+                # The node may be busy for a moment; its end is seen on the attach socket, not here.
+                now = time.monotonic()
+                missing_s = now if missing_s is None else missing_s
+                if now - missing_s > self._timeout_s:
+                    self._on_fail(describe_error(error))
+                    return
+            except PillionError as error:
+                self._on_fail(describe_error(error))
+                return
+            else:
+                missing_s = None
+                if reply.fenced:
+                    self._on_lost(Conflict("fenced after a silence"))
+                    return
+                self._lease.renew(asked_s)
+                self._on_renewed()
+                if reply.recall_blocks:
+                    self._on_recall(reply.recall_blocks)
+            await asyncio.sleep(self._period_s)
+
+    async def _beat_registry(self) -> None:
+        if self._registry is None:
+            return
+        await self._announced.wait()
+        while self.announcing:
+            # Who may not emit is nobody to be found: a worker that wakes asks its node first.
+            if self._lease.held():
+                await self._tell_registry(self._registry)
+            await asyncio.sleep(self._period_s)
+
+    async def _tell_registry(self, registry: Registry) -> None:
+        try:
+            await registry.beat(self._describe())
+            answers = True
+        except PillionError as error:
+            answers = False
+            if self._registry_answers:
+                log.warning("the registry does not answer, gateways may lose sight of us: %s", error.message)
+        self._registry_answers = answers

@@ -1,0 +1,62 @@
+"""What steps did, for the metrics: how long they took and what filled their token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pillion.engine.scheduling.step_plan import Load, Outcome, StepPlan
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Meters, Reading
+
+DECODE, REMNANT, PREFILL, SPECULATIVE, IDLE = "decode", "remnant", "prefill", "speculative", "idle"
+
+
+class StepMeter:
+    """Of one worker, over all its epochs. :meth:`ran` belongs to the step thread, :meth:`heard` to asyncio's."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._duration = meters.distribution(names.STEP_DURATION)
+        self._steps = {ok: meters.counter(names.STEPS, "ok" if ok else "failed") for ok in (True, False)}
+        every = (DECODE, REMNANT, PREFILL, SPECULATIVE, IDLE)
+        self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in every}
+        self._preemptions = meters.counter(names.PREEMPTIONS)
+        self._accepted = meters.counter(names.ACCEPTED)
+
+    def ran(self, plan: StepPlan, seconds: float, *, ok: bool) -> dict[str, int]:
+        """A step has run and is not committed yet. Returns what its tokens were for."""
+        self._duration.observe(seconds)
+        self._steps[ok].add()
+        used = uses(plan)
+        for use, tokens in used.items():
+            self._tokens[use].add(tokens)
+        return used
+
+    def heard(self, outcome: Outcome) -> None:
+        """What steps and events led to."""
+        self._preemptions.add(outcome.preemptions)
+        self._accepted.add(outcome.right_guesses)
+
+
+def uses(plan: StepPlan) -> dict[str, int]:
+    """Tokens of a step that is not committed yet, by use. They add up to its budget, or to more where decodes alone are
+    more."""
+    used = dict.fromkeys((DECODE, REMNANT, PREFILL, SPECULATIVE), 0)
+    for piece in plan.pieces:
+        sequence = piece.sequence
+        if sequence.is_span:
+            used[PREFILL] += piece.count
+        elif not sequence.decoding:
+            used[REMNANT] += piece.count
+        else:
+            used[DECODE] += 1
+            used[SPECULATIVE] += piece.count - 1
+    used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
+    return used
+
+
+def readings(load: Load, seats: int) -> Iterator[Reading]:
+    """A worker's lines."""
+    for state, count in (("running", load.running), ("decoding", load.decoding), ("waiting", load.waiting)):
+        yield names.SEQUENCES, (state,), count
+    yield names.SEATS, (), max(0, seats - load.running)
+    yield names.QUEUED_TOKENS, (), load.queued_tokens

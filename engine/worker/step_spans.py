@@ -1,0 +1,84 @@
+"""Trace spans made afterwards, on asyncio's thread, from times that the scheduler noted: the step pays nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from pillion.engine.scheduling.sequence import Marks
+from pillion.engine.scheduling.step_plan import StepPlan
+from pillion.observability import telemetry
+
+# Of one step's span; OpenTelemetry's own bound is 128.
+MAX_LINKS = 64
+
+
+def record(
+    name: str,
+    parent: Context,
+    start_s: float,
+    end_s: float,
+    attributes: Mapping[str, int | float | str] | None = None,
+    events: Sequence[tuple[str, float]] = (),
+) -> None:
+    """A finished span under ``parent``; nothing when that is not being recorded. Times are time.monotonic()'s."""
+    if not trace.get_current_span(parent).get_span_context().is_valid:
+        return
+    wall_ns = _wall_ns()
+    span = telemetry.tracer().start_span(
+        name, context=parent, start_time=wall_ns + int(start_s * 1e9), attributes=dict(attributes or {})
+    )
+    for event, at_s in events:
+        span.add_event(event, timestamp=wall_ns + int(at_s * 1e9))
+    span.end(end_time=wall_ns + int(end_s * 1e9))
+
+
+def record_stream(parent: Context, marks: Marks, generated_tokens: int) -> None:
+    """The way of a stream through a decode worker: queue, remnant, decode. What it did not reach is left out."""
+    end_s = marks.ended_s
+    record("decode.queue", parent, marks.arrived_s, marks.first_step_s or end_s)
+    if not marks.first_step_s:
+        return
+    remnant = {"pillion.remnant.tokens": marks.remnant_tokens, "pillion.remnant.steps": marks.remnant_steps}
+    record("decode.remnant", parent, marks.first_step_s, marks.first_token_s or end_s, remnant)
+    if marks.first_token_s:
+        said = {
+            "gen_ai.usage.output_tokens": generated_tokens,
+            "pillion.decode.steps": marks.token_steps,
+            "pillion.decode.longest_gap_ms": round(marks.longest_gap_s * 1000, 3),
+            "pillion.preemptions": marks.preemptions,
+        }
+        events = [("first token", marks.first_token_s), *(("preempted", at_s) for at_s in marks.preempted_s)]
+        record("decode", parent, marks.first_token_s, end_s, said, events)
+
+
+def shared(plan: StepPlan) -> bool:
+    """Whether a step carried somebody's prompt: what happens to others in it is worth a span."""
+    return any(piece.sequence.is_span or not piece.sequence.decoding for piece in plan.pieces)
+
+
+def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
+    """A step as a trace of its own, with a link to each request that it carried and that is recorded.
+
+    Args:
+        tokens: by what they were for (:mod:`pillion.engine.worker.step_meter`).
+        parents: the requests' contexts.
+    """
+    found = (trace.get_current_span(parent).get_span_context() for parent in parents)
+    links = [trace.Link(context) for context in found if context.is_valid and context.trace_flags.sampled]
+    if not links:
+        return
+    wall_ns = _wall_ns()
+    said = {f"pillion.step.{use}_tokens": count for use, count in tokens.items()}
+    span = telemetry.tracer().start_span(
+        "step", context=Context(), start_time=wall_ns + int(start_s * 1e9), attributes=said, links=links[:MAX_LINKS]
+    )
+    span.end(end_time=wall_ns + int(end_s * 1e9))
+
+
+def _wall_ns() -> int:
+    """What time.monotonic() lacks to the time of day."""
+    return time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,170 @@
+"""A worker's side of tickets: adopting them for new work, and opening new ones for preempted streams.
+
+    adopt --> in use --> (the scheduler: a sequence holds it) --release told to the node--> free to be adopted again
+                 +-----> let_go: adopted, but not wanted after all ---------^
+
+What the node answers carries slots, and slots must end up somewhere. So a call that may carry some is never cancelled,
+and one whose outcome is unknown ends the worker's epoch: whoever waits here then hears Unavailable, and the node frees
+everything when the worker has drained, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding
+from pillion.engine.scheduling.step_plan import ResumeOrder
+from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
+from pillion.wire.kvnode import Adopted, Ticket
+
+# Longest time that a preempted stream waits in the node's line for memory.
+RESUME_TIMEOUT_S = 120.0
+# Longest time that a ticket which is being released keeps its next use waiting.
+IN_USE_TIMEOUT_S = 1.0
+
+
+class TicketNode(Protocol):
+    """The part of pillion.kvstore.client.node_client.NodeClient that is needed here."""
+
+    async def open_ticket(
+        self,
+        epoch: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool = False,
+        priority: int = 0,
+        timeout_s: float,
+    ) -> Ticket: ...
+    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted: ...
+
+
+class Tickets:
+    """``tell`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
+
+    def __init__(
+        self, node: TicketNode, epoch: int, *, tell: Callable[..., None], lost: Callable[[PillionError], None]
+    ) -> None:
+        self._node = node
+        self._epoch = epoch
+        self._tell: Callable[..., Any] = tell
+        self._lost = lost
+        self._retired = False
+        self._in_use: dict[int, asyncio.Event] = {}
+        self._opening: dict[int, asyncio.Task[Ticket]] = {}
+
+    async def adopt(
+        self, ticket_id: int, end_block: int, *, start_block: int = 0, guess_blocks: int = 1
+    ) -> tuple[Holding, bytes]:
+        """Hold a ticket and lease what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
+
+        ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Returns the
+        holding and the hash of the chain's tail (empty for an empty chain). It must end up in a sequence or in
+        :meth:`let_go`, so shield this call from cancellation.
+
+        Raises:
+            NotFound: no such ticket, it is in use here, or its chain is too short: plan again.
+            Overloaded: the node has not enough slots beyond the reservation.
+            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
+        """
+        await self._claim(ticket_id)
+        try:
+            first = await self._node.adopt(self._epoch, ticket_id, guess_blocks)
+            self._check_open()
+        except PillionError as error:
+            self.released((ticket_id,))
+            raise self._judge(error) from None
+        chain, leased = first.chain_slots, first.leased_slots
+        try:
+            if len(chain) < start_block:
+                raise NotFound(f"the ticket holds {len(chain)} blocks, {start_block} are needed: plan again")
+            missing = end_block - len(chain) - len(leased)
+            if missing > 0:
+                leased += (await self._node.adopt(self._epoch, ticket_id, missing)).leased_slots
+                self._check_open()
+        except PillionError as error:
+            self.let_go(Holding(ticket_id, chain, leased))
+            raise self._judge(error) from None
+        return Holding(ticket_id, chain, leased), first.tail_hash
+
+    def let_go(self, holding: Holding) -> None:
+        """An adopted ticket that is not wanted after all."""
+        self._tell(Scheduler.let_go, holding)
+
+    def released(self, ticket_ids: Iterable[int]) -> None:
+        """The node has heard that this worker holds them no more."""
+        for ticket_id in ticket_ids:
+            freed = self._in_use.pop(ticket_id, None)
+            if freed is not None:
+                freed.set()
+
+    def retire(self) -> None:
+        """The epoch has ended: what it held is the node's to free, and what still comes is nobody's."""
+        self._retired = True
+        self.released(tuple(self._in_use))
+
+    def _check_open(self) -> None:
+        if self._retired:
+            raise Unavailable("the worker's epoch at its KV node has ended")
+
+    async def _claim(self, ticket_id: int) -> None:
+        """Two uses of one ticket would each release the other's hold; one that is just ending is waited for."""
+        while (freed := self._in_use.get(ticket_id)) is not None:
+            try:
+                await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)
+            except TimeoutError:
+                raise NotFound("the ticket is in use on this worker: plan again") from None
+        self._check_open()
+        self._in_use[ticket_id] = asyncio.Event()
+
+    async def resume(self, order: ResumeOrder) -> None:
+        """A new ticket for a preempted stream; waits in the node's line, before new prompts."""
+        opening = asyncio.create_task(
+            self._node.open_ticket(
+                self._epoch,
+                order.block_hashes,
+                order.total_blocks,
+                resume=True,
+                priority=order.priority,
+                timeout_s=RESUME_TIMEOUT_S,
+            )
+        )
+        self._opening[order.seq_id] = opening
+        try:
+            ticket = await opening
+        except asyncio.CancelledError:
+            return
+        except PillionError as error:
+            if isinstance(error, DeadlineExceeded):
+                error = Overloaded(f"a preempted stream waited {RESUME_TIMEOUT_S:.0f} s for memory")
+            self._tell(Scheduler.fail, order.seq_id, self._judge(error))
+            return
+        finally:
+            self._opening.pop(order.seq_id, None)
+        # From here on answers carry slots: for who cancels now, Scheduler.resumed lets them go.
+        missing = order.total_blocks - ticket.pinned_blocks
+        try:
+            holding, _ = await self.adopt(ticket.ticket_id, order.total_blocks, guess_blocks=missing)
+        except PillionError as error:
+            self.let_go(Holding(ticket.ticket_id, (), ()))
+            self._tell(Scheduler.fail, order.seq_id, error)
+            return
+        self._tell(Scheduler.resumed, order.seq_id, holding)
+
+    def stop_resuming(self, seq_id: int) -> None:
+        """Leave the node's line, if the stream waits there. The client takes back what was granted meanwhile."""
+        opening = self._opening.pop(seq_id, None)
+        if opening is not None:
+            opening.cancel()
+
+    def _judge(self, error: PillionError) -> PillionError:
+        """A refusal is the caller's business; an unknown outcome, or a fenced epoch, is the epoch's end."""
+        if self._retired:
+            return Unavailable("the worker's epoch at its KV node has ended")
+        if isinstance(error, NotFound | Overloaded):
+            return error
+        self._lost(error)
+        return Unavailable("the worker lost its KV node")

@@ -1,0 +1,322 @@
+"""What both services share on asyncio's side: a model over a mapped pool, and its place at a KV node, epoch by epoch.
+
+    start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first Tenure
+    live:    servicer --adopt, add, cancel--> Tenure --outcomes--> owners (tokens, chunks) and the node (orders)
+    fenced:  the Tenure ends: no emission, no commit, every owner hears Unavailable, new work is refused
+               -> its last step has ended -> "drained" to the node, which frees what it held -> new epoch
+               -> a fresh Tenure over the same pool, model and attachment -> back in the registry: live
+    end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
+
+A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
+failed neither emits nor commits any more; its process exits and is started again. Whatever it held, the node frees when
+the attach socket ends. What a worker may take to get from *fenced* to *live* is bounded here for everything but a step
+that does not end: who started the process kills it then (``--fence-kill-after-s``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
+from pillion.engine.scheduling.ngram import NGramDrafter
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_plan import Load
+from pillion.engine.worker.step_meter import StepMeter, readings
+from pillion.engine.worker.tickets import Tickets
+from pillion.engine.worker.worker_epoch import Owner, Tenure, new_epoch
+from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.node.attach import Attachment, attach
+from pillion.observability.metrics import Meters
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.worker")
+
+ATTACH_TIMEOUT_S = 30.0
+# Longest time that stopping waits for the node to hear the last orders.
+DRAIN_TIMEOUT_S = 2.0
+# A step of a huge budget would make the start long; what it still has to allocate, it allocates when it comes.
+MAX_WARM_UP_TOKENS = 512
+
+
+class Worker:
+    """Made by :meth:`start`. Attributes are for reading: ``model``, ``part_id``, ``tenure``, ``meters``."""
+
+    def __init__(
+        self,
+        flags: WorkerFlags,
+        role: str,
+        model: LoadedModel,
+        attachment: Attachment,
+        make_scheduler: Callable[[], Scheduler],
+    ) -> None:
+        self.flags = flags
+        self.role = role
+        self.part_id = flags.part_id or f"{role}-{os.getpid()}"
+        self.model = model
+        self.block_size = flags.block_size
+        self.draining = False
+        self._closed = False
+        self._attachment = attachment
+        self._make_scheduler = make_scheduler
+        self._node = NodeClient(attachment.node_address, self.part_id)
+        self._address = ""
+        self._ids = itertools.count(1)
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._returning: asyncio.Task[None] | None = None
+        self.meters = Meters()
+        self._meter = StepMeter(self.meters)
+        self.tenure = self._tenure_of(attachment.epoch)
+        self.meters.watch(lambda: readings(self.load, self.tenure.seats))
+
+    @classmethod
+    async def start(
+        cls,
+        flags: WorkerFlags,
+        role: str,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        target_itl_ms: float = 0.0,
+        num_speculative_tokens: int = 0,
+        backend_factory: BackendFactory = load_model,
+    ) -> Worker:
+        """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
+        model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
+        longest = flags.max_model_len or model.prepared.max_model_len
+
+        def make_scheduler() -> Scheduler:
+            return Scheduler(
+                block_size=flags.block_size,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                target_itl_s=target_itl_ms / 1000,
+                max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+                drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
+            )
+
+        # What it refuses is refused before anything is held.
+        make_scheduler()
+        attachment = await asyncio.to_thread(
+            attach,
+            flags.attach_socket,
+            part_id=flags.part_id or f"{role}-{os.getpid()}",
+            role=role,
+            block_bytes=model.backend.layout.block_bytes,
+            namespace=model.namespace().hex(),
+            timeout_s=ATTACH_TIMEOUT_S,
+        )
+        worker = cls(flags, role, model, attachment, make_scheduler)
+        try:
+            # However long that takes: the node counts a silence from the first sign of life on.
+            await asyncio.to_thread(worker._bind, max_num_batched_tokens)
+        except BaseException:
+            await worker._node.aclose()
+            attachment.close()
+            raise
+        asyncio.get_running_loop().add_reader(attachment.fileno(), worker._node_gone)
+        worker.tenure.start()
+        return worker
+
+    def _bind(self, max_tokens: int) -> None:
+        attachment = self._attachment
+        self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
+        self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
+
+    def _tenure_of(self, epoch: int) -> Tenure:
+        return Tenure(
+            self.flags,
+            self.model,
+            self._node,
+            epoch,
+            self._make_scheduler(),
+            describe=self._describe,
+            on_lost=self._epoch_lost,
+            on_fail=self.fail,
+            meter=self._meter,
+        )
+
+    def announce(self, address: str) -> None:
+        """From now on the registry says that this worker is reached at ``address``."""
+        self._address = address
+        self.tenure.heartbeat.announce()
+
+    def _describe(self) -> PartRecord:
+        prepared, tenure, load = self.model.prepared, self.tenure, self.load
+        return PartRecord(
+            part_id=self.part_id,
+            role=self.role,
+            address=self._address,
+            model=self.flags.served_model_name or prepared.name,
+            fingerprint=prepared.fingerprint,
+            namespace=self.model.namespace().hex(),
+            block_size_tokens=self.block_size,
+            max_model_len_tokens=self.max_model_len,
+            vocab_size=self.model.backend.vocab_size,
+            node_id=self._attachment.node_id,
+            kernels=self.model.operators,
+            running_requests=load.running,
+            waiting_requests=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            queued_tokens=load.queued_tokens,
+            decoding_requests=load.decoding,
+            context_tokens=load.context_tokens,
+            free_seqs=max(0, tenure.seats - load.running - load.waiting),
+            max_step_tokens=tenure.max_step_tokens,
+            target_itl_ms=tenure.target_s * 1000,
+            step_cost_s=load.cost_s,
+            largest_step_tokens=load.largest_step_tokens,
+            block_bytes=self.model.backend.layout.block_bytes,
+        )
+
+    # What servicers call.
+
+    @property
+    def owners(self) -> Mapping[int, Owner]:
+        """Who waits for news, by seq_id."""
+        return self.tenure.owners
+
+    @property
+    def load(self) -> Load:
+        """As the last outcome said."""
+        return self.tenure.load
+
+    @property
+    def tickets(self) -> Tickets:
+        """Of this epoch. What it adopts is for :meth:`make` and :meth:`add` at once, before anything is awaited."""
+        return self.tenure.tickets
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence: what the model allows, and what the pool can hold of one."""
+        said = self.flags.max_model_len or self.model.prepared.max_model_len
+        return min(said, self._attachment.num_slots * self.block_size)
+
+    def check_open(self) -> None:
+        """Raises Unavailable when no new work is taken."""
+        if self.draining or self._failure.done():
+            raise Unavailable(f"{self.part_id} is stopping")
+        if self.tenure.over:
+            raise Unavailable(f"{self.part_id} is taking a new epoch at its KV node")
+
+    def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
+        """The sequence for :meth:`add`, of a ticket that :attr:`tickets` adopted.
+
+        Raises NotFound, and lets go of the holding, if the ticket's chain holds other tokens than ``spec`` says: nobody
+        ever reads KV of another prompt.
+        """
+        chain, first = len(holding.chain_slots), spec.start_tokens // self.block_size
+        sequence = Sequence(spec, holding, self.block_size, time.monotonic())
+        if chain > first:
+            fits = sequence.left_to_compute >= (0 if sequence.is_span else 1)
+            fits = fits and sequence.block_hashes(chain - 1, chain) == tail_hash
+        else:
+            fits = not tail_hash or tail_hash == spec.parent_hash
+        if not fits:
+            self.tickets.let_go(holding)
+            raise NotFound("the ticket's chain is not of these tokens: plan again")
+        return sequence
+
+    def next_id(self) -> int:
+        """A seq_id: the place in the order of arrival."""
+        return next(self._ids)
+
+    def add(self, sequence: Sequence, owner: Owner, forks: Mapping[int, Owner] | None = None) -> None:
+        """Run it. ``owner`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks.
+
+        Raises Unavailable where the worker, or its epoch, has ended.
+        """
+        if self._failure.done():
+            raise Unavailable(self._failure.result())
+        if self.tenure.over:
+            raise Unavailable(f"{self.part_id} is taking a new epoch at its KV node")
+        self.tenure.add(sequence, owner, forks or {})
+
+    def cancel(self, seq_id: int) -> None:
+        """Nobody wants it any more; its owner hears nothing further. Unknown ids are ignored (I8)."""
+        self.tenure.cancel(seq_id)
+
+    # Fenced, and back.
+
+    def _epoch_lost(self, reason: str) -> None:
+        if self.tenure.over:
+            return
+        log.warning("%s stops its work and asks for a new epoch: %s", self.part_id, reason)
+        self.tenure.end(Unavailable(f"{self.part_id} lost its epoch: {reason}"))
+        if not self.draining:
+            self._returning = asyncio.create_task(self._return(), name="new epoch")
+
+    async def _return(self) -> None:
+        old, began_s = self.tenure, time.monotonic()
+        # After this long a silence the node has looked, too: it does so twice per heartbeat.
+        silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
+        try:
+            await old.heartbeat.leave(self.part_id)
+            await old.close()
+            fresh = self._tenure_of(await new_epoch(self._node, old.epoch, silence_s))
+        except Exception as error:  # noqa: BLE001  (also of a defect the process must hear)
+            self._returning = None
+            self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")
+            return
+        self._returning, self.tenure = None, fresh
+        fresh.start()
+        if self._address and not self.draining:
+            fresh.heartbeat.announce()
+        log.info("%s serves again under a new epoch, %.1f s later", self.part_id, time.monotonic() - began_s)
+
+    # Life and death.
+
+    async def wait_failed(self) -> str:
+        """Returns why the worker died by itself; never, when it did not."""
+        return await asyncio.shield(self._failure)
+
+    def fail(self, reason: str) -> None:
+        """It may not go on: nothing is emitted or committed from now on, and every owner hears so."""
+        if self._failure.done():
+            return
+        log.error("%s cannot go on: %s", self.part_id, reason)
+        self._failure.set_result(reason)
+        self._stop_returning()
+        self.tenure.end(Unavailable(f"{self.part_id} died: {reason}"))
+
+    def _stop_returning(self) -> None:
+        returning, self._returning = self._returning, None
+        if returning is not None:
+            returning.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more work, and give what is there up to ``grace_s`` seconds."""
+        self.draining = True
+        await self.tenure.heartbeat.leave(self.part_id)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.tenure.deserted.wait(), grace_s)
+
+    async def close(self) -> None:
+        """Cancel what is left, let the node hear the last orders, and detach. Idempotent."""
+        if self._closed:
+            return
+        self._closed = self.draining = True
+        self._stop_returning()
+        for seq_id in tuple(self.owners):
+            self.cancel(seq_id)
+        if not self.tenure.over:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.tenure.settled(), DRAIN_TIMEOUT_S)
+        await self.tenure.close()
+        with contextlib.suppress(ValueError):
+            asyncio.get_running_loop().remove_reader(self._attachment.fileno())
+        await self._node.aclose()
+        self.model.backend.close()
+        self._attachment.close()
+
+    def _node_gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._attachment.fileno())
+        self.fail("the KV node went away")

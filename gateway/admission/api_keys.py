@@ -1,0 +1,210 @@
+"""API keys: a TOML file of tenants and hashed keys, and who is behind a call.
+
+    file --read, every entry checked--> keyring --changed on disk (pillion.net.watched)--> the new keyring
+             | bad at start: ConfigError           | bad: a warning, the old one stays
+
+A tenant is a table, a key an entry that names one; `pillion keys add` writes both:
+
+    [tenant.acme]
+    weight = 2
+    tokens_per_minute = 200_000
+
+    [[key]]
+    id = "k-5f0c"
+    tenant = "acme"
+    hash = "sha256:9f86d0..."
+
+Only hashes are kept. They are plain SHA-256, because our keys are 256 random bits: there is nothing to guess, so a slow
+hash (scrypt) would only make every call slow, and a wrong key a way to keep the gateway busy. For the same reason a key
+that somebody chose must be long. A key is compared with all entries, each in constant time, and all are looked at
+whether one fits or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pillion.errors import ConfigError, Unauthenticated
+from pillion.gateway.admission.tenants import Tenant
+from pillion.net.watched import Watched
+from pillion.priority import MAX_PRIORITY
+
+log = logging.getLogger("pillion.gateway")
+
+KEY_PREFIX = "plk-"
+KEY_RANDOM_BYTES = 32
+# A key that people chose has less to it than its length; one that is made here has 47 characters.
+MIN_KEY_CHARS = 32
+MAX_KEY_CHARS = 512
+MAX_FILE_BYTES = 2**20
+MAX_KEYS = 1024
+MAX_TENANTS = 1024
+MAX_WEIGHT = 1000.0
+MAX_BOUND = 10**12
+
+_HASH = "sha256:"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_COUNTS = ("requests_per_minute", "tokens_per_minute", "max_inflight_requests", "max_inflight_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One entry: a label for people, its tenant, SHA-256 of the key (32 bytes)."""
+
+    id: str
+    tenant: str
+    digest: bytes
+
+
+class Keyring:
+    """Every key that is known, and whose it is."""
+
+    def __init__(self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...]) -> None:
+        self.tenants = dict(tenants)
+        self._keys = keys
+
+    def tenant_of(self, authorization: str) -> Tenant:
+        """Who sends ``Authorization: Bearer KEY``. Raises Unauthenticated; the message never repeats the key."""
+        scheme, _, said = authorization.strip().partition(" ")
+        if scheme.lower() != "bearer" or not said.strip():
+            raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
+        key = said.strip()
+        digest = hashlib.sha256(key[:MAX_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
+        found: Key | None = None
+        for entry in self._keys:
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry
+        if found is None or len(key) > MAX_KEY_CHARS:
+            raise Unauthenticated("Incorrect API key provided: it is not known here")
+        return self.tenants[found.tenant]
+
+
+class KeyFile:
+    """The keyring of a file, read again when the file changes. Raises ConfigError for one that is bad at start."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._watched = Watched([path])
+        self.ring = read_keys(path)
+
+    def refresh(self) -> bool:
+        """Reads the file if it is another one than before. A bad one is said once and changes nothing.
+
+        Returns:
+            Whether there is a new keyring.
+        """
+        ring = self._watched.newer(lambda: read_keys(self._path))
+        if ring is None:
+            return False
+        self.ring = ring
+        log.info("read %s again: %d tenants", self._path, len(self.ring.tenants))
+        return True
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_RANDOM_BYTES)
+
+
+def hash_of(key: str) -> str:
+    """A key as the file has it. Raises ConfigError for one that is too short to be a secret, or no ASCII."""
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError("an API key is printable ASCII without spaces")
+    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
+        raise ConfigError(f"an API key has from {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters, this one {len(key)}")
+    return _HASH + hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: str) -> Keyring:
+    """The keyring of a file. Raises ConfigError, in one line."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError(f"larger than {MAX_FILE_BYTES} bytes")
+        return parse_keys(tomllib.loads(raw.decode()))
+    except OSError as error:
+        raise ConfigError(f"keys file {path}: {error.strerror}") from error
+    except (ConfigError, ValueError, RecursionError) as error:
+        # What is no TOML, or no UTF-8, is a ValueError.
+        raise ConfigError(f"keys file {path}: {error}") from None
+
+
+def parse_keys(said: Mapping[str, Any]) -> Keyring:
+    """The keyring of a parsed file. Raises ConfigError for the first thing that is wrong."""
+    for name in said:
+        if name not in ("tenant", "key"):
+            raise ConfigError(f"unknown table {name!r}; there are [tenant.NAME] and [[key]]")
+    tables, entries = said.get("tenant", {}), said.get("key", [])
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError("write a tenant as [tenant.NAME]")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError("write a key as [[key]]")
+    if len(tables) > MAX_TENANTS or len(entries) > MAX_KEYS:
+        raise ConfigError(f"at most {MAX_TENANTS} tenants and {MAX_KEYS} keys")
+    tenants = {name: _tenant(name, table) for name, table in tables.items()}
+    keys = tuple(_key(number, entry, tenants) for number, entry in enumerate(entries, 1))
+    if not tenants:
+        # What is left of a file whose writer ran out of disk. To lock everybody out, take the keys and leave a tenant.
+        raise ConfigError("it names no tenant")
+    if len({key.digest for key in keys}) < len(keys):
+        raise ConfigError("two entries have the same key")
+    return Keyring(tenants, keys)
+
+
+def _tenant(name: str, table: Mapping[str, Any]) -> Tenant:
+    where = f"[tenant.{name[:80]}]"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a name has up to 64 letters, digits and . _ -")
+    known = {field.name for field in fields(Tenant)} - {"name"}
+    for field, value in table.items():
+        if field not in known:
+            raise ConfigError(f"{where}: unknown field {field!r}")
+        _check_field(where, field, value)
+    said = dict(table)
+    if "weight" in said:
+        said["weight"] = float(said["weight"])
+    return Tenant(name=name, **said)
+
+
+def _check_field(where: str, field: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if field == "operator":
+        good, wanted = isinstance(value, bool), "true or false"
+    elif field == "cache_group":
+        good, wanted = isinstance(value, str) and bool(_NAME.fullmatch(value)), "a name"
+    elif field == "weight":
+        good = is_number and 0 < value <= MAX_WEIGHT
+        wanted = f"a number above 0, up to {MAX_WEIGHT:g}"
+    elif field in _COUNTS:
+        good, wanted = is_number and isinstance(value, int) and 0 <= value <= MAX_BOUND, "a whole number, 0 for none"
+    else:
+        good = is_number and isinstance(value, int) and -MAX_PRIORITY <= value <= MAX_PRIORITY
+        wanted = f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+    if not good:
+        raise ConfigError(f"{where}: {field} must be {wanted}")
+
+
+def _key(number: int, entry: Mapping[str, Any], tenants: Mapping[str, Tenant]) -> Key:
+    where = f"[[key]] {number}"
+    unknown = set(entry) - {"id", "tenant", "hash"}
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {min(unknown)!r}")
+    said = [entry.get(name, "") for name in ("id", "tenant", "hash")]
+    if not all(isinstance(value, str) for value in said):
+        raise ConfigError(f"{where}: id, tenant and hash are texts")
+    label, tenant, hashed = said
+    if tenant not in tenants:
+        raise ConfigError(f"{where}: there is no [tenant.{tenant[:80]}]")
+    digits = hashed.removeprefix(_HASH)
+    if not hashed.startswith(_HASH) or not re.fullmatch(r"[0-9a-f]{64}", digits):
+        raise ConfigError(f"{where}: hash must be {_HASH} and 64 hexadecimal digits, as 'pillion keys hash' prints it")
+    return Key(label, tenant, bytes.fromhex(digits))

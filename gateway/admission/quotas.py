@@ -1,0 +1,106 @@
+"""Quotas per minute, as token buckets. No clock in here: ``now_s`` is handed in (I9).
+
+A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. What
+is only known afterwards, the tokens of an answer, is taken when the request ends and may leave a debt, which has to
+fill up before the next request is let in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from pillion.errors import Overloaded, QuotaViolation
+from pillion.gateway.admission.tenants import Tenant
+
+MINUTE_S = 60.0
+# A tenant's fields, in the order in which a request is judged by them.
+QUOTAS = ("requests_per_minute", "tokens_per_minute")
+
+
+class Bucket:
+    """``per_minute`` at once, then as many each minute."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at_s = now_s
+
+    def wait_s(self, amount: int, now_s: float) -> float:
+        """How long until ``amount`` may be taken; 0 means now. More than a bucketful needs a full bucket."""
+        missing = min(amount, self.per_minute) - self._filled(now_s)
+        return max(0.0, missing) * MINUTE_S / self.per_minute
+
+    def take(self, amount: int, now_s: float) -> None:
+        """Takes it, whether it is there or not."""
+        self._level = self._filled(now_s) - amount
+        self._at_s = now_s
+
+    def resized(self, per_minute: int, now_s: float) -> Bucket:
+        """The same with another rate; what was spent stays spent."""
+        spent = self.per_minute - self._filled(now_s)
+        other = Bucket(per_minute, now_s)
+        other.take(math.ceil(spent), now_s)
+        return other
+
+    def _filled(self, now_s: float) -> float:
+        gained = max(0.0, now_s - self._at_s) / MINUTE_S * self.per_minute
+        return min(float(self.per_minute), self._level + gained)
+
+
+def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
+    """The refusal. ``quota``: one of QUOTAS."""
+    said = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
+    return Overloaded(said, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", said),))
+
+
+class Quotas:
+    """The buckets of all tenants, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+
+    def take_request(self, tenant: Tenant, now_s: float) -> None:
+        """One request. Raises Overloaded, with the time until one may come."""
+        self._take(tenant, "requests_per_minute", tenant.requests_per_minute, 1, now_s)
+
+    def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
+        """A prompt's tokens. Raises Overloaded, with the time until it may come again; nothing is taken then."""
+        self._take(tenant, "tokens_per_minute", tenant.tokens_per_minute, tokens, now_s)
+
+    def spend(self, tenant: Tenant, tokens: int, now_s: float) -> None:
+        """Tokens that were generated: they may leave a debt. Less than none gives back a prompt that was not served."""
+        bucket = self._bucket(tenant, "tokens_per_minute", tenant.tokens_per_minute, now_s)
+        if bucket is not None:
+            bucket.take(tokens, now_s)
+
+    def give_back(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
+        """What was taken and then refused by somebody who counts more."""
+        bucket = self._bucket(tenant, quota, getattr(tenant, quota), now_s)
+        if bucket is not None:
+            bucket.take(-amount, now_s)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets tenants that are not among ``names``."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
+
+    def _take(self, tenant: Tenant, quota: str, per_minute: int, amount: int, now_s: float) -> None:
+        bucket = self._bucket(tenant, quota, per_minute, now_s)
+        if bucket is None:
+            return
+        wait_s = bucket.wait_s(amount, now_s)
+        if wait_s > 0:
+            raise used_up(tenant, quota, math.ceil(wait_s * 1000))
+        bucket.take(amount, now_s)
+
+    def _bucket(self, tenant: Tenant, quota: str, per_minute: int, now_s: float) -> Bucket | None:
+        if not per_minute:
+            return None
+        key = (tenant.name, quota)
+        found = self._buckets.get(key)
+        if found is None:
+            found = Bucket(per_minute, now_s)
+        elif found.per_minute != per_minute:
+            found = found.resized(per_minute, now_s)
+        self._buckets[key] = found
+        return found

@@ -1,0 +1,116 @@
+"""Quotas that hold over all gateways of a cluster: counted here, and in Redis as long as it answers.
+
+    request --local count--> refused here, or tokenized --one script in Redis--> refused there, or served
+                                                              | no answer in 100 ms
+                                                              '--> the local count has decided
+    answer's tokens --> local count, and told to Redis with the tenant's next call or TELL_MS later
+
+The local count knows only what this gateway served, so it never has less left than Redis: what it refuses, Redis would.
+What a failed call carried is not sent again, because Redis may have taken it; a minute later it does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection
+
+from pillion.errors import Unavailable
+from pillion.gateway.admission.quotas import QUOTAS, Quotas, used_up
+from pillion.gateway.admission.tenants import Tenant
+from pillion.kvstore.index.shared_buckets import Ask, SharedBuckets
+
+log = logging.getLogger("pillion.gateway")
+
+# How long tokens of answers may wait to be told, so that many answers are one call.
+TELL_MS = 100
+
+
+class SharedQuotas:
+    """``buckets`` None: counted here alone. Times are monotonic, in seconds."""
+
+    def __init__(self, buckets: SharedBuckets | None = None) -> None:
+        self._local = Quotas()
+        self._buckets = buckets
+        self._untold: Counter[str] = Counter()
+        self._tenants: dict[str, Tenant] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._answers = True
+
+    def take_request(self, tenant: Tenant, now_s: float) -> None:
+        """One request, by the local count. Raises Overloaded, with the time until one may come."""
+        self._local.take_request(tenant, now_s)
+
+    async def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
+        """Its prompt, and by the count of all gateways the request too. Raises Overloaded; the prompt is not taken
+        then. A caller that is cancelled in here has paid."""
+        self._local.take_prompt(tenant, tokens, now_s)
+        await self._ask(tenant, tokens, now_s)
+
+    async def confirm(self, tenant: Tenant, now_s: float) -> None:
+        """A request without a prompt to be computed, by the count of all gateways. Raises Overloaded."""
+        await self._ask(tenant, None, now_s)
+
+    def spend(self, tenant: Tenant, tokens: int, now_s: float) -> None:
+        """Tokens that were generated: they may leave a debt. Less than none gives back a prompt that was not served."""
+        self._local.spend(tenant, tokens, now_s)
+        if self._buckets is None or not tenant.tokens_per_minute or not tokens:
+            return
+        self._untold[tenant.name] += tokens
+        self._tenants[tenant.name] = tenant
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.get_running_loop().create_task(self._tell_soon(), name="quotas")
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets tenants that are not among ``names``."""
+        self._local.keep(names)
+        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in self._untold}
+
+    async def aclose(self) -> None:
+        """Tells what is not told yet, and closes the connections."""
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
+        if self._buckets is not None:
+            await self._tell()
+            await self._buckets.aclose()
+
+    # -- inside
+
+    async def _ask(self, tenant: Tenant, tokens: int | None, now_s: float) -> None:
+        short = await self._take(tenant, 1, tokens)
+        if short is None:
+            return
+        quota, wait_ms = short
+        if quota == "requests_per_minute":
+            # Neither the request nor its prompt was taken there.
+            self._local.give_back(tenant, quota, 1, now_s)
+        if tokens is not None:
+            self._local.give_back(tenant, "tokens_per_minute", tokens, now_s)
+        raise used_up(tenant, quota, wait_ms)
+
+    async def _take(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
+        """The quota that is used up, and the time in ms until it is not; None where nothing is, or nobody knows."""
+        if self._buckets is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
+            return None
+        told = self._untold.pop(tenant.name, 0)
+        asks = Ask(tenant.requests_per_minute, 0, requests), Ask(tenant.tokens_per_minute, told, tokens)
+        try:
+            short = await self._buckets.take(tenant.name, asks)
+        except Unavailable as error:
+            if self._answers:
+                log.warning("quotas are counted by this gateway alone: %s", error.message)
+            self._answers = False
+            return None
+        self._answers = True
+        return None if short is None else (QUOTAS[short.place], short.wait_ms)
+
+    async def _tell_soon(self) -> None:
+        while self._untold:
+            await asyncio.sleep(TELL_MS / 1000)
+            await self._tell()
+
+    async def _tell(self) -> None:
+        for name in tuple(self._untold):
+            await self._take(self._tenants[name], None, None)

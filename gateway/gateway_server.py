@@ -1,0 +1,258 @@
+"""The gateway as a part: both ports, the links, and its own heartbeat.
+
+keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
+while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
+stop(grace_s):  out of the registry, health NOT_SERVING, new requests refused, HTTP takes no connections
+             -> streams under way end by themselves, or grace_s is over -> ports closed -> tokenizers, links
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass, replace
+
+from pillion.config import GatewayFlags
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.errors import ConfigError, PillionError
+from pillion.gateway.admission.api_keys import KeyFile
+from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.gateway import EdgeOptions, Gateway, ModelEntry
+from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
+from pillion.gateway.grpc_api.key_check import KeyCheck
+from pillion.gateway.http_api.http_server import HttpServer, start_http
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.planning.planner import parse_policy
+from pillion.gateway.request.validation import ModelLimits
+from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.gateway.tokens.tokenizer import ModelTokenizer
+from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.shared_buckets import SharedBuckets
+from pillion.net import rpc, tls
+from pillion.net.addresses import is_local
+from pillion.net.watched import WATCH_INTERVAL_S
+from pillion.served_models import other_models
+from pillion.v1 import gateway_pb2_grpc
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.gateway")
+
+SERVICE = "pillion.v1.Gateway"
+# Open calls of the public gRPC service, those that watch the health included.
+MAX_GRPC_CALLS = 8192
+DRAIN_POLL_S = 0.02
+READY_POLL_S = 0.1
+# For the last messages of streams that have ended; calls that watch the health are cut then.
+LAST_WORDS_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a gateway listens on: both public ports, and the address of --probe-listen."""
+
+    grpc: rpc.RunningServer
+    http: HttpServer
+    probe: rpc.RunningServer | None = None
+
+
+class GatewayPart:
+    """A running gateway. ``address`` and ``grpc_address`` are the same; ``http_address`` is the other port."""
+
+    def __init__(
+        self,
+        record: PartRecord,
+        gateway: Gateway,
+        cluster: Cluster,
+        registry: Registry,
+        servicer: GatewayServicer,
+        ports: Ports,
+        heartbeat_s: float,
+        keys: KeyFile | None = None,
+    ) -> None:
+        self.part_id = record.part_id
+        self.address = self.grpc_address = ports.grpc.address
+        self.http_address = ports.http.address
+        self.gateway = gateway
+        self.meters = gateway.meters
+        self._record = record
+        self._cluster = cluster
+        self._registry = registry
+        self._servicer = servicer
+        self._server, self._http, self._probe = ports.grpc, ports.http, ports.probe
+        self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
+        if keys is not None:
+            self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
+        if ports.probe is not None:
+            self._tasks.append(asyncio.create_task(_tell_ready(ports.probe, gateway), name="readiness"))
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Drains: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await self._registry.leave(self.part_id)
+        except PillionError as error:
+            log.debug("could not leave the registry: %s", error.message)
+        self.gateway.drain()
+        await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
+        await asyncio.gather(self._drained(grace_s), self._http.stop(grace_s))
+        await self._server.stop(min(grace_s, LAST_WORDS_S))
+        if self._probe is not None:
+            # Until now it has shown that this process drains and does not hang.
+            await self._probe.stop(0)
+        await self.gateway.aclose()
+        await self._cluster.aclose()
+
+    async def wait_failed(self) -> str:
+        """Why the gateway cannot go on by itself. It only returns when its HTTP port has died."""
+        await asyncio.wait({self._http.task})
+        return "the HTTP server ended"
+
+    async def _drained(self, grace_s: float) -> None:
+        """Returns when no stream is under way, or after ``grace_s`` seconds."""
+        until_s = time.monotonic() + grace_s
+        while (self._servicer.streams or self.gateway.active_requests) and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _beat(self, heartbeat_s: float) -> None:
+        while True:
+            prompts, cached, completions = self.gateway.totals()
+            now = replace(
+                self._record,
+                running_requests=self.gateway.active_requests,
+                prompt_tokens=prompts,
+                cached_tokens=cached,
+                completion_tokens=completions,
+            )
+            try:
+                await self._registry.beat(now)
+            except PillionError as error:
+                log.debug("heartbeat not taken: %s", error.message)
+            await asyncio.sleep(heartbeat_s)
+
+
+async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayPart:
+    """Starts both ports. ``prepared`` spares the preparation of --model where the caller has done it.
+
+    Raises:
+        ConfigError: flags or models that cannot work, or a port that is taken.
+    """
+    policy = parse_policy(flags.split_policy)
+    if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
+        raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
+    if not flags.redis_url:
+        raise ConfigError("the gateway needs --redis-url")
+    keys = await asyncio.to_thread(KeyFile, flags.api_keys) if flags.api_keys else None
+    identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
+    _warn(flags)
+    entries = await asyncio.to_thread(_entries, flags, prepared)
+    longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
+    part_id = flags.part_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+    registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
+    cluster = Cluster(part_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
+    options = EdgeOptions(
+        policy=policy,
+        # No span is longer than the longest prompt: that is one chunk.
+        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
+        max_attempts=flags.max_attempts,
+        max_inflight_requests=flags.max_inflight_requests,
+        max_inflight_tokens=flags.max_inflight_tokens,
+        prefix_caching=flags.enable_prefix_caching,
+        max_running_requests=flags.max_running_requests,
+    )
+    # Without tenants there is nothing to count.
+    quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
+    gateway = Gateway(entries, cluster, options, None if keys is None else keys.ring, quotas)
+    await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
+    servicer = GatewayServicer(gateway)
+    try:
+        ports = await _listen(flags, gateway, servicer, identity)
+    except OSError as error:
+        await gateway.aclose()
+        await cluster.aclose()
+        raise ConfigError(f"the gateway cannot listen: {error}") from None
+    record = PartRecord(part_id=part_id, role="gateway", address=ports.grpc.address, model=", ".join(entries))
+    return GatewayPart(record, gateway, cluster, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
+
+
+def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
+    """All models that the flags name, by served name. Reads files; raises ConfigError."""
+    models = [prepared if prepared is not None else prepare(flags), *map(prepare, other_models(flags))]
+    entries = {model.name: model_entry(model) for model in models}
+    if len(entries) < len(models):
+        raise ConfigError(f"--also-model: two models are called alike; there are {', '.join(entries)}")
+    return entries
+
+
+async def _listen(
+    flags: GatewayFlags, gateway: Gateway, servicer: GatewayServicer, identity: tls.Identity | None
+) -> Ports:
+    """Raises OSError for an address that cannot be bound; nothing half-started stays."""
+    host = f"[{flags.host}]" if ":" in flags.host else flags.host
+    server = await rpc.start_server(
+        f"{host}:{flags.grpc_port}",
+        [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
+        credentials=None if identity is None else tls.server_credentials(identity),
+        interceptors=[KeyCheck(gateway.tenant_of)],
+        max_calls=MAX_GRPC_CALLS,
+        max_message_bytes=flags.max_message_bytes,
+        share_port=flags.share_ports,
+    )
+    started: HttpServer | None = None
+    try:
+        started = await start_http(
+            gateway,
+            flags.host,
+            flags.http_port,
+            share_port=flags.share_ports,
+            identity=identity,
+            vllm_names=flags.vllm_metric_names,
+        )
+        if not flags.probe_listen:
+            return Ports(server, started)
+        credentials = rpc.internal_credentials(flags.probe_listen)
+        probe = await rpc.start_server(flags.probe_listen, [], credentials=credentials, serving=False)
+    except OSError:
+        await asyncio.gather(server.stop(0), *([] if started is None else [started.stop(0)]))
+        raise
+    return Ports(server, started, probe)
+
+
+async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
+    """Health of the probes' address: whether a request would be served now."""
+    while True:
+        await probe.tell(not gateway.not_ready())
+        await asyncio.sleep(READY_POLL_S)
+
+
+async def _follow(keys: KeyFile, gateway: Gateway) -> None:
+    """Takes new keys soon after their file changed."""
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        try:
+            if await asyncio.to_thread(keys.refresh):
+                gateway.take_keys(keys.ring)
+        except Exception:
+            # A defect must not be the end of all changes: a key that was taken away would stay good.
+            log.exception("the keys could not be read again")
+
+
+def _warn(flags: GatewayFlags) -> None:
+    if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
+        log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
+
+
+def model_entry(model: PreparedModel) -> ModelEntry:
+    """What a gateway needs of a model. Reads files; raises ConfigError."""
+    tokenizer = ModelTokenizer.load(model.folder)
+    return ModelEntry(
+        limits=ModelLimits(model.name, model.max_model_len, model.vocab_size),
+        fingerprint=model.fingerprint,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+    )

@@ -1,0 +1,236 @@
+"""One HTTP call: its id, its bounded body, its answer, and the moment in which its client goes away.
+
+headers --> request id, body (bounded in size and time) --> work --> answer, whole or in pieces
+                                                             |
+                                              client gone ---+--> the work is cancelled (I8)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from opentelemetry import context as otel_context
+from starlette.types import Receive, Scope, Send
+
+from pillion.errors import PillionError
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, internal, refused
+from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS
+from pillion.observability import telemetry
+
+log = logging.getLogger("pillion.gateway")
+
+MAX_BODY_BYTES = MAX_REQUEST_BYTES
+# Of all bodies that are being read, together: thousands of clients may send one at the same time.
+MAX_BODIES_BYTES = 64 * MAX_BODY_BYTES
+# Path and headers together.
+MAX_HEADER_BYTES = 32 * 2**10
+# A body that takes longer holds a connection for nothing.
+BODY_TIMEOUT_S = 60.0
+JSON_TYPE = b"application/json"
+# Answers to requests whose body may not have been read.
+_UNREAD = (401, 405, 408, 413, 415, 431)
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=-]{{1,{MAX_REQUEST_ID_CHARS}}}")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Call:
+    """A request of one client. Every answer to it carries ``request_id``, which is a label and never an address.
+
+    ``tenant`` is who sends it, on the pages that need a key.
+    """
+
+    # Of all calls of this process.
+    bodies_bytes = 0
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method = str(scope["method"])
+        self.path = str(scope["path"])
+        self._receive = receive
+        self._send = send
+        self._headers: dict[bytes, bytes] = {}
+        self.header_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        for name, value in scope["headers"]:
+            self._headers.setdefault(name, value)
+            self.header_bytes += len(name) + len(value)
+        self._parameters = scope.get("path_params", {})
+        self.started = self._reading = False
+        self.tenant = OPEN
+        said = self._header(b"x-request-id")
+        self._bad_id = bool(said) and _REQUEST_ID.fullmatch(said) is None
+        self.request_id = said if said and not self._bad_id else f"req-{secrets.token_hex(12)}"
+
+    def path_parameter(self, name: str) -> str:
+        """A part of the path that stands for something."""
+        return str(self._parameters[name])
+
+    @property
+    def authorization(self) -> str:
+        """The header's value, "" where there is none."""
+        return self._header(b"authorization")
+
+    def trace_parent(self) -> otel_context.Context | None:
+        """The client's trace context, None where it has none."""
+        said = self._header(b"traceparent")
+        return telemetry.from_traceparent(said) if said else None
+
+    async def body(self) -> bytes:
+        """The whole body, JSON by its header. Raises ApiError before more than MAX_BODY_BYTES are taken."""
+        if self._bad_id:
+            said = f"at most {MAX_REQUEST_ID_CHARS} letters, digits and . _ : / + = -"
+            raise refused("X-Request-Id", said)
+        kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != JSON_TYPE:
+            raise ApiError(415, "the body must be sent as Content-Type: application/json")
+        if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise ApiError(415, "a compressed body is not taken")
+        length = self._headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+        parts: list[bytes] = []
+        self._reading = True
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                await self._read(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {BODY_TIMEOUT_S:g} s") from None
+        finally:
+            Call.bodies_bytes -= sum(map(len, parts))
+        self._reading = False
+        return b"".join(parts)
+
+    async def while_connected(self, work: Awaitable[None]) -> None:
+        """Awaits ``work``, which is cancelled in the moment in which the client goes away (I8)."""
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            # The body has been read whole: the next message is the last one.
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch(), name="disconnect")
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not gone or task.uncancel():
+                raise
+        finally:
+            watcher.cancel()
+
+    async def answer(
+        self, status: int, body: bytes, headers: Headers | None = None, *, content_type: bytes = JSON_TYPE
+    ) -> None:
+        """A whole answer."""
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: ApiError) -> None:
+        """The error, where nothing has been answered yet. A body that was not read goes with its connection."""
+        close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
+        await self.answer(error.status, error.body(), [*error.headers(), *close])
+
+    async def start_events(self) -> None:
+        """Begins an answer of server-sent events."""
+        await self._start(
+            200,
+            [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                # Proxies that buffer would hold tokens back.
+                (b"x-accel-buffering", b"no"),
+            ],
+        )
+
+    def write(self, events: bytes, last: bool = False) -> Awaitable[None]:
+        """Some events, in one piece; to be awaited. It takes time while the client reads too slowly."""
+        return self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        label = (b"x-request-id", self.request_id.encode())
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, label]})
+
+    async def _read(self, parts: list[bytes]) -> None:
+        """Adds to ``parts``, and counts them, until the body is whole or too much."""
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            Call.bodies_bytes += len(parts[-1])
+            if size > MAX_BODY_BYTES:
+                raise _too_large()
+            if not message.get("more_body", False):
+                return
+            if Call.bodies_bytes > MAX_BODIES_BYTES:
+                said = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
+                raise ApiError(429, said, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
+
+    def _header(self, name: bytes) -> str:
+        return self._headers.get(name, b"").decode("latin-1")
+
+
+class ClientGone(Exception):  # noqa: N818
+    """The client went away before its request was whole: there is nobody to answer."""
+
+
+class Endpoint:
+    """An ASGI application out of a handler of calls; what the handler raises is answered as an error.
+
+    Args:
+        method: the only one that is taken; GET takes HEAD too, "" takes any.
+        handle: answers.
+        tenant_of: who sends it, by the Authorization header; None: the page is open. Asked before a body is read.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        handle: Callable[[Call], Awaitable[None]],
+        tenant_of: Callable[[str], Tenant] | None = None,
+    ) -> None:
+        self._method = method
+        self._handle = handle
+        self._tenant_of = tenant_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
+        call = Call(scope, receive, send)
+        with contextlib.suppress(ClientGone):
+            try:
+                if self._method not in ("", "GET" if call.method == "HEAD" else call.method):
+                    raise ApiError(405, f"{call.path} takes {self._method}", code="method_not_allowed")
+                if call.header_bytes > MAX_HEADER_BYTES:
+                    raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+                if self._tenant_of is not None:
+                    call.tenant = self._tenant_of(call.authorization)
+                await self._handle(call)
+            except ApiError as error:
+                await call.fail(error)
+            except PillionError as error:
+                await call.fail(from_pillion(error, {}))
+            except Exception:
+                log.exception("request %s failed", call.request_id)
+                if call.started:
+                    # The connection ends in the midst of the answer, and the client sees that it does.
+                    raise
+                await call.fail(internal())
+
+
+def _too_large() -> ApiError:
+    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    return ApiError(413, message, code="request_too_large")

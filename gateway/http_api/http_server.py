@@ -1,0 +1,175 @@
+"""The HTTP port, in the gateway's process and event loop: OpenAI's API, and pages about the gateway itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.routing import Route, Router
+
+from pillion._version import VERSION
+from pillion.errors import PillionError, Unavailable
+from pillion.gateway.gateway import Gateway
+from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Call, Endpoint
+from pillion.gateway.http_api.http_connection import HttpConnection
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.openai_api import OpenAIApi, unknown_model
+from pillion.net import tls
+from pillion.observability.metrics_export import Page
+from pillion.types import ModelInfo
+
+MAX_HTTP_CONNECTIONS = 4096
+LISTEN_BACKLOG = 1024
+# How long a connection may stay without a further request.
+KEEP_ALIVE_S = 75
+
+
+class _Pages:
+    """What needs no body."""
+
+    def __init__(self, gateway: Gateway, vllm_names: bool) -> None:
+        self._gateway = gateway
+        self._vllm_names = vllm_names
+        self._started = int(time.time())
+
+    async def health(self, call: Call) -> None:
+        """200 when a request would be served now, 503 with what is missing when not."""
+        missing = self._gateway.not_ready()
+        if missing:
+            await call.answer(503, msgspec.json.encode({"status": "unavailable", "missing": missing}))
+        else:
+            await call.answer(200, b'{"status":"ok"}')
+
+    async def version(self, call: Call) -> None:
+        """This gateway's."""
+        await call.answer(200, msgspec.json.encode({"version": VERSION}))
+
+    async def metrics(self, call: Call) -> None:
+        """For Prometheus; of this process, where several share the port."""
+        page = Page(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
+        await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
+
+    async def models(self, call: Call) -> None:
+        """OpenAI's list of what live workers serve."""
+        entries = [self._entry(info) for info in self._gateway.models()]
+        await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
+
+    async def model(self, call: Call) -> None:
+        """One of them; a name may hold slashes."""
+        name = call.path_parameter("name")
+        for info in self._gateway.models():
+            if info.name == name:
+                await call.answer(200, msgspec.json.encode(self._entry(info)))
+                return
+        try:
+            self._gateway.entry(name)
+        except PillionError:
+            raise unknown_model(f"the model {name[:100]!r} is not served here") from None
+        raise Unavailable(self._gateway.missing(name))
+
+    async def nothing(self, call: Call) -> None:
+        """Every other path."""
+        raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
+
+    def _entry(self, info: ModelInfo) -> dict[str, Any]:
+        """As OpenAI has it; ``max_model_len`` as vLLM adds it."""
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pillion",
+            "root": info.name,
+            "max_model_len": info.max_model_len_tokens,
+        }
+
+
+def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
+    """The application; every page of the port is in this one table. What a key opens is marked by ``whose``.
+
+    A bare router: the usual application wraps every write of a stream twice, for errors that are answered here.
+    """
+    pages, api, whose = _Pages(gateway, vllm_names), OpenAIApi(gateway), gateway.tenant_of
+    routes = [
+        Route("/health", Endpoint("GET", pages.health)),
+        Route("/version", Endpoint("GET", pages.version)),
+        Route("/metrics", Endpoint("GET", pages.metrics, whose)),
+        Route("/v1/models", Endpoint("GET", pages.models, whose)),
+        Route("/v1/models/{name:path}", Endpoint("GET", pages.model, whose)),
+        Route("/v1/completions", Endpoint("POST", api.completions, whose)),
+        Route("/v1/chat/completions", Endpoint("POST", api.chat, whose)),
+        Route("/tokenize", Endpoint("POST", api.tokenize, whose)),
+        Route("/detokenize", Endpoint("POST", api.detokenize, whose)),
+    ]
+    return Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: the process belongs to the part, not to its HTTP port."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A running server. ``address`` is where it really listens."""
+
+    def __init__(self, server: _Server, task: asyncio.Task[None], address: str) -> None:
+        self._server = server
+        self.task = task
+        self.address = address
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Takes no more connections, lets answers under way finish for ``grace_s`` (whole seconds), then closes."""
+        self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
+        self._server.should_exit = True
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def start_http(
+    gateway: Gateway,
+    host: str,
+    port: int,
+    *,
+    share_port: bool = False,
+    identity: tls.Identity | None = None,
+    vllm_names: bool = False,
+) -> HttpServer:
+    """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
+
+    ``share_port``: other processes may listen on the same port; the system spreads connections over them.
+    ``identity``: for TLS; None is plain text. ``vllm_names``: whether /metrics shows vLLM's names too.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
+    bound = listener.getsockname()[1]
+    config = uvicorn.Config(
+        make_app(gateway, vllm_names=vllm_names),
+        # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
+        http=HttpConnection,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MAX_HTTP_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    config.load()
+    config.ssl = None if identity is None else tls.http_context(identity)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    while not server.started and not task.done():  # noqa: ASYNC110  (uvicorn offers no event)
+        await asyncio.sleep(0.005)
+    name = f"[{host}]" if ":" in host else host
+    return HttpServer(server, task, f"{name}:{bound}")

@@ -1,0 +1,190 @@
+"""OpenAI's endpoints, and vLLM's two for tokens, around :class:`pillion.gateway.gateway.Gateway`.
+
+body --> checked and converted --> first delta --> status and headers --> events ... usage, [DONE]
+            | 4xx with a param        | 4xx, 5xx                 | the error as an event
+
+The status waits for the first delta, so that a refusal is a status and not an event; a client that goes away before or
+after it cancels its request (I8).
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from pillion.errors import NotFound, PillionError
+from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.http_api.http_call import Call
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.openai_events import (
+    DONE,
+    ChatStyle,
+    CompletionStyle,
+    Head,
+    Style,
+    error_event,
+    usage_json,
+)
+from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, TokenizeBody, given, parse, parse_field
+from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.gateway.http_api.openai_pace import Pace
+from pillion.gateway.http_api.openai_reader import Batch, Reader
+from pillion.gateway.http_api.openai_requests import (
+    COMPLETION_NAMES,
+    Asked,
+    chat_request,
+    completion_request,
+    read_messages,
+)
+from pillion.gateway.request.runner import Generation
+from pillion.gateway.request.validation import MAX_PROMPT_IDS
+from pillion.types import GenerateRequest
+
+
+class OpenAIApi:
+    """Handlers of calls; what they raise is answered by :class:`pillion.gateway.http_api.http_call.Endpoint`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._texts: dict[str, TokenTexts] = {}
+        self._pace = Pace()
+
+    async def completions(self, call: Call) -> None:
+        """POST /v1/completions."""
+        asked = completion_request(await call.body(), call.request_id)
+        entry = self._entry(asked.requests[0].model)
+        await call.while_connected(self._complete(call, asked, entry))
+
+    async def chat(self, call: Call) -> None:
+        """POST /v1/chat/completions."""
+        asked = chat_request(await call.body(), call.request_id)
+        entry = self._entry(asked.requests[0].model)
+        await call.while_connected(self._answer(call, asked, entry, ()))
+
+    async def tokenize(self, call: Call) -> None:
+        """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
+        said = parse(await call.body(), TokenizeBody)
+        entry = self._entry(said.model)
+        if (said.prompt is None) is not given(said.messages):
+            raise refused("prompt", "exactly one of prompt and messages is needed")
+        messages = read_messages(said.messages) if given(said.messages) else ()
+        request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
+        try:
+            bare = said.add_special_tokens is False
+            tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
+        except PillionError as error:
+            raise from_pillion(error, COMPLETION_NAMES) from None
+        texts = self._texts_of(entry)
+        strings = [texts.text_of(token) for token in tokens] if said.return_token_strs else None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": entry.limits.max_model_len_tokens,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        await call.answer(200, msgspec.json.encode(answer))
+
+    async def detokenize(self, call: Call) -> None:
+        """POST /detokenize: the text of ids."""
+        said = parse(await call.body(), DetokenizeBody)
+        entry = self._entry(said.model)
+        if bytes(said.tokens).count(b",") >= MAX_PROMPT_IDS:
+            raise refused("tokens", f"more than {MAX_PROMPT_IDS} ids")
+        tokens = tuple(parse_field(said.tokens, list[Int], "tokens"))
+        size = entry.limits.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+            raise refused("tokens", f"not all ids are in [0, {size})")
+        text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
+        await call.answer(200, msgspec.json.encode({"prompt": text}))
+
+    async def _complete(self, call: Call, asked: Asked, entry: ModelEntry) -> None:
+        prompts = [await self._prompt_text(request, call.tenant) for request in asked.requests] if asked.echo else []
+        await self._answer(call, asked, entry, tuple(prompts))
+
+    async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
+        """For an echo. Ids that the model does not know are refused later, with their place."""
+        if not request.token_ids:
+            return request.text
+        known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
+        return await self._gateway.text_of(request.model, known, tenant)
+
+    async def _answer(self, call: Call, asked: Asked, entry: ModelEntry, prompts: tuple[str, ...]) -> None:
+        parent = call.trace_parent()
+
+        async def start(request: GenerateRequest) -> Generation:
+            return await self._gateway.generate(request, tenant=call.tenant, parent=parent)
+
+        reader = Reader(asked.requests, start)
+        try:
+            batch = await reader.read()
+            style = self._style(call, asked, entry, reader, prompts)
+            if asked.stream:
+                await _stream(call, asked, reader, style, batch, self._pace)
+            else:
+                await _whole(call, asked, reader, style, batch)
+        except PillionError as error:
+            raise from_pillion(error, asked.names) from None
+        finally:
+            reader.close()
+
+    def _style(self, call: Call, asked: Asked, entry: ModelEntry, reader: Reader, prompts: tuple[str, ...]) -> Style:
+        is_chat = bool(asked.requests[0].messages)
+        head = Head(
+            id=("chatcmpl-" if is_chat else "cmpl-") + call.request_id,
+            created=int(time.time()),
+            model=entry.limits.name,
+            fingerprint=reader.fingerprint,
+        )
+        texts, usage_field = self._texts_of(entry), asked.include_usage
+        if is_chat:
+            return ChatStyle(head, texts, logprobs=asked.logprobs, usage_field=usage_field)
+        return CompletionStyle(
+            head, texts, logprobs=asked.logprobs, usage_field=usage_field, prompts=prompts, answers=asked.answers
+        )
+
+    def _texts_of(self, entry: ModelEntry) -> TokenTexts:
+        name = entry.limits.name
+        if name not in self._texts:
+            self._texts[name] = TokenTexts(entry.tokenizer.codec)
+        return self._texts[name]
+
+    def _entry(self, name: str) -> ModelEntry:
+        try:
+            return self._gateway.entry(name)
+        except NotFound as error:
+            raise unknown_model(error.message) from None
+
+
+def unknown_model(message: str) -> ApiError:
+    """As OpenAI says it: 404."""
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _whole(call: Call, asked: Asked, reader: Reader, style: Style, batch: Batch) -> None:
+    while batch:
+        for prompt, delta in batch:
+            style.keep(prompt * asked.answers + delta.index, delta)
+        batch = await reader.read()
+    await call.answer(200, style.whole(reader.usage()))
+
+
+async def _stream(call: Call, asked: Asked, reader: Reader, style: Style, batch: Batch, pace: Pace) -> None:
+    answers, continuous = asked.answers, asked.continuous_usage
+    await call.start_events()
+    try:
+        with pace:
+            while batch:
+                usage = usage_json(reader.usage()) if continuous else b""
+                events = [style.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
+                wrote = time.monotonic()
+                await call.write(b"".join(events))
+                if batch[-1][1].usage is None:
+                    await pace.rest(wrote)
+                batch = await reader.read()
+    except PillionError as error:
+        await call.write(error_event(from_pillion(error, asked.names).body()), last=True)
+        return
+    last = style.usage_event(reader.usage()) if asked.include_usage else b""
+    await call.write(last + DONE, last=True)

@@ -1,0 +1,218 @@
+"""Answers as OpenAI's clients read them: one server-sent event for each delta, or one object at the end.
+
+What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
+
+    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage()   data: [DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.types import Delta, TokenLogprob, Usage
+
+DONE = b"data: [DONE]\n\n"
+_END = b"\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What every event and every whole answer of a request begins with."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """As OpenAI calls them; ``kind`` is the object's."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer as it was told so far. ``head`` is what its events begin with; ``front`` and ``back`` stand around the
+    text of one that brings text and no more."""
+
+    head: bytes
+    front: bytes
+    back: bytes
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    offset: int = 0
+    opened: bool = False
+
+
+class Style:
+    """What both kinds have in common. Indexes are of answers, over all prompts.
+
+    Args:
+        head: of this request.
+        tokens: the model's, for log probabilities.
+        logprobs: whether they are shown.
+        usage_field: whether each event has a field for usage, null before the last.
+    """
+
+    kind = ""
+    event_kind = ""
+    # What stands before and behind the text of an event.
+    before = b""
+    behind = b""
+
+    def __init__(self, head: Head, tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+        self._head = head
+        self._tokens = tokens
+        self._shows = logprobs
+        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._common = b"data: " + _encode(head.fields(self.event_kind))[:-1]
+        self._answers: dict[int, _Answer] = {}
+
+    def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
+        """``delta`` as an event, after the opening where it is the first. ``usage`` is JSON, empty for none."""
+        answer = self._answers.get(index) or self._begin(index)
+        if delta.text and answer.opened and delta.finish_reason is None and not (usage or self._shows):
+            # Nearly every event.
+            return answer.front + _encode(delta.text) + answer.back
+        tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
+        opening = b"" if answer.opened else self._opening(answer, tail)
+        answer.opened = True
+        said = self.before + _encode(delta.text) + self.behind
+        if not (delta.text or delta.token_ids):
+            said = self._empty()
+        logprobs = b"null"
+        if self._shows and delta.logprobs:
+            logprobs = _encode(self._logprobs(answer, delta.logprobs))
+        reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
+        return b"".join(
+            (opening, answer.head, said, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
+        )
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event behind the answers' last ones."""
+        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END
+
+    def keep(self, index: int, delta: Delta) -> None:
+        """For :meth:`whole`: nothing is sent yet."""
+        answer = self._answers.get(index) or self._begin(index)
+        answer.texts.append(delta.text)
+        if self._shows:
+            answer.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            answer.finish_reason = delta.finish_reason.value
+
+    def whole(self, usage: Usage) -> bytes:
+        """All answers in one object."""
+        choices = []
+        for index, answer in sorted(self._answers.items()):
+            logprobs = self._logprobs(answer, answer.logprobs) if self._shows else None
+            text = "".join(answer.texts)
+            choice = {"index": index, **self._choice(index, text)}
+            choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+        return _encode({**self._head.fields(self.kind), "choices": choices, "usage": usage_fields(usage)})
+
+    def _begin(self, index: int) -> _Answer:
+        head = self._common + b',"choices":[{"index":%d,' % index
+        back = self.behind + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        answer = _Answer(head, head + self.before, back)
+        self._answers[index] = answer
+        return answer
+
+    def _opening(self, answer: _Answer, tail: bytes) -> bytes:
+        """An event before the answer's first one, or nothing."""
+        return b""
+
+    def _empty(self) -> bytes:
+        """What an event says that brings neither text nor token, only the end."""
+        return self.before + b'""' + self.behind
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, answer: _Answer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatStyle(Style):
+    """/v1/chat/completions."""
+
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+    before = b'"delta":{"content":'
+    behind = b"}"
+
+    def _opening(self, answer: _Answer, tail: bytes) -> bytes:
+        said = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return answer.head + said + tail
+
+    def _empty(self) -> bytes:
+        return b'"delta":{}'
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, answer: _Answer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return self._tokens.chat(logprobs)
+
+
+class CompletionStyle(Style):
+    """/v1/completions. ``prompts`` are the texts that are echoed, one for each prompt; none without an echo."""
+
+    kind = event_kind = "text_completion"
+    before = b'"text":'
+
+    def __init__(
+        self, head: Head, tokens: TokenTexts, *, logprobs: bool, usage_field: bool, prompts: Sequence[str], answers: int
+    ) -> None:
+        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
+        self._prompts = prompts
+        self._per_prompt = answers
+
+    def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
+        """An echoed prompt is an event of its own, before the first token."""
+        echoed = b""
+        if self._prompts and index not in self._answers:
+            prompt = Delta(delta.request_id, self._prompts[index // self._per_prompt])
+            echoed = super().event(index, prompt, usage)
+        return echoed + super().event(index, delta, usage)
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        echoed = self._prompts[index // self._per_prompt] if self._prompts else ""
+        return {"text": echoed + text}
+
+    def _logprobs(self, answer: _Answer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        columns, answer.offset = self._tokens.completion(logprobs, answer.offset)
+        return columns
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """OpenAI's; cached tokens always."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def usage_json(usage: Usage) -> bytes:
+    """The same, encoded."""
+    return _encode(usage_fields(usage))
+
+
+def error_event(body: bytes) -> bytes:
+    """The end of a stream that fails: OpenAI's clients raise it."""
+    return b"data: " + body + _END

@@ -1,0 +1,88 @@
+"""Log probabilities in OpenAI's two shapes: by position for a conversation, by column for a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from pillion.gateway.tokens.detokenizer import token_bytes
+from pillion.types import TokenLogprob
+
+# JSON has no infinity; OpenAI says this of a token that is as good as impossible.
+LEAST_LOGPROB = -9999.0
+# Of one model; a vocabulary has some hundred thousand tokens, and few of them are ever reported.
+MAX_KEPT_TOKENS = 65_536
+
+
+class TokenTexts:
+    """What tokens stand for, remembered."""
+
+    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+        self._codec = codec
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's own bytes, which may be a part of a character."""
+        found = self._known.get(token_id)
+        if found is None:
+            if len(self._known) >= MAX_KEPT_TOKENS:
+                self._known.clear()
+            found = self._known[token_id] = token_bytes(self._codec, token_id)
+        return found
+
+    def text_of(self, token_id: int) -> str:
+        """The same as text; what is no whole character is written as OpenAI does in completions, ``bytes:\\xe2``."""
+        said = self.bytes_of(token_id)
+        try:
+            return said.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
+
+    def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """A conversation's: one entry for each token, each with its alternatives."""
+        content = [
+            {
+                **self._entry(one.token_id, one.logprob),
+                "top_logprobs": [self._entry(*top) for top in zip(one.top_ids, one.top_logprobs, strict=True)],
+            }
+            for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+        """A completion's: columns.
+
+        Args:
+            logprobs: of the next tokens.
+            offset: characters of the tokens before them.
+
+        Returns:
+            The columns, and the offset behind these tokens.
+        """
+        tokens, offsets, tops = [], [], []
+        for one in logprobs:
+            text = self.text_of(one.token_id)
+            tokens.append(text)
+            offsets.append(offset)
+            offset += len(text)
+            said = zip(one.top_ids, one.top_logprobs, strict=True)
+            # The token itself is always among them, so there may be one more than was asked for.
+            tops.append({self.text_of(top): _finite(value) for top, value in said} | {text: _finite(one.logprob)})
+        columns = {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
+        return columns, offset
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        said = self.bytes_of(token_id)
+        return {"token": said.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(said)}
+
+
+def _finite(logprob: float) -> float:
+    """NaN, which no honest worker says, is impossible too."""
+    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,0 +1,110 @@
+"""The deltas of one call, whether it has one prompt or several: always all that are there, in one batch.
+
+one prompt:       its generation is read directly
+several prompts:  a task each reads its generation into one bounded line; at most MAX_PROMPTS_AT_ONCE run at a time
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from pillion.errors import Internal, PillionError
+from pillion.gateway.request.runner import Generation
+from pillion.types import Delta, GenerateRequest, Usage
+
+log = logging.getLogger("pillion.gateway")
+
+MAX_PROMPTS_AT_ONCE = 32
+# Deltas that wait for one client. Behind that they are merged in their generations.
+MAX_WAITING_DELTAS = 256
+# What one write takes of a line that never runs dry.
+MAX_BATCH_DELTAS = 256
+
+Start = Callable[[GenerateRequest], Awaitable[Generation]]
+# Which prompt, and its delta.
+Batch = list[tuple[int, Delta]]
+
+
+class Reader:
+    """Starts everything with the first ``read``. ``close`` frees everything, at any time (I8)."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], start: Start) -> None:
+        self._requests = requests
+        self._start = start
+        self._generations: list[Generation] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._line: asyncio.Queue[tuple[int, Delta] | PillionError | None] = asyncio.Queue(MAX_WAITING_DELTAS)
+        self._running = 0
+        # The next deltas, at least one; none at the end. Raises PillionError.
+        self.read: Callable[[], Awaitable[Batch]] = self._read_one if len(requests) == 1 else self._read_several
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model that answers, in OpenAI's form; known after the first batch."""
+        return f"fp_{self._generations[0].job.fingerprint[:10]}"
+
+    def usage(self) -> Usage:
+        """Tokens of all prompts so far."""
+        said = [generation.usage() for generation in self._generations]
+        return Usage(
+            sum(one.prompt_tokens for one in said),
+            sum(one.cached_tokens for one in said),
+            sum(one.completion_tokens for one in said),
+        )
+
+    async def _read_several(self) -> Batch:
+        if not self._pumps:
+            turns = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
+            self._running = len(self._requests)
+            self._pumps = [asyncio.create_task(self._pump(n, turns)) for n in range(len(self._requests))]
+        batch: Batch = []
+        while self._running and not batch:
+            batch = self._taken(await self._line.get(), batch)
+        while self._line.qsize() and len(batch) < MAX_BATCH_DELTAS:
+            batch = self._taken(self._line.get_nowait(), batch)
+        return batch
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        for pump in self._pumps:
+            pump.cancel()
+        for generation in self._generations:
+            generation.cancel()
+
+    async def _read_one(self) -> Batch:
+        if not self._generations:
+            self._generations.append(await self._start(self._requests[0]))
+        generation = self._generations[0]
+        try:
+            batch = [(0, await anext(generation))]
+        except StopAsyncIteration:
+            return []
+        while generation.pending and len(batch) < MAX_BATCH_DELTAS:
+            batch.append((0, await anext(generation)))
+        return batch
+
+    async def _pump(self, number: int, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            try:
+                generation = await self._start(self._requests[number])
+                self._generations.append(generation)
+                async for delta in generation:
+                    await self._line.put((number, delta))
+                await self._line.put(None)
+            except PillionError as error:
+                await self._line.put(error)
+            except Exception:
+                # A defect: the client must not wait for what nobody sends any more.
+                log.exception("a prompt of a list failed")
+                await self._line.put(Internal("internal error; the gateway's log says more"))
+
+    def _taken(self, said: tuple[int, Delta] | PillionError | None, batch: Batch) -> Batch:
+        if isinstance(said, PillionError):
+            raise said
+        if said is None:
+            self._running -= 1
+        else:
+            batch.append(said)
+        return batch

@@ -1,0 +1,256 @@
+"""From OpenAI's bodies to requests of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from msgspec import Raw
+
+from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.openai_fields import (
+    MAX_LABEL_CHARS,
+    ChatBody,
+    CompletionBody,
+    Int,
+    Message,
+    given,
+    parse,
+    parse_field,
+    refuse_undone,
+)
+from pillion.gateway.request.validation import (
+    MAX_MESSAGES,
+    MAX_PROMPT_IDS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
+from pillion.sampling_ranges import MAX_LOGIT_BIASES
+from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+
+# OpenAI's default, and vLLM's, for completions; a conversation's answer may fill the context.
+DEFAULT_COMPLETION_TOKENS = 16
+# Prompts of one request, which run side by side.
+MAX_PROMPTS = 128
+# Six bytes is what JSON needs for a character at most; twenty digits are a number's most.
+_MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
+_MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
+_MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
+
+# The client's names of what is called otherwise inside.
+COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
+CHAT_NAMES: Mapping[str, str] = {"sampling.logprobs": "top_logprobs"}
+CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a client wants, of either kind.
+
+    Attributes:
+        requests: one for each prompt; they differ in it alone.
+        names: the client's names of fields, by the gateway's.
+        stream: whether events are wanted, with ``include_usage`` at the end, with ``continuous_usage`` in each.
+        echo: whether each answer begins with its prompt.
+        logprobs: whether log probabilities are shown.
+    """
+
+    requests: tuple[GenerateRequest, ...]
+    names: Mapping[str, str]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    logprobs: bool
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt."""
+        return self.requests[0].sampling.n or 1
+
+
+def completion_request(body: bytes, request_id: str) -> Asked:
+    """POST /v1/completions. Raises ApiError."""
+    said = parse(body, CompletionBody)
+    if said.echo and said.logprobs is not None:
+        text = "log probabilities of a prompt are not computed; ask for one of echo and logprobs"
+        raise refused("logprobs", text, "unsupported_parameter")
+    most = DEFAULT_COMPLETION_TOKENS if said.max_tokens is None else said.max_tokens
+    if said.min_tokens is not None and said.max_tokens is None:
+        most = max(most, said.min_tokens)
+    sampling = _sampling(said, most, said.logprobs)
+    requests = tuple(
+        _request(said, request_id, sampling, text=prompt if isinstance(prompt, str) else "", ids=prompt)
+        for prompt in read_prompts(said.prompt)
+    )
+    return _asked(said, requests, COMPLETION_NAMES, echo=bool(said.echo), logprobs=said.logprobs is not None)
+
+
+def chat_request(body: bytes, request_id: str) -> Asked:
+    """POST /v1/chat/completions. Raises ApiError."""
+    said = parse(body, ChatBody)
+    if said.top_logprobs is not None and not said.logprobs:
+        raise refused("top_logprobs", "it needs logprobs to be true")
+    if said.max_tokens is not None and said.max_completion_tokens not in (None, said.max_tokens):
+        raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
+    label(said.safety_identifier, "safety_identifier")
+    newer = said.max_completion_tokens is not None
+    most = said.max_completion_tokens if newer else said.max_tokens
+    sampling = _sampling(said, most, (said.top_logprobs or 0) if said.logprobs else None)
+    request = _request(said, request_id, sampling, messages=read_messages(said.messages))
+    names = CHAT_NAMES_NEW if newer else CHAT_NAMES
+    return _asked(said, (request,), names, echo=False, logprobs=bool(said.logprobs))
+
+
+def read_prompts(raw: Raw) -> list[Prompt]:
+    """A text, texts, ids, or lists of ids. Raises ApiError, for too many before they are parsed."""
+    text = bytes(raw)
+    if not text.startswith(b"["):
+        return [str(parse_field(raw, str, "prompt"))]
+    if text.count(b",") >= MAX_PROMPT_IDS:
+        raise refused("prompt", f"more than {MAX_PROMPT_IDS} items")
+    if text[1:].lstrip().startswith(b"[") and text.count(b"[") > MAX_PROMPTS + 1:
+        raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
+    items = parse_field(raw, list[str | Int | list[Int]], "prompt")
+    kinds = {type(item) for item in items}
+    if kinds == {int}:
+        return [tuple(items)]
+    if len(kinds) != 1:
+        raise refused("prompt", "it is empty" if not kinds else "either text, or ids, or lists of ids, not a mixture")
+    if len(items) > MAX_PROMPTS:
+        raise refused("prompt", f"{len(items)} prompts; at most {MAX_PROMPTS}")
+    for n, item in enumerate(items):
+        if not item:
+            raise refused(f"prompt[{n}]", "it is empty")
+    return [item if isinstance(item, str) else tuple(item) for item in items]
+
+
+def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
+    """A conversation. Raises ApiError, for too many messages before they are parsed."""
+    if bytes(raw).count(b'"role"') > MAX_MESSAGES:
+        raise refused("messages", f"more than {MAX_MESSAGES} messages")
+    messages = parse_field(raw, list[Message], "messages")
+    if not messages:
+        raise refused("messages", "at least one message is needed")
+    return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
+
+
+def label(said: str | None, field: str) -> None:
+    """What a client calls its own user: bounded, and of no effect. Raises ApiError."""
+    if said is not None and len(said) > MAX_LABEL_CHARS:
+        raise refused(field, f"longer than {MAX_LABEL_CHARS} characters")
+
+
+def _message(message: Message, path: str) -> ChatMessage:
+    refuse_undone(message, f"{path}.")
+    if message.role in ("tool", "function"):
+        raise refused(f"{path}.role", "tools are not supported here", "unsupported_value")
+    content = message.content
+    if content is None:
+        raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
+    if not isinstance(content, str):
+        for n, part in enumerate(content):
+            if part.type != "text":
+                said = f"parts of type {part.type[:100]!r} are not supported here, only text"
+                raise refused(f"{path}.content[{n}].type", said, "unsupported_value")
+            refuse_undone(part, f"{path}.content[{n}].")
+        content = "\n".join(part.text for part in content)
+    # OpenAI's newer name of the same role; no open model's template knows it.
+    return ChatMessage("system" if message.role == "developer" else message.role, content)
+
+
+def _sampling(said: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
+        temperature=said.temperature,
+        top_p=said.top_p,
+        top_k=said.top_k,
+        min_p=said.min_p,
+        seed=said.seed,
+        max_tokens=max_tokens,
+        min_tokens=said.min_tokens,
+        n=said.n,
+        best_of=said.best_of,
+        stop=_stops(said.stop),
+        stop_token_ids=_short_list(said.stop_token_ids),
+        ignore_eos=bool(said.ignore_eos),
+        repetition_penalty=said.repetition_penalty,
+        presence_penalty=said.presence_penalty,
+        frequency_penalty=said.frequency_penalty,
+        logit_bias=_biases(said.logit_bias),
+        logprobs=logprobs,
+    )
+
+
+def _request(
+    said: CompletionBody | ChatBody,
+    request_id: str,
+    sampling: SamplingParams,
+    *,
+    text: str = "",
+    ids: Prompt = (),
+    messages: tuple[ChatMessage, ...] = (),
+) -> GenerateRequest:
+    return GenerateRequest(
+        model=said.model,
+        text=text,
+        token_ids=() if isinstance(ids, str) else ids,
+        messages=messages,
+        sampling=sampling,
+        cache_salt=said.cache_salt or "",
+        request_id=request_id,
+        priority=said.priority or 0,
+    )
+
+
+def _asked(
+    said: CompletionBody | ChatBody,
+    requests: tuple[GenerateRequest, ...],
+    names: Mapping[str, str],
+    *,
+    echo: bool,
+    logprobs: bool,
+) -> Asked:
+    label(said.user, "user")
+    options = said.stream_options
+    if options is not None and not said.stream:
+        raise refused("stream_options", "it needs stream to be true")
+    if options is not None:
+        refuse_undone(options, "stream_options.")
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    return Asked(
+        requests=requests,
+        names=names,
+        stream=bool(said.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=continuous,
+        echo=echo,
+        logprobs=logprobs,
+    )
+
+
+def _stops(raw: Raw) -> tuple[str, ...]:
+    if not given(raw):
+        return ()
+    if len(bytes(raw)) > _MAX_STOP_BYTES:
+        raise refused("stop", f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters")
+    said = parse_field(raw, str | list[str], "stop")
+    return (said,) if isinstance(said, str) else tuple(said)
+
+
+def _short_list(raw: Raw) -> tuple[int, ...]:
+    if not given(raw):
+        return ()
+    if len(bytes(raw)) > _MAX_IDS_BYTES:
+        raise refused("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    return tuple(parse_field(raw, list[Int], "stop_token_ids"))
+
+
+def _biases(raw: Raw) -> dict[int, float]:
+    if not given(raw):
+        return {}
+    if len(bytes(raw)) > _MAX_BIAS_BYTES:
+        raise refused("logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
+    return dict(parse_field(raw, dict[Int, float], "logit_bias"))

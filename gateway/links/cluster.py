@@ -1,0 +1,304 @@
+"""Everything the gateway is connected to: the view, polled, and a link for every part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pillion.errors import PillionError, Unavailable
+from pillion.gateway.links.decode_link import DecodeLink
+from pillion.gateway.links.fences import Fences
+from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.links.prefill_link import PrefillLink
+from pillion.gateway.planning.cluster_view import PartView
+from pillion.gateway.planning.plan_auto import Leanings
+from pillion.gateway.planning.plan_cost import Demand, FetchPace
+from pillion.kvstore.index.index import PrefixHit
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.gateway")
+
+VIEW_POLL_S = 0.25
+# How long a request that finds no worker looks for one that is just starting, before it says so.
+FIRST_LOOK_S = 0.5
+# How long it waits for a part that was there a moment ago and does not answer.
+RETURN_WAIT_S = 15.0
+# Requests that workers are given beyond their seats, so that none stays empty: a share of them, and never fewer.
+SPARE_PLACES_SHARE = 0.25
+MIN_SPARE_PLACES = 16
+
+
+class Parts(Protocol):
+    """Who lives: :class:`pillion.kvstore.index.index.Registry`, or the list of a process that holds all parts
+    itself.
+    """
+
+    async def parts(self) -> list[PartRecord]:
+        """Raises Unavailable."""
+
+    async def aclose(self) -> None:
+        """Lets go of connections."""
+
+
+class Prefixes(Protocol):
+    """What nodes probably have: :class:`pillion.kvstore.index.index.Index`, or nothing where one node's own word is
+    enough (I3).
+    """
+
+    available: bool
+
+    async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
+        """Never raises."""
+
+    async def aclose(self) -> None:
+        """Lets go of connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as live workers serve it: which KV they share, and the parts that can work for a request now."""
+
+    model: str
+    namespace: bytes
+    block_size: int
+    parts: tuple[PartRecord, ...]
+
+    def holding(self, tokens: int) -> tuple[PartRecord, ...]:
+        """The parts without those of nodes whose whole pool is smaller than one stream of so many tokens. Raises
+        Unavailable where none is left."""
+        too_small = {
+            part.node_id
+            for part in self.parts
+            if part.role == "kvnode" and 0 < part.total_blocks * self.block_size < tokens
+        }
+        left = tuple(part for part in self.parts if part.node_id not in too_small)
+        if too_small and not left:
+            raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {self.model!r}")
+        return left
+
+
+class OwnLoad:
+    """What this gateway has given to each part and not got back.
+
+    ``by_part``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be computed,
+    for both.
+    """
+
+    def __init__(self) -> None:
+        self.by_part: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+
+    def add(self, part_id: str, amount: int, tokens: int = 0) -> None:
+        """More, or less with a negative amount; nothing is kept for idle parts."""
+        for counter, change in ((self.by_part, amount), (self.tokens, tokens)):
+            counter[part_id] += change
+            if counter[part_id] <= 0:
+                del counter[part_id]
+
+
+class Cluster:
+    """Links by part. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
+
+    def __init__(self, gateway_id: str, registry: Parts, index: Prefixes, grace_s: float) -> None:
+        self.index = index
+        self.load = OwnLoad()
+        self.pace = FetchPace()
+        self.leanings = Leanings()
+        self._demand = Demand()
+        self.view = PartView(grace_s)
+        self._gateway_id = gateway_id
+        self._registry = registry
+        self._nodes: dict[str, NodeLink] = {}
+        self._prefill: dict[str, PrefillLink] = {}
+        self._decode: dict[str, DecodeLink] = {}
+        self._fences = Fences()
+        self._polling = asyncio.Lock()
+        self._poller: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """One look at the registry, then a regular one."""
+        await self.refresh()
+        self._poller = asyncio.create_task(self._poll(), name="registry view")
+
+    async def aclose(self) -> None:
+        """Ends polling and all links."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        links: list[DecodeLink | PrefillLink | NodeLink] = [*self._decode.values(), *self._prefill.values()]
+        links += self._nodes.values()
+        await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
+        await asyncio.gather(self._registry.aclose(), self.index.aclose(), return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Asks the registry now; its silence leaves the last view as it is."""
+        async with self._polling:
+            try:
+                records = await self._registry.parts()
+            except PillionError as error:
+                log.debug("the registry does not answer, the last view stands: %s", error.message)
+                return
+            self.view.update(records, time.monotonic())
+            self._cut_off(self._fences.look(records))
+            self._sync()
+
+    def served(self, model: str, fingerprint: str) -> Served:
+        """How ``model`` is served now, by parts that answer. Raises Unavailable, naming what is missing."""
+        usable = [part for part in self.view.trusted(time.monotonic()) if self._answers(part)]
+        mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
+        spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
+        if not spaces:
+            raise Unavailable(f"no decode worker of model {model!r} lives")
+        # Workers of two releases may differ in layout; a request stays with those that can share its KV.
+        namespace, block_size = max(spaces, key=lambda space: (spaces[space], space))
+        workers = {p.part_id for p in mine if p.namespace == namespace}
+        parts = (p for p in usable if p.role == "kvnode" or p.part_id in workers)
+        return Served(model, bytes.fromhex(namespace), block_size, tuple(parts))
+
+    async def served_soon(self, model: str, fingerprint: str) -> Served:
+        """The same for a new request, which waits a little: FIRST_LOOK_S for parts that are just starting, and up to
+        RETURN_WAIT_S for parts that are known but do not answer, because a supervisor is bringing them back. Raises
+        Unavailable."""
+        begun = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - begun
+            over = waited_s >= RETURN_WAIT_S or (waited_s >= FIRST_LOOK_S and not self._expected(model))
+            try:
+                served = self.served(model, fingerprint)
+                if over or any(part.role == "kvnode" for part in served.parts):
+                    return served
+            except Unavailable:
+                if over:
+                    raise
+            await self.refresh()
+            await asyncio.sleep(FIRST_LOOK_S / 5)
+
+    def places(self, model: str) -> int:
+        """Requests that the model's workers should be given at once: this gateway's share of the decode workers' seats,
+        and some more. 0 as long as a worker does not say how many seats it has.
+
+        An even share, and what the others do not use of theirs, as of their last heartbeat: connections are not spread
+        evenly, and a client may have only one."""
+        workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
+        if not workers or not all(worker.max_step_tokens for worker in workers):
+            return 0
+        seats = sum(worker.running_requests + worker.free_seqs for worker in workers)
+        places, others = seats + max(MIN_SPARE_PLACES, int(seats * SPARE_PLACES_SHARE)), self.other_gateways()
+        even = places // (len(others) + 1)
+        return max(1, places - sum(min(even, other.running_requests) for other in others))
+
+    def other_gateways(self) -> list[PartRecord]:
+        """Those that live, besides this one."""
+        records = self.view.records()
+        return [record for record in records if record.role == "gateway" and record.part_id != self._gateway_id]
+
+    def note_plan(self, shared: bool) -> None:
+        """A new request was planned; whether by a prefill worker."""
+        self._demand.note(time.monotonic(), shared)
+
+    def demand_per_s(self) -> tuple[float, float]:
+        """Requests a second to all gateways, and those that use prefill workers: others are taken to get as many."""
+        gateways = max(1, sum(record.role == "gateway" for record in self.view.records()))
+        every, shared = self._demand.per_s(time.monotonic())
+        return gateways * every, gateways * shared
+
+    def capacity_tokens(self, model: str) -> int | None:
+        """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
+        with workers of the model."""
+        found = self._pools_tokens(model)
+        return max(found) if found and all(found) else None
+
+    def common_tokens(self, model: str) -> int | None:
+        """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
+        return min(filter(None, self._pools_tokens(model)), default=None)
+
+    def _pools_tokens(self, model: str) -> list[int]:
+        """What the pool behind each of the model's decode workers holds; 0 where that is not known."""
+        records = self.view.records()
+        blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
+        return [
+            blocks.get(record.node_id, 0) * record.block_size_tokens
+            for record in records
+            if record.role == "decode" and record.model == model
+        ]
+
+    def _expected(self, model: str) -> bool:
+        """Whether the registry, or our memory of it, still knows all that the model needs."""
+        records = self.view.records()
+        return {"decode", "kvnode"} <= {r.role for r in records if r.role == "kvnode" or r.model == model}
+
+    def node(self, node_id: str) -> NodeLink:
+        """Raises Unavailable."""
+        link = self._nodes.get(node_id)
+        if link is None:
+            raise Unavailable(f"KV node {node_id} is gone")
+        return link
+
+    def prefill(self, part_id: str) -> PrefillLink:
+        """Raises Unavailable."""
+        link = self._prefill.get(part_id)
+        if link is None or part_id in self._fences.named:
+            raise Unavailable(f"prefill worker {part_id} is gone")
+        return link
+
+    def decode(self, part_id: str) -> DecodeLink:
+        """Raises Unavailable."""
+        link = self._decode.get(part_id)
+        if link is None or part_id in self._fences.named:
+            raise Unavailable(f"decode worker {part_id} is gone")
+        return link
+
+    def _answers(self, part: PartRecord) -> bool:
+        if part.part_id in self._fences.named:
+            return False
+        if part.role == "decode":
+            link = self._decode.get(part.part_id)
+            return link is not None and link.alive
+        if part.role == "kvnode":
+            node = self._nodes.get(part.node_id)
+            return node is not None and node.alive
+        return part.part_id in self._prefill
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(VIEW_POLL_S)
+            try:
+                await self.refresh()
+            except Exception:
+                # One look that fails must not be the last one: a gateway that sees nobody return serves nobody.
+                log.exception("looking at the registry failed")
+
+    def _sync(self) -> None:
+        """A link for every part known. A part that moved gets a new one; one that is forgotten keeps its link while it
+        is alive, for the sake of what runs on it."""
+        records = self.view.records()
+        self._match(self._nodes, {r.node_id: r for r in records if r.role == "kvnode"}, NodeLink)
+        self._match(self._prefill, {r.part_id: r for r in records if r.role == "prefill"}, PrefillLink)
+        self._match(self._decode, {r.part_id: r for r in records if r.role == "decode"}, DecodeLink)
+
+    def _cut_off(self, part_ids: frozenset[str]) -> None:
+        """What runs on fenced workers is told that it is lost. They get new links: some come back."""
+        for part_id in part_ids:
+            for link in (self._prefill.pop(part_id, None), self._decode.pop(part_id, None)):
+                if link is not None:
+                    log.warning("%s is fenced by its KV node, its work moves on", part_id)
+                    self._close(link)
+
+    def _close(self, link: DecodeLink | PrefillLink | NodeLink) -> None:
+        closing = asyncio.create_task(link.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _match(self, links: dict[str, Any], wanted: dict[str, PartRecord], make: Any) -> None:
+        for name in list(links):
+            moved = name in wanted and links[name].address != wanted[name].address
+            if moved or (name not in wanted and not links[name].alive):
+                self._close(links.pop(name))
+        for name, record in wanted.items():
+            if name not in links:
+                links[name] = make(record, self._gateway_id)

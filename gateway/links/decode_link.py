@@ -1,0 +1,153 @@
+"""One connection per decode worker carries all of this gateway's streams, a batch of deltas per step.
+
+connecting --stream up, hello sent--> alive --stream breaks--> every key is told that it is lost --> connecting
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+
+from pillion.errors import Overloaded, PillionError, Unavailable
+from pillion.net import rpc
+from pillion.v1 import decode_pb2, decode_pb2_grpc
+from pillion.wire.common import hello_to_pb
+from pillion.wire.decode import DecodeDelta, DecodeError, Submit, batch_from_pb, submit_to_pb
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.gateway")
+
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_DELAY_S = 0.2
+# A command per stream that begins and one per stream that is cancelled: far above what admission lets in.
+MAX_QUEUED_COMMANDS = 65_536
+
+Sink = Callable[[DecodeDelta], None]
+
+
+class DecodeLink:
+    """One decode worker. Sinks are called on the event loop and must not block."""
+
+    def __init__(self, record: PartRecord, gateway_id: str) -> None:
+        self.part_id = record.part_id
+        self.address = record.address
+        self._gateway_id = gateway_id
+        self._channel = rpc.open_channel(record.address)
+        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self._commands: asyncio.Queue[decode_pb2.DecodeCommand] | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._keys = itertools.count(1)
+        self._keeper = asyncio.create_task(self._keep_connected(), name=f"connection to {self.part_id}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether streams can be submitted."""
+        return self._commands is not None
+
+    def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
+        """Starts a stream, and one for each fork; returns their keys, which replace those in ``submit``.
+
+        The last delta a sink hears has a finish reason or an error; after ``cancel`` it hears nothing. What goes wrong
+        before the first token is told to the first sink alone, but for a lost connection, which all are told.
+
+        Args:
+            submit: what to send.
+            sinks: who hears the stream's deltas, then who hears those of each fork.
+
+        Raises:
+            Unavailable: the worker is not connected.
+            Overloaded: too many commands wait to be sent.
+        """
+        key, *others = keys = tuple(next(self._keys) for _ in sinks)
+        forks = tuple(replace(fork, key=other) for fork, other in zip(submit.forks, others, strict=True))
+        self._send(decode_pb2.DecodeCommand(submit=submit_to_pb(replace(submit, key=key, forks=forks))))
+        self._sinks.update(zip(keys, sinks, strict=True))
+        return keys
+
+    def cancel(self, key: int) -> None:
+        """Nobody wants the stream any more. A key that has ended is nothing to cancel."""
+        if self._sinks.pop(key, None) is None:
+            return
+        try:
+            self._send(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
+        except PillionError as error:
+            # The connection has just ended, and with it the stream.
+            log.debug("cancel of a stream on %s: %s", self.part_id, error.message)
+
+    async def aclose(self) -> None:
+        """Ends the connection; what was submitted on it is cancelled by that."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._channel.close()
+
+    def _send(self, command: decode_pb2.DecodeCommand) -> None:
+        if self._commands is None:
+            raise Unavailable(f"decode worker {self.part_id} does not answer")
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            raise Overloaded(f"{MAX_QUEUED_COMMANDS} commands wait for decode worker {self.part_id}") from None
+
+    async def _keep_connected(self) -> None:
+        while True:
+            reason = "it closed the connection"
+            try:
+                await self._serve()
+            except TimeoutError:
+                reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or str(error.code())
+            except asyncio.InvalidStateError:
+                # It closed the connection in good order before our hello was written: a worker that is stopping.
+                reason = "it closed the connection at once"
+            finally:
+                self._lose(reason)
+            await asyncio.sleep(RECONNECT_DELAY_S)
+
+    async def _serve(self) -> None:
+        call = self._stub.Connect()
+        commands: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue(MAX_QUEUED_COMMANDS)
+        writer: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.wait_for_connection()
+                await call.write(decode_pb2.DecodeCommand(hello=hello_to_pb(self._gateway_id)))
+            self._commands = commands
+            writer = asyncio.create_task(_write_all(call, commands), name=f"commands to {self.part_id}")
+            async for batch in call:
+                for delta in batch_from_pb(batch):
+                    self._dispatch(delta)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            call.cancel()
+
+    def _dispatch(self, delta: DecodeDelta) -> None:
+        ended = delta.finish_reason is not None or delta.error is not None
+        sink = self._sinks.pop(delta.key, None) if ended else self._sinks.get(delta.key)
+        if sink is not None:
+            sink(delta)
+
+    def _lose(self, reason: str) -> None:
+        self._commands = None
+        sinks, self._sinks = self._sinks, {}
+        if sinks:
+            log.warning("decode worker %s lost with %d streams: %s", self.part_id, len(sinks), reason)
+        for key, sink in sinks.items():
+            error = DecodeError(Unavailable.code, f"decode worker {self.part_id} was lost: {reason}", True)
+            sink(DecodeDelta(key=key, error=error))
+
+
+async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand]) -> None:
+    """Writes one after the other. A broken stream is the reader's to report."""
+    try:
+        while True:
+            await call.write(await commands.get())
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        call.cancel()

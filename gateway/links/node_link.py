@@ -1,0 +1,95 @@
+"""The gateway's sessions at KV nodes. A session's end lets go of all it held, so a lost gateway pins nothing.
+
+    connecting --OpenSession's first event--> alive --session ends--> connecting ...    aclose(), anywhere --> closed
+
+Releases are sent in batches, in the background, until the node took them or the session they belong to is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from pillion.errors import PillionError, Unavailable
+from pillion.gateway.request.events import Hold
+from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.gateway")
+
+RECONNECT_DELAY_S = 0.2
+RELEASE_RETRY_DELAY_S = 0.1
+MAX_RELEASES_PER_CALL = 1024
+
+
+class NodeLink:
+    """One KV node. ``alive`` turns true when a session is open."""
+
+    def __init__(self, record: PartRecord, gateway_id: str) -> None:
+        self.node_id = record.node_id
+        self.address = record.address
+        self.client = NodeClient(record.address, gateway_id)
+        self._session: Session | None = None
+        self._releases: list[Hold] = []
+        self._releasing: asyncio.Task[None] | None = None
+        self._keeper = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether tickets can be asked for."""
+        return self._session is not None
+
+    @property
+    def epoch(self) -> int:
+        """The session's. Raises Unavailable while there is none."""
+        if self._session is None:
+            raise Unavailable(f"KV node {self.node_id} does not answer")
+        return self._session.epoch
+
+    def release(self, hold: Hold) -> None:
+        """Lets go of a ticket soon; never fails, never waits."""
+        self._releases.append(hold)
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
+
+    async def aclose(self) -> None:
+        """Sends what is left to release, then ends the session."""
+        if self._releasing is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._releasing, 1.0)
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self.client.aclose()
+
+    async def _keep_session(self) -> None:
+        while True:
+            session: Session | None = None
+            try:
+                session = await self.client.open_session()
+                self._session = session
+                await session.closed()
+                log.warning("session at KV node %s ended", self.node_id)
+            except PillionError as error:
+                log.debug("no session at KV node %s: %s", self.node_id, error.message)
+            finally:
+                self._session = None
+                if session is not None:
+                    await session.aclose()
+            await asyncio.sleep(RECONNECT_DELAY_S)
+
+    async def _release_all(self) -> None:
+        while self._releases:
+            current = self._session.epoch if self._session is not None else None
+            # An ended session has let go of everything already.
+            self._releases = [hold for hold in self._releases if hold.epoch == current]
+            batch = self._releases[:MAX_RELEASES_PER_CALL]
+            if not batch or current is None:
+                return
+            try:
+                await self.client.release(current, [hold.ticket_id for hold in batch])
+            except PillionError as error:
+                log.debug("release at KV node %s failed: %s", self.node_id, error.message)
+                await asyncio.sleep(RELEASE_RETRY_DELAY_S)
+                continue
+            del self._releases[: len(batch)]

@@ -1,0 +1,250 @@
+"""``--split-policy auto``: the way with the soonest first token that spares the streams of the decode worker (I9).
+
+    every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
+      --> the least of predicted time to first token + time that running streams lose beyond their latency
+          + time that those wait longer who come behind
+      --> its dial: the split, on a grid between cached and the last whole block; again when the ticket has said what
+          is really pinned
+
+A prefix hit is worth the computing that it saves, not more: a node with a long queue loses requests to one that has to
+compute the prefix again. Whether prefill workers are used at all changes only for a gain above HYSTERESIS, so that two
+equal ways do not take turns with every heartbeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from pillion.gateway.planning.plan_cost import (
+    DEFAULT_BYTES_PER_S,
+    FETCH_CALL_S,
+    DecodeSide,
+    Models,
+    PrefillSide,
+    StepModel,
+    way_s,
+)
+from pillion.wire.registry import PartRecord
+
+if TYPE_CHECKING:
+    from pillion.gateway.planning.planner import Picture
+
+# Share of the prompt's own computing time that another way must gain over the last one's kind, and a smaller span over
+# a larger one: what is about equal is left to prefill workers, and decode workers stay free for short prompts.
+HYSTERESIS = 0.1
+# Places between cached and the last whole block where the split may fall, beside cached itself.
+SPLIT_STEPS = 8
+# Decode workers whose predictions differ by less than this share are equal: the request's number chooses.
+EQUAL_SHARE = 0.01
+# Most decode workers that are weighed; of more, those with the fewest tokens before ours, at their own speeds.
+MAX_WEIGHED = 4
+# What a stream counts for in that, in tokens.
+STREAM_TOKENS = 16
+# A way's kind, as the next request remembers it.
+ON_PREFILL = "prefill"
+ON_DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPolicy:
+    """Where the split falls is the dial's business, which a plan of this policy carries."""
+
+    name: str = "auto"
+
+    def split_blocks(self, cached_blocks: int, limit_blocks: int, prefill: PartRecord, decode: PartRecord) -> int:
+        """Without a dial: all that is whole."""
+        return limit_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """What settles one request's split: both workers as they were when it was planned.
+
+    Attributes:
+        lean: ON_PREFILL or ON_DECODE, what the last request of its size did; "" where there was none.
+        fetch_s: time that blocks take to come before anything is computed.
+        words: why this decode worker, and what was known of the prefix.
+    """
+
+    prefill: PrefillSide | None
+    decode: DecodeSide
+    block_size: int
+    lean: str
+    fetch_s: float
+    hint_blocks: int
+    words: str
+
+    def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
+        """Blocks before the split, and why."""
+        cached = cached_blocks * self.block_size
+        alone_s = self._price(cached, cached)
+        prefix = f"prefix of {cached} tokens" if cached else "no prefix"
+        if cached_blocks != self.hint_blocks:
+            prefix += f" ({self.hint_blocks * self.block_size} expected)"
+        if cached_blocks == limit_blocks:
+            return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
+        if self.prefill is None:
+            return cached_blocks, f"co-located, no prefill worker; {self.words}; {prefix}"
+        # Of the prompt alone, whatever the load is: a margin that grew with the load would let it decide.
+        margin_s = HYSTERESIS * self.decode.model.span_s(cached, self.decode.end, self.decode.most)
+        places = [cached_blocks + (limit_blocks - cached_blocks) * n // SPLIT_STEPS for n in range(SPLIT_STEPS, 0, -1)]
+        prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
+        best_s = min(prices.values())
+        best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
+        shared, kept = self._leans(margin_s, alone_s, best_s)
+        where = f"{self.prefill.part.part_id} computes {best * self.block_size - cached}" if shared else "co-located"
+        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {self.prefill.part.part_id}"
+        said = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
+        return best if shared else cached_blocks, said
+
+    def _leans(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
+        """Whether a prefill worker is used, and whether that is so only because the last request did it."""
+        better = shared_s < alone_s
+        if not self.lean:
+            return better, False
+        if self.lean == ON_PREFILL:
+            kept = shared_s <= alone_s + margin_s
+            return kept, kept and not better
+        kept = alone_s <= shared_s + margin_s
+        return not kept, kept and better
+
+    def _price(self, cached: int, split: int) -> float:
+        return way_s(self.prefill, self.decode, cached, split, self.fetch_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``fetched``: whether blocks of other nodes are worth their transfer."""
+
+    decode: PartRecord
+    prefill: PartRecord | None
+    cached_blocks: int
+    fetched: bool
+    dial: Dial
+
+
+class Leanings:
+    """What the last request did, by model and size of what it had to compute. Bounded: sizes count by powers of two,
+    and a gateway serves few models."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int], str] = {}
+
+    def of(self, model: str, tokens: int) -> str:
+        """ON_PREFILL, ON_DECODE, or "" where there was none."""
+        return self._last.get((model, tokens.bit_length()), "")
+
+    def note(self, model: str, tokens: int, shared: bool) -> None:
+        """A plan was made."""
+        self._last[model, tokens.bit_length()] = ON_PREFILL if shared else ON_DECODE
+
+
+class _Way(NamedTuple):
+    """By one decode worker: the better of none and all by a prefill worker, which is enough to compare them by."""
+
+    price_s: float
+    decode: DecodeSide
+    prefill: PrefillSide | None
+    cached_blocks: int
+    fetch_s: float
+    fetched: bool
+
+
+def choose(picture: Picture, decodes: list[PartRecord], prefills: list[PartRecord], nodes: frozenset[str]) -> Choice:
+    """The way of one attempt.
+
+    Args:
+        decodes: at least one, all of them usable.
+        prefills: may be empty.
+        nodes: live ones that did not fail this request.
+    """
+    models, hits = Models(decodes, prefills), picture.hits
+    weighed = _least(picture, models, decodes)[:MAX_WEIGHED]
+    best = _prefill_sides(picture, models, prefills, weighed)
+    known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
+    limit = (picture.prompt_tokens - 1) // picture.block_size
+    behind = picture.demand_per_s[0] / len(decodes)
+    ways = [_way(picture, part, models.of(part), best, min(known, limit), limit, behind) for part in weighed]
+    least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
+    chosen = next(way for way in ways if way.price_s <= least_s)
+    words = _why(picture, chosen, decodes)
+    if min(known, limit) > min(hits.get(chosen.decode.part.node_id, 0), limit):
+        words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
+    if not picture.index_available:
+        words += ", the index is away"
+    dial = Dial(
+        chosen.prefill, chosen.decode, picture.block_size, picture.lean, chosen.fetch_s, chosen.cached_blocks, words
+    )
+    prefill = None if chosen.prefill is None else chosen.prefill.part
+    return Choice(chosen.decode.part, prefill, chosen.cached_blocks, chosen.fetched, dial)
+
+
+def _why(picture: Picture, chosen: _Way, decodes: list[PartRecord]) -> str:
+    """Of the decode worker."""
+    hits, part = picture.hits, chosen.decode.part
+    if len(decodes) == 1:
+        return f"{part.part_id} is the only one"
+    rival = max(decodes, key=lambda other: hits.get(other.node_id, 0))
+    busier = hits.get(rival.node_id, 0) > hits.get(part.node_id, 0)
+    passed = f", {rival.part_id} has more of the prefix and is busier" if busier else ""
+    return f"{part.part_id} is soonest of {len(decodes)}{passed}"
+
+
+def _least(picture: Picture, models: Models, parts: list[PartRecord]) -> list[PartRecord]:
+    """Those with the least to do before ours would be done, roughly, in seconds; equals in an order of the request's
+    own, so that they take turns."""
+    turn = picture.spread % len(parts) if parts else 0
+    sent, hits, size, streams = picture.own_tokens, picture.hits, picture.block_size, picture.own_load
+    found = []
+    for part in parts[turn:] + parts[:turn]:
+        name, said, mine = part.part_id, part.queued_tokens, sent.get(part.part_id, 0)
+        tokens = (said if said > mine else mine) + picture.prompt_tokens - hits.get(part.node_id, 0) * size
+        if part.role == "decode":
+            tokens += STREAM_TOKENS * max(part.running_requests, streams.get(name, 0))
+        found.append((tokens * models.rough_token_s(part), part))
+    return [part for _, part in sorted(found, key=itemgetter(0))]
+
+
+def _prefill_sides(
+    picture: Picture, models: Models, prefills: list[PartRecord], decodes: list[PartRecord]
+) -> list[PrefillSide]:
+    """The best one of each of the decode workers' nodes, and the best one of all others; the soonest first."""
+    sent, chunk, tokens = picture.own_tokens, picture.chunk_tokens, picture.prompt_tokens
+    near = {part.node_id for part in decodes}
+    best: dict[str, PartRecord] = {}
+    for part in _least(picture, models, prefills):
+        best.setdefault(part.node_id if part.node_id in near else "", part)
+    behind = picture.demand_per_s[1] / max(1, len(prefills))
+    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.part_id, 0), behind) for p in best.values()]
+    return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
+
+
+def _way(
+    picture: Picture, part: PartRecord, model: StepModel, best: list[PrefillSide], known: int, limit: int, behind: float
+) -> _Way:
+    """By this decode worker, with its node's prefill worker or the best one elsewhere."""
+    size, node_id, part_id = picture.block_size, part.node_id, part.part_id
+    block_s = picture.fetch_block_s or part.block_bytes / DEFAULT_BYTES_PER_S
+    streams, tokens = picture.own_load.get(part_id, 0), picture.own_tokens.get(part_id, 0)
+    decode = DecodeSide.of(part, model, picture.prompt_tokens, streams, tokens, behind)
+    cached, fetch_s, fetched = min(picture.hits.get(node_id, 0), limit), 0.0, False
+    if known > cached:
+        taken_s = FETCH_CALL_S + (known - cached) * block_s
+        if taken_s < model.span_s(cached * size, known * size, decode.most):
+            cached, fetch_s, fetched = known, taken_s, True
+    chosen: PrefillSide | None = None
+    for side in best:
+        if side.part.node_id == node_id:
+            if chosen is None or side.wait_s <= chosen.wait_s + chosen.extra_s:
+                chosen = side
+            break
+        if chosen is None:
+            there = min(picture.hits.get(side.part.node_id, 0), cached)
+            carried = min(limit - cached, picture.chunk_tokens // size) + cached - there
+            chosen = side._replace(extra_s=2 * FETCH_CALL_S + carried * block_s)
+    price_s = way_s(None, decode, cached * size, cached * size, fetch_s)
+    if chosen is not None and limit > cached:
+        price_s = min(price_s, way_s(chosen, decode, cached * size, limit * size, fetch_s))
+    return _Way(price_s, decode, chosen, cached, fetch_s, fetched)

@@ -1,0 +1,312 @@
+"""What a plan costs, predicted from what workers publish: time to the first token, and what decodes lose by it (I9).
+
+    prefill worker   waits for its queue | chunks: each reads the KV before it again |  then, on the decode worker,
+    decode worker    waits for its queue . . . . . . . . . . . . . . . . . . . . . . .  | remnant, beside its decodes
+
+A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is
+arithmetic in closed form:
+a gateway weighs dozens of ways for each request. What it says grows with every load, so more load never attracts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from pillion.wire.registry import PartRecord
+
+# Of the call that starts a span, and of each chunk's way back, on one machine.
+SPAN_CALL_S = 0.003
+CHUNK_CALL_S = 0.001
+# Of the call that fetches blocks, and the rate assumed where none was measured.
+FETCH_CALL_S = 0.003
+DEFAULT_BYTES_PER_S = 1e9
+# A remnant gets this many tokens of a step however late the decodes are
+# (pillion.engine.scheduling.step_cost.MIN_REMNANT_TOKENS).
+MIN_REMNANT_TOKENS = 16
+# A fit that has seen no larger step than this does not know what a chunk costs.
+MIN_CHUNK_SEEN_TOKENS = 64
+# Where a decode worker has no target, a step that takes longer than this harms its streams.
+UNSAID_TARGET_S = 0.1
+# What a heartbeat said fades with its age, as the worker computes; longer silence is no sign of work.
+MAX_NEWS_FADE_S = 2.0
+# A worker whose fit says so many times less, or more, than the middle one of its role is judged by that one: what is
+# absurd must not attract everything, nor drive it away.
+MAX_ODDS = 16.0
+# On a span of so many tokens they are compared.
+COMPARED_TOKENS = 512
+# Fits of which that is remembered: workers change theirs with every heartbeat, plans are made more often.
+MAX_COMPARED = 4096
+# Of a stream that has a seat which another one waits for.
+ASSUMED_ANSWER_TOKENS = 128
+# Where the tokens of somebody's queue stand in their prompts, and the context of a stream that nobody told us of.
+ASSUMED_POSITION = 512
+# A worker that has not said how many tokens and streams its steps take.
+ASSUMED_STEP_TOKENS = 256
+ASSUMED_SEATS = 64
+
+
+class StepModel(NamedTuple):
+    """Seconds of a step, and of each token, sequence, KV token read and query-key pair in it."""
+
+    step_s: float
+    token_s: float
+    sequence_s: float
+    read_s: float
+    pair_s: float
+
+    def span_s(self, start: int, end: int, step_tokens: int) -> float:
+        """Tokens start .. end computed alone, ``step_tokens`` in a step: every step reads the KV before it again."""
+        tokens = end - start
+        if tokens <= 0:
+            return 0.0
+        steps = -(-tokens // step_tokens)
+        reads = steps * start + tokens * (steps + 1) / 2
+        pairs = tokens * (start + (tokens + 1) / 2)
+        fixed = steps * (self.step_s + self.sequence_s)
+        return fixed + tokens * self.token_s + reads * self.read_s + pairs * self.pair_s
+
+    def queued_token_s(self, step_tokens: float, step_s: float) -> float:
+        """Of each of somebody's tokens, ``step_tokens`` in a step of which ``step_s`` is spent whatever they are."""
+        fixed_s = step_s + self.sequence_s + self.read_s * ASSUMED_POSITION
+        return self.token_s + self.read_s + self.pair_s * ASSUMED_POSITION + fixed_s / step_tokens
+
+
+def _queue_wait_s(part: PartRecord, own_tokens: int, token_s: float) -> float:
+    """Until a worker's queue is computed: what we sent, or what its heartbeat said, less the time since then."""
+    fade_s = min(part.heartbeat_age_ms / 1000, MAX_NEWS_FADE_S)
+    said_s = (part.queued_tokens or part.waiting_tokens) * token_s - fade_s
+    own_s = own_tokens * token_s
+    return said_s if said_s > own_s else own_s
+
+
+# Of no machine in particular: with it, equal workers compare by their queues, and calls by the tokens that they save.
+DEFAULT_MODEL = StepModel(5e-3, 5e-4, 5e-5, 1e-7, 1e-7)
+
+
+class Models:
+    """The model of each worker: its own fit; of a worker that has none yet, or an absurd one, the middle one of its
+    role, or of any."""
+
+    def __init__(self, decodes: Sequence[PartRecord], prefills: Sequence[PartRecord]) -> None:
+        prefill = _middle(prefills)
+        self._known = prefill is not None
+        self._decode = _middle(decodes) or prefill or DEFAULT_MODEL
+        self._prefill = prefill or self._decode
+        self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
+
+    def of(self, part: PartRecord) -> StepModel:
+        """A decode worker that has run no chunk yet knows too little of tokens: prefill workers know them."""
+        if part.role == "prefill":
+            return self._own(part, self._prefill)
+        own, prefill = self._own(part, self._decode), self._prefill
+        if part.largest_step_tokens >= MIN_CHUNK_SEEN_TOKENS or not self._known:
+            return own
+        return own._replace(token_s=max(own.token_s, prefill.token_s), pair_s=max(own.pair_s, prefill.pair_s))
+
+    def rough_token_s(self, part: PartRecord) -> float:
+        """Seconds of a token in a queue, to compare workers by."""
+        return _compared_s(self.of(part)) / COMPARED_TOKENS
+
+    def _own(self, part: PartRecord, middle: StepModel) -> StepModel:
+        if not part.step_cost_s:
+            return middle
+        own = StepModel._make(part.step_cost_s)
+        compared_s = self._compared_s[part.role]
+        return own if compared_s <= MAX_ODDS * _compared_s(own) <= MAX_ODDS**2 * compared_s else middle
+
+
+@lru_cache(maxsize=MAX_COMPARED)
+def _compared_s(model: StepModel) -> float:
+    return model.span_s(0, COMPARED_TOKENS, COMPARED_TOKENS)
+
+
+def _middle(workers: Sequence[PartRecord]) -> StepModel | None:
+    """The slower one of two: who is too good to be true is then the odd one."""
+    fits = [StepModel._make(part.step_cost_s) for part in workers if part.step_cost_s]
+    return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None
+
+
+class PrefillSide(NamedTuple):
+    """A prefill worker as a plan sees it.
+
+    Attributes:
+        step_tokens: tokens of a step, which is a chunk or a part of one.
+        wait_s: until its queue is computed.
+        token_s: of each token behind that, roughly.
+        extra_s: what it costs that it is on another node.
+        followers_per_s: requests that come to it, and would wait behind ours.
+    """
+
+    part: PartRecord
+    model: StepModel
+    step_tokens: int
+    wait_s: float
+    token_s: float
+    extra_s: float = 0.0
+    followers_per_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, part: PartRecord, model: StepModel, chunk_tokens: int, own_tokens: int, followers_per_s: float = 0.0
+    ) -> PrefillSide:
+        """``own_tokens``: what this gateway has sent and not got back."""
+        most = part.max_step_tokens
+        step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
+        token_s = model.queued_token_s(step_tokens, model.step_s)
+        wait_s = _queue_wait_s(part, own_tokens, token_s)
+        return cls(part, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
+
+    def span_s(self, start: int, end: int) -> float:
+        """From the first chunk's begin to the last one's acknowledgement."""
+        if end <= start:
+            return 0.0
+        calls_s = SPAN_CALL_S + CHUNK_CALL_S * (-(-(end - start) // self.step_tokens))
+        return self.model.span_s(start, end, self.step_tokens) + calls_s + self.extra_s
+
+
+class DecodeSide(NamedTuple):
+    """A decode worker as a plan for a prompt of ``end`` tokens sees it.
+
+    Attributes:
+        streams: that run there.
+        base_s: a step of these alone.
+        room: tokens of a remnant that a step takes beside them.
+        most: tokens that a step may take in all.
+        wait_s: until the remnants before ours are computed, and a seat is free.
+        limit_s: the inter-token latency that its streams should have.
+        followers_per_s: requests that come to it, and would wait behind ours.
+    """
+
+    part: PartRecord
+    model: StepModel
+    end: int
+    streams: int
+    base_s: float
+    room: float
+    most: int
+    wait_s: float
+    limit_s: float
+    followers_per_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        part: PartRecord,
+        model: StepModel,
+        end: int,
+        own_streams: int,
+        own_tokens: int,
+        followers_per_s: float = 0.0,
+    ) -> DecodeSide:
+        """``own_streams`` and ``own_tokens``: what this gateway has there, and prompt tokens of it to be computed."""
+        step_s, token_s, sequence_s, read_s, pair_s = model
+        streams, context = part.decoding_requests, part.context_tokens
+        present = part.running_requests + part.waiting_requests
+        if own_streams > present:
+            streams += own_streams - present
+            context += (own_streams - present) * ASSUMED_POSITION
+            present = own_streams
+        base_s = step_s + streams * (token_s + sequence_s) + context * (read_s + pair_s)
+        most = part.max_step_tokens or ASSUMED_STEP_TOKENS
+        room = float(most - streams) if most > streams else 1.0
+        target_s = part.target_itl_ms / 1000
+        if target_s:
+            each_s = token_s + read_s + pair_s * end
+            if each_s:
+                fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
+                room = min(room, max(fitting, MIN_REMNANT_TOKENS))
+        wait_s = _queue_wait_s(part, own_tokens, model.queued_token_s(room, base_s))
+        seats = part.running_requests + part.free_seqs or ASSUMED_SEATS
+        if present >= seats:
+            wait_s += (present + 1 - seats) * base_s * ASSUMED_ANSWER_TOKENS / seats
+        limit_s = target_s or UNSAID_TARGET_S
+        return cls(part, model, end, streams, base_s, room, most, wait_s, limit_s, followers_per_s)
+
+    def remnant_s(self, start: int) -> tuple[float, float]:
+        """Seconds from the first step with a token of start .. end to the first token, and the seconds that the streams
+        there lose by it, together: what its steps take beyond their latency."""
+        _, token_s, sequence_s, read_s, pair_s = self.model
+        tokens = self.end - start
+        # Not rounded up: a little more load then never makes another number of steps look better.
+        steps = max(1.0, tokens / self.room)
+        middle = self.end - tokens / 2
+        reads = steps * middle + tokens / 2
+        seconds = steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
+        if not self.streams:
+            return seconds, 0.0
+        piece = min(tokens, self.room if self.part.target_itl_ms else self.most)
+        step_s = self.base_s + sequence_s + read_s * self.end + piece * (token_s + read_s + pair_s * self.end)
+        return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
+
+
+def _followers_lose_s(per_s: float, wait_s: float, work_s: float) -> float:
+    """What those who come until a worker's line is done, ours included, wait longer for our work, all together."""
+    return per_s * work_s * (max(0.0, wait_s) + work_s / 2)
+
+
+def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
+    """What a way costs: the predicted time to the first token, what running streams lose by it, and what those lose who
+    come behind it.
+
+    Args:
+        prefill: computes cached .. split, in tokens; not needed where they are equal.
+        fetch_s: blocks come for so long before anything is computed.
+    """
+    begun_s, others_s = fetch_s, 0.0
+    if split > cached and prefill is not None:
+        span_s = prefill.span_s(cached, split)
+        begun_s = max(fetch_s, prefill.wait_s) + span_s
+        others_s = _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
+    seconds, lost_s = decode.remnant_s(split)
+    others_s += lost_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
+    return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + others_s
+
+
+class Demand:
+    """How many requests a second a gateway plans, and how many of them use prefill workers: means that fade."""
+
+    FADING_S = 20.0
+
+    def __init__(self) -> None:
+        self._seen_s = 0.0
+        self._all_per_s = 0.0
+        self._shared_per_s = 0.0
+
+    def note(self, now: float, shared: bool) -> None:
+        """One more."""
+        self._fade(now)
+        self._all_per_s += 1 / self.FADING_S
+        self._shared_per_s += shared / self.FADING_S
+
+    def per_s(self, now: float) -> tuple[float, float]:
+        """All, and those that use prefill workers."""
+        self._fade(now)
+        return self._all_per_s, self._shared_per_s
+
+    def _fade(self, now: float) -> None:
+        left = math.exp(min(0.0, self._seen_s - now) / self.FADING_S)
+        self._all_per_s, self._shared_per_s, self._seen_s = self._all_per_s * left, self._shared_per_s * left, now
+
+
+class FetchPace:
+    """How fast blocks come from other nodes and from disk, as this gateway sees it: a mean that fades."""
+
+    FADING = 0.9
+
+    def __init__(self) -> None:
+        self._blocks = 0.0
+        self._seconds = 0.0
+
+    def observe(self, blocks: int, seconds: float) -> None:
+        """A fetch brought so many blocks."""
+        if blocks > 0:
+            self._blocks = self._blocks * self.FADING + blocks
+            self._seconds = self._seconds * self.FADING + seconds
+
+    @property
+    def block_s(self) -> float:
+        """Seconds a block; 0.0 before any came."""
+        return self._seconds / self._blocks if self._blocks else 0.0

@@ -1,0 +1,341 @@
+"""Where a request runs and where its prompt is split: a pure decision over a picture of the cluster (I9).
+
+    [ cached prefix | whole blocks, run by a prefill worker in chunks | remnant, >= 1 token, run by the decode worker ]
+    0            cached                                             split                                           N
+
+What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
+prefill worker of another node is taken where the decode worker's node has none.
+
+``split`` is the one dial: ``split = cached`` is co-located serving, the last whole block is full disaggregation.
+Always: cached <= split <= the last whole block that ends at or before N - 1. Where it falls is said by the policy, and
+with ``auto`` by predictions (:mod:`pillion.gateway.planning.plan_auto`), which also choose the workers then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Protocol
+
+from pillion.errors import ConfigError, Unavailable
+from pillion.gateway.planning.plan_auto import AutoPolicy, Dial, choose
+from pillion.wire.registry import PartRecord
+
+# Fewer blocks than this are not fetched from elsewhere but computed.
+MIN_FETCH_BLOCKS = 1
+# Most nodes that one fetch may ask.
+MAX_FETCH_SOURCES = 4
+
+
+class SplitPolicy(Protocol):
+    """Says how far prefill workers go. ``name`` is what the flag says."""
+
+    @property
+    def name(self) -> str:
+        """As in ``--split-policy``."""
+
+    def split_blocks(self, cached_blocks: int, limit_blocks: int, prefill: PartRecord, decode: PartRecord) -> int:
+        """Blocks before the split, in [cached_blocks, limit_blocks]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FractionPolicy:
+    """Prefill workers take ``share`` of the whole blocks that are not cached, rounded down."""
+
+    name: str
+    share: Fraction
+
+    def split_blocks(self, cached_blocks: int, limit_blocks: int, prefill: PartRecord, decode: PartRecord) -> int:
+        """The same share whatever the load."""
+        return cached_blocks + int((limit_blocks - cached_blocks) * self.share)
+
+
+def parse_policy(text: str) -> SplitPolicy:
+    """Reads "auto", "disaggregated", "colocated" or "fraction:x" with x in [0, 1]. Raises ConfigError."""
+    if text == "auto":
+        return AutoPolicy()
+    if text == "disaggregated":
+        return FractionPolicy(text, Fraction(1))
+    if text == "colocated":
+        return FractionPolicy(text, Fraction(0))
+    kind, _, said = text.partition(":")
+    try:
+        share = Fraction(said) if kind == "fraction" else Fraction(-1)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not 0 <= share <= 1:
+        raise ConfigError(f"split policy {text!r}: write auto, disaggregated, colocated or fraction:x, x from 0 to 1")
+    return FractionPolicy(text, share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What the planner knows when it decides.
+
+    Attributes:
+        prompt_tokens: N; on a replay, prompt and answer so far.
+        hits: blocks that the index believes to be on each node, by node id.
+        parts: usable parts only: nodes, and workers of this request's model and namespace.
+        block_size: tokens per block.
+        chunk_tokens: most tokens of one chunk.
+        own_load: tokens (prefill) and streams (decode) that this gateway has under way, by part id. Heartbeats are
+            up to a second old; what we sent meanwhile is not.
+        own_tokens: prompt tokens that this gateway has sent to each part and that are not computed yet, by part id.
+        fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
+        demand_per_s: requests a second to all gateways, and those of them that use prefill workers, about
+            (:class:`pillion.gateway.planning.plan_cost.Demand`).
+        lean: what the last request of this size did (:class:`pillion.gateway.planning.plan_auto.Leanings`).
+        index_available: whether the index could be asked for ``hits``.
+        avoid: parts that failed this request before; taken only where there is no other.
+        spread: any number that differs from request to request; it settles ties.
+    """
+
+    model: str
+    prompt_tokens: int
+    hits: Mapping[str, int]
+    parts: Sequence[PartRecord]
+    policy: SplitPolicy
+    block_size: int
+    chunk_tokens: int
+    own_load: Mapping[str, int] = field(default_factory=dict)
+    own_tokens: Mapping[str, int] = field(default_factory=dict)
+    fetch_block_s: float = 0.0
+    lean: str = ""
+    demand_per_s: tuple[float, float] = (0.0, 0.0)
+    index_available: bool = True
+    avoid: frozenset[str] = frozenset()
+    spread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A node that probably has the prompt's first ``blocks`` blocks, in its pool or below it."""
+
+    node_id: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bringing:
+    """What a node should fetch: the prompt's first ``blocks`` blocks, from its lower tiers or ``source_node_ids``."""
+
+    blocks: int
+    source_node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One attempt's way. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker.
+
+    ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
+    have something of the prompt, the longest first. ``dial`` settles the split where the policy is ``auto``.
+    """
+
+    node_id: str
+    prefill: PartRecord | None
+    decode: PartRecord
+    policy: SplitPolicy
+    block_size: int
+    chunk_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    split_tokens: int
+    chunks: tuple[int, ...]
+    reason: str
+    sources: tuple[Source, ...] = ()
+    dial: Dial | None = None
+
+    @property
+    def remote(self) -> bool:
+        """Whether the prefill worker computes into another pool than the decode worker reads."""
+        return self.prefill is not None and self.prefill.node_id != self.node_id
+
+    def hinted_blocks(self, node_id: str) -> int:
+        """Leading blocks that the index believes to be on a node."""
+        return next((source.blocks for source in self.sources if source.node_id == node_id), 0)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks before ``cached_tokens``."""
+        return self.cached_tokens // self.block_size
+
+    @property
+    def split_blocks(self) -> int:
+        """Blocks before ``split_tokens``."""
+        return self.split_tokens // self.block_size
+
+    @property
+    def limit_blocks(self) -> int:
+        """Whole blocks that end at or before N - 1."""
+        return (self.prompt_tokens - 1) // self.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks of the prompt with room for the first generated token."""
+        return self.prompt_tokens // self.block_size + 1
+
+
+def plan(picture: Picture) -> Plan:
+    """The way of one attempt. Raises Unavailable, naming what is missing."""
+    if isinstance(picture.policy, AutoPolicy):
+        return _plan_auto(picture)
+    decode = _decode_worker(picture)
+    prefill = _prefill_worker(picture, decode.node_id)
+    return replan(_draft(picture, decode, prefill), picture.hits.get(decode.node_id, 0))
+
+
+def _plan_auto(picture: Picture) -> Plan:
+    seated = _seated(picture)
+    least = min(_avoidance(picture, part) for part in seated)
+    nodes = frozenset(part.node_id for part in picture.parts if part.role == "kvnode") - picture.avoid
+    usable = [part for part in seated if _avoidance(picture, part) == least]
+    # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
+    reached = nodes | ({part.node_id for part in usable} if least[1] else frozenset())
+    prefills = [
+        part
+        for part in picture.parts
+        if part.role == "prefill" and part.node_id in reached and part.part_id not in picture.avoid
+    ]
+    choice = choose(picture, usable, prefills, nodes)
+    draft = replace(_draft(picture, choice.decode, choice.prefill), dial=choice.dial)
+    if not choice.fetched:
+        # What its own disk has comes up in any case.
+        draft = replace(draft, sources=tuple(s for s in draft.sources if s.node_id == draft.node_id))
+    return replan(draft, choice.cached_blocks)
+
+
+def _draft(picture: Picture, decode: PartRecord, prefill: PartRecord | None) -> Plan:
+    return Plan(
+        node_id=decode.node_id,
+        prefill=prefill,
+        decode=decode,
+        policy=picture.policy,
+        block_size=picture.block_size,
+        chunk_tokens=picture.chunk_tokens,
+        prompt_tokens=picture.prompt_tokens,
+        cached_tokens=0,
+        split_tokens=0,
+        chunks=(),
+        reason="",
+        sources=_sources(picture, decode.node_id),
+    )
+
+
+def replan(old: Plan, cached_blocks: int) -> Plan:
+    """The same workers with another number of cached blocks: the ticket's truth instead of the index's hint (I3)."""
+    cached = max(0, min(cached_blocks, old.limit_blocks))
+    if old.dial is not None:
+        wanted, said = old.dial.split(cached, old.limit_blocks)
+        split, reason = max(cached, min(wanted, old.limit_blocks)), f"{old.policy.name}: {said}"
+    elif old.prefill is None:
+        split = cached
+        reason = "co-located: no prefill worker"
+    else:
+        wanted = old.policy.split_blocks(cached, old.limit_blocks, old.prefill, old.decode)
+        split = max(cached, min(wanted, old.limit_blocks))
+        reason = old.policy.name + (f", prefill on {old.prefill.node_id}" if old.remote else "")
+        if cached == old.limit_blocks:
+            reason += ": nothing left before the remnant" if old.limit_blocks == 0 else ": every whole block is cached"
+    return replace(
+        old,
+        cached_tokens=cached * old.block_size,
+        split_tokens=split * old.block_size,
+        chunks=chunks_between(old, cached, split),
+        reason=reason,
+    )
+
+
+def shorten(old: Plan, end_tokens: int) -> Plan:
+    """The same way where the span ended at ``end_tokens``, before the split: the rest is the decode worker's."""
+    split = max(old.cached_blocks, min(end_tokens // old.block_size, old.split_blocks))
+    short = (old.split_blocks - split) * old.block_size
+    return replace(
+        old,
+        split_tokens=split * old.block_size,
+        chunks=chunks_between(old, old.cached_blocks, split),
+        reason=f"{old.reason}: the span ended {short} tokens early" if short else old.reason,
+    )
+
+
+def chunks_between(plan: Plan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
+    """Full chunks and a rest, in tokens; every one a multiple of the block size."""
+    size = max(plan.block_size, plan.chunk_tokens - plan.chunk_tokens % plan.block_size)
+    whole, rest = divmod((end_blocks - start_blocks) * plan.block_size, size)
+    return (size,) * whole + ((rest,) if rest else ())
+
+
+def bringing(sources: Sequence[Source], node_id: str, here_blocks: int, limit_blocks: int) -> Bringing | None:
+    """What ``node_id`` should fetch of a prompt's first ``limit_blocks`` blocks; None where that is not worth it.
+    ``here_blocks`` are pinned there. ``sources`` may name the node itself: what its disk has is known, not pinned."""
+    known = min(limit_blocks, max((source.blocks for source in sources), default=0))
+    if known - here_blocks < MIN_FETCH_BLOCKS:
+        return None
+    others = [source.node_id for source in sources if source.node_id != node_id and source.blocks > here_blocks]
+    return Bringing(known, tuple(others[:MAX_FETCH_SOURCES]))
+
+
+def _seated(picture: Picture) -> list[PartRecord]:
+    """Decode workers whose node lives. Raises Unavailable."""
+    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"}
+    workers = [part for part in picture.parts if part.role == "decode"]
+    if not workers:
+        raise Unavailable(f"no decode worker of model {picture.model!r} lives")
+    seated = [worker for worker in workers if worker.node_id in nodes]
+    if not seated:
+        missing = ", ".join(sorted({worker.node_id for worker in workers}))
+        raise Unavailable(f"no KV node lives for the decode workers of model {picture.model!r}: {missing} is missing")
+    return seated
+
+
+def _avoidance(picture: Picture, part: PartRecord) -> tuple[bool, bool]:
+    """Smaller is better: whether the part, and whether its node, failed this request before."""
+    return part.part_id in picture.avoid, part.node_id in picture.avoid
+
+
+def _decode_worker(picture: Picture) -> PartRecord:
+    """On the node with the longest hit; there, and among equals, the least loaded."""
+    seated = _seated(picture)
+
+    def rank(part: PartRecord) -> tuple[tuple[bool, bool], int, int]:
+        return _avoidance(picture, part), -picture.hits.get(part.node_id, 0), _load(picture, part)
+
+    best = min(rank(part) for part in seated)
+    return _pick([part for part in seated if rank(part) == best], picture.spread)
+
+
+def _prefill_worker(picture: Picture, node_id: str) -> PartRecord | None:
+    """The least loaded one on the node, or else of all other nodes; None where there is none, or where all that live
+    have failed this request."""
+    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"} - picture.avoid | {node_id}
+    usable = [
+        part
+        for part in picture.parts
+        if part.role == "prefill" and part.node_id in nodes and part.part_id not in picture.avoid
+    ]
+    workers = [part for part in usable if part.node_id == node_id] or usable
+    if not workers:
+        return None
+    least = min(_load(picture, part) for part in workers)
+    return _pick([part for part in workers if _load(picture, part) == least], picture.spread)
+
+
+def _sources(picture: Picture, node_id: str) -> tuple[Source, ...]:
+    """Live nodes with a hit, the longest first; equals in an order of the request's own, so that they share the load.
+    The node itself is always among them: what its disk has is part of its hit."""
+    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"} - picture.avoid | {node_id}
+    known = [Source(name, blocks) for name, blocks in sorted(picture.hits.items()) if blocks > 0 and name in nodes]
+    start = picture.spread % len(known) if known else 0
+    ranked = sorted(known[start:] + known[:start], key=lambda source: -source.blocks)
+    others = [source for source in ranked if source.node_id != node_id][:MAX_FETCH_SOURCES]
+    return tuple(source for source in ranked if source.node_id == node_id or source in others)
+
+
+def _load(picture: Picture, part: PartRecord) -> int:
+    """Tokens before a prefill worker, streams on a decode worker: the heartbeat's word or ours, the larger."""
+    said = part.waiting_tokens if part.role == "prefill" else part.running_requests + part.waiting_requests
+    return max(said, picture.own_load.get(part.part_id, 0))
+
+
+def _pick(equals: Sequence[PartRecord], spread: int) -> PartRecord:
+    return sorted(equals, key=lambda part: part.part_id)[spread % len(equals)]

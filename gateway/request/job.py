@@ -1,0 +1,56 @@
+"""What a request asks of the cluster: its job, and the chain of its prompt's hashes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pillion.gateway.planning.planner import SplitPolicy
+from pillion.gateway.request.validation import Resolved
+from pillion.kvstore.hashing import HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
+
+    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Where ``prefix_caching`` is off,
+    ``cache_salt`` is one that no other request has.
+    """
+
+    request_id: str
+    model: str
+    fingerprint: str
+    prompt: tuple[int, ...]
+    resolved: Resolved
+    cache_salt: str
+    policy: SplitPolicy
+    chunk_tokens: int
+    max_attempts: int
+    arrived: float
+    deadline: float | None
+    spread: int
+    priority: int = 0
+    answers: int = 1
+    show_logprobs: bool = False
+    prefix_caching: bool = True
+
+    def left_s(self) -> float | None:
+        """Time left, in seconds; None without a deadline."""
+        return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Hashes of an attempt's whole blocks, 32 bytes each; ``root`` is the parent of the first."""
+
+    root: bytes = b""
+    hashes: bytes = b""
+
+    def first(self, blocks: int) -> bytes:
+        """The hashes of the first ``blocks`` blocks."""
+        return self.hashes[: blocks * HASH_BYTES]
+
+    def before(self, blocks: int) -> bytes:
+        """The parent of the block behind the first ``blocks``."""
+        return self.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self.root

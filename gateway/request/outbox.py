@@ -1,0 +1,114 @@
+"""What a request's reader has not taken yet, merged into one delta per answer. Bounded by the answers' ``max_tokens``.
+
+    add, add --> finish --> (the other answers' finish) --> end        fail, anywhere: what is pending, then the error
+
+Where more answers are generated than given (``best_of``), nothing is given before the end: only then is it known which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pillion.errors import PillionError
+from pillion.gateway.request.choices import best
+from pillion.gateway.tokens.answer import Piece
+from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+
+
+@dataclass(slots=True)
+class _Box:
+    """What is pending of one answer."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Outbox:
+    """Deltas for one reader: of answers in the order in which they have something, and of each in order.
+
+    Args:
+        request_id: goes into every delta.
+        generated: answers that are generated.
+        given: how many of them are given, the best ones. They are numbered by rank if not all are.
+        show_logprobs: whether deltas carry log probabilities.
+    """
+
+    def __init__(self, request_id: str, generated: int, given: int, show_logprobs: bool) -> None:
+        self._request_id = request_id
+        self._boxes = [_Box() for _ in range(generated)]
+        self._given = given
+        self._ranks = given < generated
+        self._show_logprobs = show_logprobs
+        self._pending: deque[int] = deque()
+        self._last: tuple[Usage, Timings] | None = None
+        self._error: PillionError | None = None
+        self._over = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to take; an error counts."""
+        return bool(self._pending) or (self._error is not None and not self._over)
+
+    @property
+    def over(self) -> bool:
+        """Whether everything has been taken."""
+        return self._over
+
+    def add(self, index: int, piece: Piece) -> None:
+        """More of an answer."""
+        box = self._boxes[index]
+        box.texts.append(piece.text)
+        box.token_ids.extend(piece.token_ids)
+        if self._show_logprobs or self._ranks:
+            box.logprobs.extend(piece.logprobs)
+        if piece.token_ids:
+            self._announce(index)
+
+    def finish(self, index: int, text: str, reason: FinishReason) -> None:
+        """The end of an answer, and its last text."""
+        box = self._boxes[index]
+        box.texts.append(text)
+        box.finish_reason = reason
+        self._announce(index)
+
+    def end(self, usage: Usage, timings: Timings) -> None:
+        """The end of the request, right after the last ``finish``."""
+        self._last = (usage, timings)
+        if self._ranks:
+            chosen = best([box.logprobs for box in self._boxes], self._given)
+            self._boxes = [self._boxes[index] for index in chosen]
+            self._pending.extend(range(len(chosen)))
+
+    def fail(self, error: PillionError) -> None:
+        """The end of the request, to be told after what is pending."""
+        self._error = error
+
+    def take(self) -> Delta:
+        """The next delta; only while something is pending. Raises the error the request ended with."""
+        if not self._pending:
+            assert self._error is not None
+            self._over = True
+            raise self._error
+        index = self._pending.popleft()
+        box, self._boxes[index] = self._boxes[index], _Box()
+        usage, timings = None, None
+        if self._last is not None and not self._pending:
+            self._over = True
+            usage, timings = self._last
+        return Delta(
+            request_id=self._request_id,
+            text="".join(box.texts),
+            token_ids=tuple(box.token_ids),
+            finish_reason=box.finish_reason,
+            usage=usage,
+            timings=timings,
+            index=index,
+            logprobs=tuple(box.logprobs) if self._show_logprobs else (),
+        )
+
+    def _announce(self, index: int) -> None:
+        if not self._ranks and index not in self._pending:
+            self._pending.append(index)

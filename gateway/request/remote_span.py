@@ -1,0 +1,172 @@
+"""A span on a prefill worker of another node: its blocks flow to the decode worker's while later chunks are computed.
+
+    ticket at the prefill worker's node --> cached prefix fetched there --> chunk computed --> chunk computed --> ...
+                                                                                 |                 |
+    ticket at the decode worker's node  <------------ one fetch at a time, as far as is computed --+
+
+The second ticket ends with the span, whatever happens. A prefill worker that is lost raises; blocks that do not come
+over only end the span early (I1), for the decode worker computes what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from pillion.errors import DeadlineExceeded, Overloaded, Unavailable
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.fetching import bring
+from pillion.gateway.planning.planner import Source, bringing, chunks_between
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.events import Hold
+from pillion.gateway.request.job import Chain, Job
+from pillion.observability import telemetry
+from pillion.wire.prefill import ChunkAck, Span
+from pillion.wire.registry import PartRecord
+
+# Longest wait for KV memory at a prefill worker's node. Short, because the request holds memory at the decode worker's
+# node meanwhile: two requests may wait for each other's nodes, and then both go on without.
+MAX_REMOTE_ADMISSION_WAIT_S = 2.0
+
+
+def span_of(job: Job, chain: Chain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> Span:
+    """What a prefill worker is sent: from ``start_blocks``, which its ticket has, to the split."""
+    plan = action.plan
+    start_tokens = start_blocks * plan.block_size
+    return Span(
+        request_id=job.request_id,
+        attempt=action.attempt,
+        ticket_id=ticket_id,
+        parent_hash=chain.before(start_blocks),
+        start_tokens=start_tokens,
+        token_ids=action.token_ids[start_tokens : plan.split_tokens],
+        chunk_tokens=chunks_between(plan, start_blocks, plan.split_blocks),
+        priority=job.priority,
+    )
+
+
+class RemoteSpan:
+    """One span. ``on_chunk`` is told of every chunk that the decode worker's node has.
+
+    Args:
+        action: its plan's prefill worker is on another node than its hold.
+        worker: that prefill worker.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: Job,
+        chain: Chain,
+        action: ev.RunSpan,
+        worker: PartRecord,
+        on_chunk: Callable[[ChunkAck], None],
+    ) -> None:
+        self._cluster = cluster
+        self._job = job
+        self._chain = chain
+        self._action = action
+        self._worker = worker
+        self._on_chunk = on_chunk
+        # Blocks at the decode worker's node, and blocks at the prefill worker's.
+        self._here = action.plan.cached_blocks
+        self._there = 0
+        # Computed and not here yet; as many as the span has chunks.
+        self._acked: deque[ChunkAck] = deque()
+        self._news = asyncio.Event()
+
+    async def run(self) -> int:
+        """Where that ends, in tokens, which the decode worker's node has.
+
+        Raises PillionError where the prefill worker or its node is lost or refuses. Cancelled, it stops everything.
+        """
+        granted = await self._open_ticket()
+        if granted is not None:
+            hold, pinned_blocks = granted
+            try:
+                await self._run(hold, pinned_blocks)
+            finally:
+                # A node that is gone has let go of everything.
+                with contextlib.suppress(Unavailable):
+                    self._cluster.node(hold.node_id).release(hold)
+        return self._here * self._action.plan.block_size
+
+    async def _open_ticket(self) -> tuple[Hold, int] | None:
+        """At the prefill worker's node; None while memory is short there."""
+        job, split, left_s = self._job, self._action.plan.split_blocks, self._job.left_s()
+        wait_s = MAX_REMOTE_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_REMOTE_ADMISSION_WAIT_S)
+        with telemetry.tracer().start_as_current_span("kv.pin") as span:
+            link = self._cluster.node(self._worker.node_id)
+            epoch = link.epoch
+            try:
+                ticket = await link.client.open_ticket(
+                    epoch,
+                    self._chain.first(split),
+                    split + 1,
+                    resume=self._action.attempt > 1,
+                    timeout_s=wait_s,
+                    priority=job.priority,
+                    expected_blocks=min(split, self._action.plan.hinted_blocks(link.node_id)),
+                )
+            except (Overloaded, DeadlineExceeded):
+                return None
+            span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
+        return Hold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
+
+    async def _run(self, hold: Hold, pinned_blocks: int) -> None:
+        self._there = await self._lend_prefix(hold, pinned_blocks)
+        computing = asyncio.create_task(self._compute(hold), name=f"span of {self._job.request_id}")
+        computing.add_done_callback(lambda _: self._news.set())
+        try:
+            await self._carry(computing)
+        finally:
+            computing.cancel()
+            await asyncio.gather(computing, return_exceptions=True)
+
+    async def _lend_prefix(self, hold: Hold, pinned_blocks: int) -> int:
+        """Blocks that the span begins behind: what the node lacks comes from the decode worker's node, or others."""
+        plan = self._action.plan
+        others = [source for source in plan.sources if source.node_id != plan.node_id]
+        sources = sorted([Source(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
+        wanted = bringing(sources, hold.node_id, pinned_blocks, plan.split_blocks)
+        if wanted is None:
+            return pinned_blocks
+        hashes = self._chain.first(wanted.blocks)
+        names, left_s = wanted.source_node_ids, self._job.left_s()
+        return (await bring(self._cluster, hold, hashes, names, pinned_blocks, left_s)).blocks
+
+    async def _compute(self, hold: Hold) -> None:
+        plan = self._action.plan
+        if self._there >= plan.split_blocks:
+            return
+        span = span_of(self._job, self._chain, self._action, hold.ticket_id, self._there)
+        async for ack in self._cluster.prefill(self._worker.part_id).run_span(span, self._job.left_s()):
+            self._acked.append(ack)
+            self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
+            self._news.set()
+
+    async def _carry(self, computing: asyncio.Task[None]) -> None:
+        """Until all is here, or nothing more comes. Raises what ended ``computing``."""
+        while True:
+            over = computing.done()
+            if self._there > self._here:
+                if not await self._carry_over():
+                    return
+            elif over:
+                break
+            else:
+                await self._news.wait()
+                self._news.clear()
+        computing.result()
+
+    async def _carry_over(self) -> bool:
+        """One fetch, as far as is computed now. Returns whether it brought anything."""
+        action, before = self._action, self._here
+        hashes = self._chain.first(self._there)
+        sources, left_s = (self._worker.node_id,), self._job.left_s()
+        self._here = (await bring(self._cluster, action.hold, hashes, sources, before, left_s)).blocks
+        while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
+            self._on_chunk(self._acked.popleft())
+        return self._here > before

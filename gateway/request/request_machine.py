@@ -1,0 +1,376 @@
+"""The life of one answer to a request (I9): events and a clock in, actions out. Most requests have one answer.
+
+                   +--------------------- attempt + 1, tokens = prompt + emitted ---------------------+
+                   v                                                                                  |
+    start --> PLANNING --Planned--> PINNING --TicketGranted--> PREFILLING --SpanEnded--> DECODING     |
+                 |  ^                |  |                      ^    |                     |  |        |
+                 |  | no part lives  |  +--> FETCHING --Fetched+    |                     |  |        |
+                 |  |                |  others know more            |                     |  |        |
+                 +--+ yet (bounded)  | TicketLost          SpanLost |          DecodeLost |  |        |
+                                     +------------------------------+---------------------+--|--------+
+                                                                                             |
+                    DecodeFinished, StopHit --> Finish --+                                   |
+    any state:      Cancelled, DeadlinePassed,           +--> DONE <-------------------------+
+                    attempts used up --> Fail -----------+
+
+    each further answer, to a request that wants several:
+    start --> FOLLOWING --own Tokens, or Parted--> DECODING, and on as above
+                |   ^   --Parted, but its stream is lost already--> PLANNING, attempt + 1
+                +---+ Joined, Unjoined: the first answer's attempts, until it has a token
+
+A further answer (:mod:`pillion.gateway.request.choices`) has no ticket and no work of its own as long as it follows:
+its stream begins
+with the first answer's submit, and a loss before the first token is the first answer's business. From then on it is
+replayed like any other, with attempts of its own.
+
+Where the index knows more of the prompt than the ticket has pinned, on whatever node, that is fetched first. A fetch
+never fails: it brings less, and what is missing is computed (I1). So does a span that ends early, for its blocks may
+have to come from another node: the rest is the decode worker's.
+
+A plan without chunks skips PREFILLING. An attempt is named by its number, and what an older
+attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
+The ticket is released when the decode worker says that it holds it itself, or when the attempt ends before that;
+leaving an attempt stops its work and cancels its stream (I8). Every request has exactly one terminal action.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
+from pillion.gateway.planning.planner import Plan, bringing, replan, shorten
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.events import Action, Event, Hold
+from pillion.types import FinishReason, Timings, Usage
+from pillion.wire.decode import DecodeTimings
+
+# Before the second, third... attempt. A part that was lost is out of the plan at once; the pause is for the rest.
+FIRST_RETRY_DELAY_MS = 20
+MAX_RETRY_DELAY_MS = 500
+# How long a request that was under way waits for a lost part to come back, and how often it looks.
+MAX_PART_WAIT_S = 30.0
+PART_POLL_MS = 100
+
+
+class State(Enum):
+    """Where a request is."""
+
+    FOLLOWING = "following"
+    PLANNING = "planning"
+    PINNING = "pinning"
+    FETCHING = "fetching"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+class RequestMachine:
+    """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds.
+
+    One that ``follows`` is told of the first answer's fate by Joined, Unjoined and Parted.
+    """
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        max_attempts: int,
+        arrived: float,
+        follows: bool = False,
+    ) -> None:
+        self.prompt = prompt
+        self.state = State.FOLLOWING if follows else State.PLANNING
+        self.attempt = 1
+        self.emitted: list[int] = []
+        self.plan: Plan | None = None
+        self.hold: Hold | None = None
+        self._max_tokens = max_tokens
+        self._stop_ids = stop_token_ids
+        self._max_attempts = max_attempts
+        self._avoid: frozenset[str] = frozenset()
+        self._part_wait_until = arrived
+        self._lost: ev.DecodeLost | None = None
+        self._log = _Log(arrived)
+
+    def start(self) -> list[Action]:
+        """The first look-up, unless another answer makes it."""
+        return [] if self.state is State.FOLLOWING else [self._look_up(0)]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about it, in order. Nothing is an answer too: late and foreign events are normal."""
+        if isinstance(event, ev.Tokens) and self.state is State.DECODING:
+            # Nearly all events are these, so they are asked for first.
+            return self._decoding(event, now) if event.attempt == self.attempt else []
+        match event:
+            case ev.TicketGranted():
+                return self._granted(event, now)
+            case _ if self.state is State.DONE:
+                return []
+            case ev.Cancelled():
+                return self._end(ev.Fail(Cancelled("the client went away")), now)
+            case ev.DeadlinePassed():
+                return self._end(ev.Fail(DeadlineExceeded("the request's deadline passed")), now)
+            case ev.StopHit():
+                del self.emitted[event.kept_tokens :]
+                return self._end(ev.Finish(FinishReason.STOP), now)
+            case ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
+                return self._decoding(event, now) if event.attempt == self.attempt else []
+            case ev.Joined() | ev.Unjoined() | ev.Parted():
+                return self._follow(event, now) if self.state is State.FOLLOWING else []
+            case _ if event.attempt != self.attempt:
+                return []
+            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.FOLLOWING:
+                return self._following(event, now)
+            case ev.Planned() | ev.PlanFailed() if self.state is State.PLANNING:
+                return self._planned(event, now)
+            case ev.TicketLost() if self.state is State.PINNING:
+                self._avoid |= {self._plan().node_id}
+                return self._retry_or_fail(event.error, event.retryable, now)
+            case ev.Fetched() if self.state is State.FETCHING:
+                return self._go_on(event.blocks, now)
+            case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self.state is State.PREFILLING:
+                return self._prefilling(event, now)
+            case ev.Adopted() if self.state is State.DECODING:
+                return self._let_go()
+            case ev.WentSilent():
+                return self._silent(now)
+        return []
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(len(self.prompt), self._log.cached_tokens, len(self.emitted))
+
+    def timings(self, now: float) -> Timings:
+        """Where the prompt and the time went so far; the three parts add up to the prompt."""
+        return self._log.timings(len(self.prompt), self.plan, self.attempt, now)
+
+    # ---- one state each -----------------------------------------------------------------------------------------
+
+    def _follow(self, event: ev.Joined | ev.Unjoined | ev.Parted, now: float) -> list[Action]:
+        if isinstance(event, ev.Parted):
+            self.state = State.DECODING
+            return [] if self._lost is None else self._decoding(self._lost, now)
+        cancel: list[Action] = [] if self.plan is None else [ev.CancelDecode(self.attempt)]
+        self.attempt, self._lost = event.attempt, None
+        self.plan = event.plan if isinstance(event, ev.Joined) else None
+        return cancel
+
+    def _following(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
+        if self.plan is None:
+            # No stream has begun.
+            return []
+        if isinstance(event, ev.DecodeLost):
+            # Whether that is a loss of our own or the first answer's, which is tried again, is told by what comes next.
+            self._lost = event
+            return []
+        self.state = State.DECODING
+        return self._decoding(event, now)
+
+    def _planned(self, event: ev.Planned | ev.PlanFailed, now: float) -> list[Action]:
+        if isinstance(event, ev.PlanFailed):
+            if isinstance(event.error, Unavailable) and now < self._part_wait_until:
+                # The request was under way when a part was lost: a supervisor may be bringing it back.
+                return [self._look_up(PART_POLL_MS)]
+            return self._end(ev.Fail(event.error), now)
+        self.plan = event.plan
+        self.state = State.PINNING
+        return [ev.OpenTicket(self.attempt, event.plan)]
+
+    def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
+        if event.attempt != self.attempt or self.state is not State.PINNING:
+            return [ev.ReleaseTicket(event.hold)]
+        self.hold = event.hold
+        self.plan = replan(self._plan(), event.pinned_blocks)
+        self._log.admit(now)
+        pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
+        wanted = bringing(self.plan.sources, self.plan.node_id, pinned, limit)
+        if wanted is None:
+            return self._go_on(pinned, now)
+        self.state = State.FETCHING
+        return [ev.Fetch(self.attempt, self.plan, event.hold, wanted)]
+
+    def _go_on(self, blocks: int, now: float) -> list[Action]:
+        """With what is there now: at least what was pinned."""
+        assert self.hold is not None
+        self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
+        self._log.find(self.plan)
+        if not self.plan.chunks:
+            return self._submit()
+        self.state = State.PREFILLING
+        self._log.span_sent = now
+        return [ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())]
+
+    def _prefilling(self, event: ev.ChunkAcked | ev.SpanEnded | ev.SpanLost, now: float) -> list[Action]:
+        plan = self._plan()
+        # Of a replay only the prompt's part counts, and its last token is always the decode worker's.
+        limit = min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
+        if isinstance(event, ev.ChunkAcked):
+            self._log.ack(min(event.ack.end_tokens, limit), now)
+            return []
+        if isinstance(event, ev.SpanEnded):
+            self._log.reach(min(event.end_tokens, limit))
+            self.plan = shorten(plan, event.end_tokens)
+            return self._submit()
+        if plan.prefill is not None:
+            self._avoid |= {plan.prefill.part_id}
+        return self._retry_or_fail(event.error, event.retryable, now)
+
+    def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
+        if isinstance(event, ev.Tokens):
+            self._log.decode = event.timings or self._log.decode
+            left = self._max_tokens - len(self.emitted)
+            ids = event.token_ids[:left]
+            if not ids:
+                return []
+            self.emitted.extend(ids)
+            if self._log.first_token is None:
+                self._log.first_token = now
+            return [ev.Emit(ids, event.logprobs[:left])]
+        if isinstance(event, ev.DecodeFinished):
+            self._log.decode = event.timings or self._log.decode
+            return self._end(ev.Finish(event.reason), now, stream_over=True)
+        return self._stream_lost(event.error, event.retryable, now, stream_over=True)
+
+    def _stream_lost(self, error: PillionError, retryable: bool, now: float, stream_over: bool) -> list[Action]:
+        # The last token may have arrived before its worker was lost.
+        if self.emitted and self.emitted[-1] in self._stop_ids:
+            return self._end(ev.Finish(FinishReason.STOP), now, stream_over)
+        if len(self.emitted) >= self._max_tokens:
+            return self._end(ev.Finish(FinishReason.LENGTH), now, stream_over)
+        self._avoid |= {self._plan().decode.part_id}
+        return self._retry_or_fail(error, retryable, now, stream_over)
+
+    def _silent(self, now: float) -> list[Action]:
+        if self.state is State.FOLLOWING:
+            return []
+        error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
+        if self.state is State.DECODING:
+            return self._stream_lost(error, True, now, stream_over=False)
+        if self.state is State.PREFILLING and (worker := self._plan().prefill) is not None:
+            self._avoid |= {worker.part_id}
+        return self._retry_or_fail(error, True, now)
+
+    # ---- moves --------------------------------------------------------------------------------------------------
+
+    def tokens(self) -> tuple[int, ...]:
+        """What this attempt has to work with: prompt, and answer so far."""
+        return (*self.prompt, *self.emitted)
+
+    def _submit(self) -> list[Action]:
+        assert self.hold is not None
+        self.state = State.DECODING
+        return [ev.SubmitDecode(self.attempt, self._plan(), self.hold, self.tokens())]
+
+    def _look_up(self, after_ms: int) -> Action:
+        return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms)
+
+    def _retry_or_fail(
+        self, error: PillionError, retryable: bool, now: float, stream_over: bool = False
+    ) -> list[Action]:
+        if not retryable:
+            return self._end(ev.Fail(error), now, stream_over)
+        if self.attempt >= self._max_attempts:
+            said = f"given up after {self.attempt} attempts; the last one: {error.message}"
+            last = Overloaded(said, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(said)
+            return self._end(ev.Fail(last), now, stream_over)
+        leaving = self._leave(stream_over)
+        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
+        self.attempt += 1
+        self.state = State.PLANNING
+        self._part_wait_until = now + MAX_PART_WAIT_S
+        return [*leaving, self._look_up(delay_ms)]
+
+    def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
+        leaving = self._leave(stream_over)
+        self.state = State.DONE
+        self._log.ended = now
+        return [*leaving, terminal]
+
+    def _leave(self, stream_over: bool = False) -> list[Action]:
+        """Stop whatever the current attempt does, wherever it is."""
+        actions: list[Action] = []
+        streams = self.state is State.DECODING or (self.state is State.FOLLOWING and self.plan is not None)
+        if streams and not stream_over:
+            actions.append(ev.CancelDecode(self.attempt))
+        elif self.state in (State.PLANNING, State.PINNING, State.FETCHING, State.PREFILLING):
+            actions.append(ev.StopWork(self.attempt))
+        return [*actions, *self._let_go()]
+
+    def _let_go(self) -> list[Action]:
+        """Of the ticket, once: at the hand-over to the decode worker, or when the attempt ends before it. A hold that
+        stayed would keep blocks pinned that a preempted stream must give up for others."""
+        hold, self.hold = self.hold, None
+        return [] if hold is None else [ev.ReleaseTicket(hold)]
+
+    def _plan(self) -> Plan:
+        if self.plan is None:
+            raise Internal("the request has no plan in this state")
+        return self.plan
+
+
+class _Log:
+    """When things happened, for Timings."""
+
+    def __init__(self, arrived: float) -> None:
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.found = False
+        self.cached_tokens = 0
+        self.acked_tokens = 0
+        self.chunks = 0
+        self.span_sent: float | None = None
+        self.prefill_ms = 0.0
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self.decode: DecodeTimings | None = None
+
+    def admit(self, now: float) -> None:
+        """The first admission counts."""
+        if self.admitted is None:
+            self.admitted = now
+
+    def find(self, plan: Plan) -> None:
+        """What was pinned or fetched; the first time counts, before anything was computed for this request."""
+        if not self.found:
+            self.found = True
+            self.cached_tokens = plan.cached_tokens
+
+    def ack(self, end_tokens: int, now: float) -> None:
+        """One chunk; the time since the dispatch or the chunk before it is prefill time."""
+        self.chunks += 1
+        self.reach(end_tokens)
+        since = self.span_sent if self.span_sent is not None else now
+        self.prefill_ms += (now - since) * 1000
+        self.span_sent = now
+
+    def reach(self, end_tokens: int) -> None:
+        """Everything before it is there for the decode worker."""
+        self.acked_tokens = max(self.acked_tokens, end_tokens)
+
+    def timings(self, prompt_tokens: int, plan: Plan | None, attempt: int, now: float) -> Timings:
+        """See Timings in common.proto."""
+        prefilled = max(0, self.acked_tokens - self.cached_tokens)
+        worker = self.decode or DecodeTimings()
+        prefill = plan.prefill.part_id if plan and plan.prefill and self.chunks else ""
+
+        def since_arrival_ms(moment: float | None) -> float:
+            return ((now if moment is None else moment) - self.arrived) * 1000
+
+        return Timings(
+            cached_tokens=self.cached_tokens,
+            prefilled_tokens=prefilled,
+            prefill_chunks=self.chunks,
+            remnant_tokens=prompt_tokens - self.cached_tokens - prefilled,
+            remnant_steps=worker.remnant_steps,
+            admission_ms=since_arrival_ms(self.admitted),
+            prefill_ms=self.prefill_ms,
+            decode_queue_ms=worker.queue_ms,
+            time_to_first_token_ms=since_arrival_ms(self.first_token),
+            total_ms=since_arrival_ms(self.ended),
+            replays=attempt - 1,
+            preemptions=worker.preemptions,
+            prefill_worker=prefill,
+            decode_worker=plan.decode.part_id if plan else "",
+            plan_reason=plan.reason if plan else "",
+        )

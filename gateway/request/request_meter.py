@@ -1,0 +1,139 @@
+"""What requests did, for the metrics: when tokens came, where the prompt's KV came from, how it all ended.
+
+RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
+GatewayMeter (one)                   refused at the edge; keeps the cells, by model and operation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pillion.errors import Cancelled, Overloaded, PillionError
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Meters, Reading
+from pillion.types import Timings, Usage
+
+CHAT, TEXT = "chat", "text_completion"
+CANCELLED = "cancelled"
+
+
+class GatewayMeter:
+    """Of one gateway."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+
+    def refused(self, error: PillionError) -> None:
+        """A request that never began. A quota or bound that was met is named; a tenant is not."""
+        met = error.quotas if isinstance(error, Overloaded) else ()
+        bound = met[0].subject.rpartition("/")[2] if met else ""
+        kind = type(error).__name__
+        self._meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
+
+    def request(self, model: str, operation: str, arrived_s: float, answers: int) -> RequestMeter:
+        """A request begins."""
+        return RequestMeter(self._meters, model, operation, arrived_s, answers)
+
+
+class RequestMeter:
+    """Of one request. Times are the event loop's, in seconds.
+
+    Args:
+        arrived_s: when it came.
+        answers: that are generated.
+    """
+
+    __slots__ = (
+        "_arrived_s",
+        "_counts",
+        "_first_s",
+        "_generated",
+        "_itl",
+        "_last_s",
+        "_meters",
+        "_model",
+        "_operation",
+    )
+
+    def __init__(self, meters: Meters, model: str, operation: str, arrived_s: float, answers: int) -> None:
+        self._meters = meters
+        self._model = model
+        self._operation = operation
+        self._arrived_s = arrived_s
+        self._itl = meters.distribution(names.ITL, model)
+        self._generated = meters.counter(names.GENERATED_TOKENS, model)
+        self._first_s = [0.0] * answers
+        self._last_s = [0.0] * answers
+        self._counts = [0] * answers
+
+    def tokens(self, index: int, count: int, now_s: float) -> None:
+        """``count`` tokens of an answer came together: what lies between two messages is shared out among them."""
+        self._generated.add(count)
+        if self._counts[index]:
+            self._itl.observe((now_s - self._last_s[index]) / count, count)
+        else:
+            if not any(self._counts):
+                self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
+            self._first_s[index] = now_s
+            if count > 1:
+                # Those that came with it: nobody waited between them.
+                self._itl.observe(0.0, count - 1)
+        self._last_s[index] = now_s
+        self._counts[index] += count
+
+    def ended(
+        self,
+        now_s: float,
+        usage: Usage,
+        timings: Timings,
+        brought: tuple[int, int],
+        reasons: Sequence[str],
+        error: PillionError | None,
+    ) -> None:
+        """Once.
+
+        Args:
+            brought: tokens of the prompt that were fetched from other nodes, and restored from disk.
+            reasons: why each answer that is given ended, where it did.
+            error: why the request failed.
+        """
+        model, meters = self._model, self._meters
+        kind = "" if error is None or isinstance(error, Cancelled) else type(error).__name__
+        meters.distribution(names.DURATION, self._operation, model, kind).observe(now_s - self._arrived_s)
+        for first_s, last_s, count in zip(self._first_s, self._last_s, self._counts, strict=True):
+            if count > 1:
+                per_token_s = (last_s - first_s) / (count - 1)
+                meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
+        outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
+        meters.counter(names.REQUESTS, model, outcome).add()
+        # Of none too: an increase is seen only from a value that was there before.
+        meters.counter(names.REPLAYS, model).add(timings.replays)
+        self._prompt(usage, timings, brought)
+
+    def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:
+        if not any(self._counts):
+            # Nobody knows what of its prompt was computed.
+            return
+        model, meters = self._model, self._meters
+        waited_ms = timings.admission_ms + timings.decode_queue_ms
+        meters.distribution(names.QUEUE_TIME, model).observe(waited_ms / 1000)
+        fetched, restored = brought
+        sources = {
+            "pool": max(0, usage.cached_tokens - fetched - restored),
+            "fetched": fetched,
+            "restored": restored,
+            "prefill": timings.prefilled_tokens,
+            "remnant": timings.remnant_tokens,
+        }
+        for source, tokens in sources.items():
+            meters.counter(names.PROMPT_TOKENS, model, source).add(tokens)
+        computed = timings.prefilled_tokens + timings.remnant_tokens
+        if computed:
+            meters.distribution(names.SPLIT, model).observe(timings.prefilled_tokens / computed)
+
+
+def readings(running: int, waiting: int, index_available: bool) -> Iterator[Reading]:
+    """What a gateway has under way."""
+    yield names.REQUESTS_NOW, ("running",), running - waiting
+    yield names.REQUESTS_NOW, ("waiting",), waiting
+    yield names.INDEX_UP, (), float(index_available)

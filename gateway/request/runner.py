@@ -1,0 +1,288 @@
+"""One request under way: its answers' events in, their actions out, and the text to the client.
+
+There is no task per request beyond the calls under way: events are handled where they arrive, on the event loop, and
+the reader is woken. What the reader has not taken yet is merged (:mod:`pillion.gateway.request.outbox`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from opentelemetry import trace
+
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.calls import Calls
+from pillion.gateway.request.choices import Choices, Todo
+from pillion.gateway.request.events import Action, Event
+from pillion.gateway.request.job import Job
+from pillion.gateway.request.outbox import Outbox
+from pillion.gateway.request.request_machine import RequestMachine, State
+from pillion.gateway.request.request_meter import RequestMeter
+from pillion.gateway.request.validation import answer_seed
+from pillion.gateway.tokens.answer import Answer
+from pillion.types import Delta, FinishReason, Timings, Usage
+
+log = logging.getLogger("pillion.gateway")
+
+# Nothing heard of an answer for so long, chunk or token: its worker hangs.
+MAX_SILENCE_S = 300.0
+
+
+class Generation:
+    """An asynchronous iterator of deltas, for one reader; raises PillionError where the request fails.
+
+    ``cancel`` may be called at any time, any number of times, and frees everything at once (I8).
+
+    Args:
+        job: the request.
+        cluster: who works for it.
+        answers: one, empty, for each answer that is generated.
+        span: its trace span, which the generation ends.
+        meter: hears when tokens come and how it ends.
+        on_end: told once, with the tokens used.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        answers: Sequence[Answer],
+        span: trace.Span,
+        meter: RequestMeter,
+        on_end: Callable[[Usage], None],
+    ) -> None:
+        self.job = job
+        self._answers = tuple(answers)
+        self._span = span
+        self._meter = meter
+        self._on_end = on_end
+        indexes = range(len(self._answers))
+        self._choices = Choices([self._machine(index) for index in indexes])
+        self._calls = [self._calls_of(index, cluster) for index in indexes]
+        self._outbox = Outbox(job.request_id, len(indexes), job.answers, job.show_logprobs)
+        self._inbox: deque[tuple[int | None, Event]] = deque()
+        self._handling = False
+        self._defect: PillionError | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._heard_at = [time.monotonic()] * len(indexes)
+        # The reader's, while it waits.
+        self._waiter: asyncio.Future[None] | None = None
+        self._emitted = False
+        self._reasons = [""] * len(indexes)
+        self.ended = False
+        # Neither the client nor its deadline ended it: it could not be served.
+        self.failed_unserved = False
+
+    def start(self) -> None:
+        """Begins. Call once."""
+        if self.job.deadline is not None:
+            left_s = max(0.0, self.job.deadline - time.monotonic())
+            self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
+        self._watch_silence()
+        self._act(self._choices.start())
+
+    def cancel(self) -> None:
+        """The client went away."""
+        self._post(None, ev.Cancelled())
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next delta, or the error, is there already."""
+        return self._outbox.pending
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._choices.usage()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._outbox.over:
+            raise StopAsyncIteration
+        while not self._outbox.pending:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outbox.take()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # ---- events in, actions out ---------------------------------------------------------------------------------
+
+    def _post(self, index: int | None, event: Event) -> None:
+        """Handles ``event`` now, of one answer or of all; called while another is handled, right after it."""
+        self._inbox.append((index, event))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                self._act(self._handle(*self._inbox.popleft()))
+        except Exception as error:  # noqa: BLE001  (a defect must end its request, not the gateway)
+            self._handling = False
+            self._broke(error)
+        finally:
+            self._handling = False
+
+    def _handle(self, index: int | None, event: Event) -> list[Todo]:
+        now = time.monotonic()
+        if index is None:
+            return self._choices.handle_all(event, now)
+        self._heard_at[index] = now
+        return self._choices.handle(index, event, now)
+
+    def _broke(self, error: BaseException) -> None:
+        log.error("request %s failed", self.job.request_id, exc_info=error)
+        again, self._defect = self._defect, Internal("internal error; the gateway's log says more")
+        if again is None:
+            # Cancelling frees what the request holds; the reader is told the defect instead.
+            self._post(None, ev.Cancelled())
+        self._fail(self._defect)
+
+    def _act(self, todos: Sequence[Todo]) -> None:
+        for index, action in todos:
+            self._perform(index, action)
+
+    def _perform(self, index: int, action: Action) -> None:
+        calls = self._calls[index]
+        match action:
+            case ev.Emit():
+                # Nearly all actions are these.
+                self._emit(index, action)
+            case ev.LookUp():
+                if action.attempt > 1:
+                    # It goes on elsewhere, or there again.
+                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
+                calls.look_up(action)
+            case ev.OpenTicket():
+                calls.open_ticket(action)
+            case ev.Fetch():
+                calls.fetch(action)
+            case ev.RunSpan():
+                calls.run_span(action)
+            case ev.SubmitDecode():
+                calls.submit(action, [self._calls[fork] for fork in action.forks])
+            case ev.StopWork():
+                calls.stop_work()
+            case ev.CancelDecode():
+                calls.cancel_decode()
+            case ev.ReleaseTicket():
+                calls.release(action.hold)
+            case ev.Finish():
+                self._finish(index, action.reason)
+            case ev.Fail():
+                self._fail(self._defect or action.error)
+
+    def _emit(self, index: int, action: ev.Emit) -> None:
+        """Every token of the request passes here, once, with those that came with it, over all answers and attempts."""
+        if not self._emitted:
+            self._emitted = True
+            self._span.add_event("first token")
+        answer = self._answers[index]
+        self._meter.tokens(index, len(action.token_ids), self._heard_at[index])
+        self._outbox.add(index, answer.push(action.token_ids, action.logprobs))
+        self._wake()
+        if answer.stopped:
+            self._post(index, ev.StopHit(answer.completion_tokens))
+
+    def _finish(self, index: int, reason: FinishReason) -> None:
+        answer = self._answers[index]
+        text = answer.flush()
+        if answer.stopped:
+            # The end of the stream made the held-back characters certain, and they completed a stop string.
+            reason = FinishReason.STOP
+        self._calls[index].assign({})
+        self._reasons[index] = reason.value
+        self._outbox.finish(index, text, reason)
+        self._wake()
+        if all(self._reasons) and not self.ended:
+            self._outbox.end(self._choices.usage(), self._choices.timings(time.monotonic()))
+            self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+            self._end(None)
+
+    def _fail(self, error: PillionError) -> None:
+        if self.ended:
+            return
+        self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
+        self._outbox.fail(error)
+        self._span.set_attribute("error.type", type(error).__name__)
+        self._span.set_status(trace.StatusCode.ERROR, error.message)
+        self._end(error)
+
+    def _end(self, error: PillionError | None) -> None:
+        self.ended = True
+        for calls in self._calls:
+            calls.assign({})
+        for timer in (self._deadline, self._silence):
+            if timer is not None:
+                timer.cancel()
+        usage, span = self._choices.usage(), self._span
+        span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
+        span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._choices.machines))
+        span.end()
+        now, brought = time.monotonic(), self._calls[0].brought_tokens
+        timings = self._choices.timings(now)
+        self._meter.ended(now, usage, timings, brought, self._reasons, error)
+        self._note(usage, timings, error)
+        self._on_end(usage)
+        self._wake()
+
+    def _note(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
+        """One line in the log."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
+        said = {
+            "request_id": self.job.request_id,
+            "model": self.job.model,
+            "ended": how,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "time_to_first_token_ms": round(timings.time_to_first_token_ms, 1),
+            "total_ms": round(timings.total_ms, 1),
+            "replays": timings.replays,
+        }
+        with trace.use_span(self._span):
+            words = " ".join(f"{name}={value}" for name, value in said.items())
+            log.info("request %s", words, extra={"fields": said})
+
+    def _watch_silence(self) -> None:
+        """Per answer: one that hangs is not excused by the others' tokens."""
+        longest_s = 0.0
+        for index, machine in enumerate(self._choices.machines):
+            if machine.state is State.DONE:
+                continue
+            quiet_s = time.monotonic() - self._heard_at[index]
+            if quiet_s >= MAX_SILENCE_S:
+                self._post(index, ev.WentSilent(machine.attempt))
+                quiet_s = 0.0
+            longest_s = max(longest_s, quiet_s)
+        if not self.ended:
+            self._silence = asyncio.get_running_loop().call_later(MAX_SILENCE_S - longest_s, self._watch_silence)
+
+    # ---- made once ------------------------------------------------------------------------------------------------
+
+    def _machine(self, index: int) -> RequestMachine:
+        job, resolved = self.job, self.job.resolved
+        stop_ids = frozenset(resolved.stop_token_ids)
+        return RequestMachine(
+            job.prompt, resolved.max_tokens, stop_ids, job.max_attempts, job.arrived, follows=index > 0
+        )
+
+    def _calls_of(self, index: int, cluster: Cluster) -> Calls:
+        seed = answer_seed(self.job.resolved.sampling.seed or 0, index)
+        return Calls(self.job, seed, cluster, self._span, partial(self._post, index), self._broke)

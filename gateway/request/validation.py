@@ -1,0 +1,271 @@
+"""What a request must be before anything works for it. Every wrong field is named, all at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pillion.errors import FieldViolation, InvalidRequest, NotFound
+from pillion.priority import MAX_PRIORITY
+from pillion.sampling_ranges import range_violations
+from pillion.types import GenerateRequest, SamplingParams
+
+MAX_PROMPT_CHARS = 4 * 2**20
+MAX_MESSAGES = 4096
+# A million tokens as ids, or the longest text in most scripts. The transport itself refuses 16 MiB and more, with
+# RESOURCE_EXHAUSTED: such a message is never read at all.
+MAX_REQUEST_BYTES = 8 * 2**20
+# Above these a list is refused unread; the model's and the fields' own bounds are judged later.
+MAX_PROMPT_IDS = 2**20
+MAX_ITEMS = MAX_MESSAGES
+MAX_ROLE_CHARS = 32
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+# Answers that one prompt may be asked for.
+MAX_ANSWERS = 128
+# Answers times the log probabilities of each token: what a request may pile up here while nobody reads it.
+MAX_REPORTED = 512
+MAX_CACHE_SALT_CHARS = 256
+MAX_REQUEST_ID_CHARS = 128
+# A list of a million wrong ids is one mistake, not a million violations.
+MAX_VIOLATIONS = 32
+
+_T = TypeVar("_T")
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+# A request id goes into headers, trailers and logs.
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What of a model bounds a request."""
+
+    name: str
+    max_model_len_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all attempts."""
+
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def check_model(name: str, known: Collection[str]) -> str:
+    """The served model that ``name`` means; "" means the only one. Raises NotFound, and InvalidRequest where a name is
+    needed, both listing the known ones."""
+    if name in known:
+        return name
+    if not name and len(known) == 1:
+        return next(iter(known))
+    listed = ", ".join(sorted(known))
+    if not name:
+        raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
+    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether it may be a request's label, and be said in headers, trailers and logs."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
+
+
+def check_size(size_bytes: int) -> None:
+    """Raises InvalidRequest for a message that no prompt needs."""
+    if size_bytes > MAX_REQUEST_BYTES:
+        said = f"the message has {size_bytes} bytes; at most {MAX_REQUEST_BYTES}"
+        raise InvalidRequest.of(FieldViolation("(message)", said))
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Before anything is made of a message: no field holds absurdly many items. They are counted at no cost, but
+    millions of Python objects would stop every stream for seconds. ``counts`` by field. Raises InvalidRequest."""
+    bounds = {"token_ids": MAX_PROMPT_IDS}
+    found = [
+        FieldViolation(field, f"{count} items; at most {most}")
+        for field, count in counts.items()
+        if count > (most := bounds.get(field, MAX_ITEMS))
+    ]
+    if found:
+        raise InvalidRequest.of(*found)
+
+
+def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
+    """All that can be said before tokenizing. Raises InvalidRequest with every violation (at most MAX_VIOLATIONS)."""
+    found: list[FieldViolation] = []
+    for violation in _violations(request, limits):
+        found.append(violation)
+        if len(found) == MAX_VIOLATIONS:
+            break
+    if found:
+        raise InvalidRequest.of(*found)
+
+
+def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
+    """A prompt must leave room for one token. Raises InvalidRequest."""
+    most = limits.max_model_len_tokens - 1
+    if prompt_tokens > most:
+        raise InvalidRequest.of(FieldViolation(field, f"{prompt_tokens} tokens; the model takes at most {most}"))
+    if prompt_tokens == 0:
+        raise InvalidRequest.of(FieldViolation(field, "it holds no tokens"))
+
+
+def prompt_field(request: GenerateRequest) -> str:
+    """The field that holds the prompt of a checked request."""
+    return "messages" if request.messages else "token_ids" if request.token_ids else "text"
+
+
+def resolve(
+    sampling: SamplingParams, prompt_tokens: int, eos_token_ids: tuple[int, ...], limits: ModelLimits, drawn_seed: int
+) -> Resolved:
+    """Every default decided (I6). ``drawn_seed`` is used where the client gave none.
+
+    Where the best answers are to be chosen, ``logprobs`` is decided too, whether the client sees any or not.
+    """
+    room = limits.max_model_len_tokens - prompt_tokens
+    wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    answers = _said(sampling.n, 1)
+    best_of = _said(sampling.best_of, answers)
+    ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
+    return Resolved(
+        sampling=SamplingParams(
+            temperature=_said(sampling.temperature, 1.0),
+            top_p=_said(sampling.top_p, 1.0),
+            top_k=max(0, sampling.top_k or 0),
+            min_p=sampling.min_p or 0.0,
+            seed=_said(sampling.seed, drawn_seed),
+            max_tokens=wanted,
+            ignore_eos=sampling.ignore_eos,
+            repetition_penalty=_said(sampling.repetition_penalty, 1.0),
+            presence_penalty=sampling.presence_penalty or 0.0,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            logit_bias=sampling.logit_bias,
+            # The context may have less left than was asked for.
+            min_tokens=min(sampling.min_tokens or 0, wanted),
+            logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
+            n=answers,
+            best_of=best_of,
+        ),
+        stop_token_ids=tuple(dict.fromkeys(ends)),
+        max_tokens=wanted,
+    )
+
+
+def answer_seed(seed: int, index: int) -> int:
+    """The seed of answer ``index`` (I6): the request's own for the first one, the next numbers for the others."""
+    return (seed + index + 2**63) % 2**64 - 2**63
+
+
+def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
+    yield from _prompt(request, limits)
+    yield from _sampling(request.sampling, limits)
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        yield FieldViolation("priority", f"{request.priority} is not in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+        yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
+    if not _is_text(request.cache_salt):
+        yield FieldViolation("cache_salt", "not valid Unicode")
+    if not request.request_id or is_request_id(request.request_id):
+        return
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        yield FieldViolation("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters")
+    else:
+        yield FieldViolation("request_id", "only letters, digits and . _ : / + = - are allowed")
+
+
+def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
+    given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
+    if not given:
+        yield FieldViolation("text", "the prompt is empty; give one of text, token_ids and messages")
+    for name in given if len(given) > 1 else ():
+        yield FieldViolation(
+            name, f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"
+        )
+    if len(request.text) > MAX_PROMPT_CHARS:
+        yield FieldViolation("text", f"longer than {MAX_PROMPT_CHARS} characters")
+    elif not _is_text(request.text):
+        yield FieldViolation("text", "not valid Unicode")
+    if len(request.token_ids) >= limits.max_model_len_tokens:
+        most = limits.max_model_len_tokens - 1
+        yield FieldViolation("token_ids", f"{len(request.token_ids)} tokens; the model takes at most {most}")
+    else:
+        yield from _ids("token_ids", request.token_ids, limits)
+    yield from _messages(request)
+
+
+def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
+    if len(request.messages) > MAX_MESSAGES:
+        yield FieldViolation("messages", f"more than {MAX_MESSAGES} messages")
+        return
+    if sum(len(message.content) for message in request.messages) > MAX_PROMPT_CHARS:
+        yield FieldViolation("messages", f"longer than {MAX_PROMPT_CHARS} characters together")
+        return
+    for n, message in enumerate(request.messages):
+        if len(message.role) > MAX_ROLE_CHARS or not _ROLE.fullmatch(message.role):
+            said = f"a word of at most {MAX_ROLE_CHARS} letters and digits, such as system, user or assistant"
+            yield FieldViolation(f"messages[{n}].role", said)
+        if not _is_text(message.content):
+            yield FieldViolation(f"messages[{n}].content", "not valid Unicode")
+
+
+def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
+    yield from range_violations(sampling, limits.vocab_size)
+    most = limits.max_model_len_tokens
+    max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
+    if max_tokens is not None and not 1 <= max_tokens <= most:
+        yield FieldViolation("sampling.max_tokens", f"{max_tokens} is not in [1, {most}]")
+    elif min_tokens is not None and not 0 <= min_tokens <= (max_tokens or most):
+        what = "max_tokens" if max_tokens else "the model's context"
+        yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {max_tokens or most}], up to {what}")
+    for name, count in (("n", sampling.n), ("best_of", sampling.best_of)):
+        if count is not None and not 1 <= count <= MAX_ANSWERS:
+            yield FieldViolation(f"sampling.{name}", f"{count} is not in [1, {MAX_ANSWERS}]")
+    if sampling.best_of is not None and sampling.best_of < (sampling.n or 1):
+        yield FieldViolation("sampling.best_of", f"{sampling.best_of} is less than n, which is {sampling.n or 1}")
+    reported = max(sampling.n or 1, sampling.best_of or 1) * (1 + (sampling.logprobs or 0))
+    if reported > MAX_REPORTED:
+        said = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
+        yield FieldViolation("sampling.logprobs", said)
+    yield from _stops(sampling, limits)
+
+
+def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
+    if len(sampling.stop) > MAX_STOPS:
+        yield FieldViolation("sampling.stop", f"{len(sampling.stop)} stop strings; at most {MAX_STOPS}")
+    for n, stop in enumerate(sampling.stop[:MAX_STOPS]):
+        if not stop:
+            yield FieldViolation(f"sampling.stop[{n}]", "empty")
+        elif len(stop) > MAX_STOP_CHARS:
+            yield FieldViolation(f"sampling.stop[{n}]", f"longer than {MAX_STOP_CHARS} characters")
+        elif not _is_text(stop):
+            yield FieldViolation(f"sampling.stop[{n}]", "not valid Unicode")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        said = f"{len(sampling.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
+        yield FieldViolation("sampling.stop_token_ids", said)
+    else:
+        yield from _ids("sampling.stop_token_ids", sampling.stop_token_ids, limits)
+
+
+def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterator[FieldViolation]:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        for n, token_id in enumerate(token_ids):
+            if not 0 <= token_id < limits.vocab_size:
+                yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {limits.vocab_size})")
+
+
+def _said(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""Renders chat templates in a process of its own: run as a file by :mod:`pillion.gateway.tokens.chat_template`,
+never imported by it.
+
+A template is code out of a model's folder, and nothing inside a Python process can stop a thread that computes
+``10 ** 10 ** 9``. So the box is the operating system's: a timer whose signal ends this process, and a limit on its
+memory. It speaks over its standard streams: a four-byte length, then JSON; first the set-up, then conversations.
+It needs the standard library and jinja2 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's words for training; when serving it is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own protocol)
+
+    def parse(self, parser: Any) -> Any:
+        """The body, as if the tag were not there."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class TemplateRefused(jinja2.TemplateError):
+    """The template itself called ``raise_exception``: the conversation is not one it knows."""
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """What transformers gives a chat template, no more."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = strftime_now
+    return env
+
+
+def raise_exception(message: str) -> None:
+    """Lets a template refuse a conversation."""
+    raise TemplateRefused(message)
+
+
+def strftime_now(format: str) -> str:  # noqa: A002  (the name templates use)
+    """The local time."""
+    return datetime.now().astimezone().strftime(format)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja2's HTML escapes, as models were trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
+    """{"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}."""
+    pieces, total = [], 0
+    try:
+        for piece in template.generate(variables):
+            total += len(piece)
+            if total > max_chars:
+                return {"broken": f"it wrote more than {max_chars} characters"}
+            pieces.append(piece)
+    except TemplateRefused as error:
+        return {"refused": str(error)[:1000]}
+    except Exception as error:  # noqa: BLE001  (whatever a template does wrong)
+        return {"broken": f"{type(error).__name__}: {error}"[:1000]}
+    return {"text": "".join(pieces)}
+
+
+def _read() -> Any:
+    head = sys.stdin.buffer.read(4)
+    if len(head) < 4:
+        # The gateway is gone.
+        sys.exit(0)
+    return json.loads(sys.stdin.buffer.read(int.from_bytes(head, "big")))
+
+
+def _write(message: dict[str, str]) -> None:
+    data = json.dumps(message).encode()
+    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    # Ctrl-C is for the gateway; this process ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setup = _read()
+    with contextlib.suppress(ValueError, OSError):
+        # macOS knows this limit and refuses to set it; the timer bounds how much a template can fill there.
+        resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    template: jinja2.Template | None = None
+    while True:
+        messages = _read()
+        # The signal's default action ends the process in the kernel, whatever code runs.
+        signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
+        try:
+            template = template or environment().from_string(setup["template"])
+            answer = render(template, {**setup["variables"], "messages": messages}, setup["max_chars"])
+        except Exception as error:  # noqa: BLE001  (a template that does not compile)
+            answer = {"broken": f"{type(error).__name__}: {error}"[:1000]}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Text to ids at the edge, with the `tokenizers` library alone, and off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+
+from pillion.errors import ConfigError, Overloaded
+from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings
+
+T = TypeVar("T")
+
+TOKENIZER_THREADS = 2
+# More than the requests that admission lets in by default, so that this bound is met only by a raised one.
+MAX_QUEUED_JOBS = 4096
+# A template is a page of text; a megabyte of it is a mistake or an attack.
+MAX_TEMPLATE_BYTES = 2**20
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """One model's tokenizer and chat template.
+
+    Attributes:
+        codec: the loaded tokenizer.
+        specials: texts of the named special tokens ("bos_token"...), as the chat template sees them.
+        chat_template: Jinja source, empty where the model has none.
+        bos_id: id of the beginning-of-text token, None where there is none.
+        adds_bos: whether a prompt begins with it.
+        codec_writes_bos: whether ``codec`` writes it by itself; the configuration may say otherwise.
+        spellings: what is remembered of its tokens, for all answers.
+    """
+
+    codec: tokenizers.Tokenizer
+    specials: Mapping[str, str]
+    chat_template: str
+    bos_id: int | None
+    adds_bos: bool
+    codec_writes_bos: bool
+    spellings: Spellings
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelTokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{folder} holds no tokenizer.json")
+        try:
+            codec = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        # A prompt is never cut or padded silently: too long is the client's to know.
+        codec.no_truncation()
+        codec.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+        bos_id = codec.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
+        writes = bos_id is not None and codec.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
+        said = config.get("add_bos_token")
+        adds = said if isinstance(said, bool) and bos_id is not None else writes
+        return cls(codec, specials, _template_of(folder, config), bos_id, adds, writes, Spellings(codec))
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS."""
+        ids = self._encode(text, specials=True)
+        return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
+
+    def encode_bare(self, text: str) -> tuple[int, ...]:
+        """Ids of a piece of text: no special token but what stands in it."""
+        return tuple(self._encode(text, specials=False))
+
+    def encode_chat(self, rendered: str) -> tuple[int, ...]:
+        """Ids of a rendered conversation: the template wrote the special tokens, all but perhaps the BOS."""
+        return self._one_bos(self._encode(rendered, specials=False))
+
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        """All of an answer's text, special tokens skipped."""
+        return str(self.codec.decode(list(token_ids), skip_special_tokens=True))
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder for one answer."""
+        return Detokenizer(self.spellings)
+
+    def _encode(self, text: str, specials: bool) -> list[int]:
+        # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.
+        ids: list[int] = self.codec.encode_batch_fast([text], add_special_tokens=specials)[0].ids
+        return ids
+
+    def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
+        if not self.adds_bos or self.bos_id is None:
+            return tuple(ids)
+        start = 0
+        while start < len(ids) and ids[start] == self.bos_id:
+            start += 1
+        return (self.bos_id, *ids[start:])
+
+
+class TokenizerPool:
+    """A few threads for tokenizing, with a bounded line before them."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._jobs = 0
+
+    async def run(self, job: Callable[..., T], *arguments: Any) -> T:
+        """``job(*arguments)`` on a thread. Raises Overloaded when the line is full, and what the job raises."""
+        if self._jobs >= MAX_QUEUED_JOBS:
+            raise Overloaded(f"{MAX_QUEUED_JOBS} prompts wait to be tokenized", retry_after_ms=1000)
+        loop = asyncio.get_running_loop()
+        self._jobs += 1
+        work = self._threads.submit(job, *arguments)
+        # A cancelled caller stops waiting; a job that runs holds its thread until it is through, and counts until then.
+        work.add_done_callback(lambda _: self._ended(loop))
+        return await asyncio.wrap_future(work)
+
+    def close(self) -> None:
+        """Drops what waits; what runs is bounded by the prompt's size."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        # The loop is closed when the gateway ended before its last job: nobody counts any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._uncount)
+
+    def _uncount(self) -> None:
+        self._jobs -= 1
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    return said if isinstance(said, dict) else {}
+
+
+def _token_text(said: Any) -> str | None:
+    """A special token is configured as its text, or as an object that has it."""
+    if isinstance(said, dict):
+        said = said.get("content")
+    return said if isinstance(said, str) else None
+
+
+def _template_of(folder: Path, config: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        source = path.read_text(encoding="utf-8")
+    else:
+        said = config.get("chat_template") or ""
+        if isinstance(said, list):
+            # Several named templates: "default" is the one for plain conversations.
+            named = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}
+            said = named.get("default") or ""
+        source = said if isinstance(said, str) else ""
+    if len(source.encode()) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"the chat template of {folder} is larger than {MAX_TEMPLATE_BYTES} bytes")
+    return source

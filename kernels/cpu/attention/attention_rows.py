@@ -1,0 +1,312 @@
+"""The micro-kernels of attention: a few query rows of one KV head against up to a partition of its tokens.
+
+    scores    S[r, t] = query r . key t                               accumulators: rows x groups side by side
+    weights   P[r, t] = 2**(S * factor - m[r]), 0 where hidden        m[r] the largest visible one, l[r] their sum
+    weighted  A[r, c] = sum over t of P[r, t] * V[t, c]               accumulators: rows x columns
+    fold      two partitions' (m, l, A) of a row become one
+
+A *line* is 64 bytes of the pool: 16 pairs of bfloat16, or 16 float32
+(:mod:`pillion.kernels.cpu.attention.kv_layout`). Both products walk
+over lines, and multiply each with the numbers of a row that belong to it (a *step*). Every sum is one chain of
+additions in rising order, so a row's bits are the same whichever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
+from pillion.kernels.cpu.attention.kv_layout import group_bytes
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Kernel
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.values import Int, Pairs, Ptr, Variable, Vec
+
+PARTITION_GROUPS = PARTITION_TOKENS // LANES
+LOG2E = 1.4426950408889634
+# What a hidden token scores, and the least that a row's maximum is taken for. With the one below the other, a row that
+# sees nothing of a partition has weights of exactly 0 there, and folding these changes nothing.
+HIDDEN_SCORE = -1e30
+LEAST_MAXIMUM = -1e29
+# A row of scores, then of weights in their place. One line more than needed, so that rows do not share cache sets.
+SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
+# Groups, or fewer, of which lines are asked for ahead of time, side by side.
+AHEAD_GROUPS = 4
+# How far behind the last one the list of groups is read, to ask for memory or to fill up groups side by side.
+TAIL_GROUPS = 2 * AHEAD_GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernels of a model share.
+
+    Attributes:
+        head_dim: numbers of a head, a multiple of 16.
+        group: query heads of a KV head.
+        block_size: tokens of a piece, a multiple of 16.
+        bf16: type of queries, keys, values and results: bfloat16, else float32.
+    """
+
+    head_dim: int
+    group: int
+    block_size: int
+    bf16: bool
+
+    @property
+    def name(self) -> str:
+        """Names every parameter."""
+        return f"{self.head_dim}x{self.group}_{self.block_size}_{'bf16' if self.bf16 else 'f32'}"
+
+    @property
+    def element_bytes(self) -> int:
+        """Of queries, keys, values and results."""
+        return 2 if self.bf16 else 4
+
+    @property
+    def group_bytes(self) -> int:
+        """16 tokens in K, or in V."""
+        return group_bytes(self.head_dim, self.bf16)
+
+    @property
+    def sum_bytes(self) -> int:
+        """A row's (A, m, l): head_dim float32, then 16 times the same m, then 16 times the same l."""
+        return 4 * self.head_dim + 2 * VECTOR_BYTES
+
+
+class Lines:
+    """How lines of the pool are multiplied, and what the other factor looks like in memory.
+
+    Where the processor multiplies pairs, rows are kept in bfloat16; else keys and values are widened as they are read,
+    and rows are kept in float32.
+    """
+
+    def __init__(self, k: Kernel, bf16: bool) -> None:
+        self._k = k
+        self._pairs_in_pool = bf16
+        self.bf16_rows = bf16 and k.isa.bf16_dot != ""
+        # Bytes of a row that belong to a line.
+        self.step_bytes = 8 if bf16 and not self.bf16_rows else 4
+
+    def load(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
+        """A line: its pairs, or their first and second values, or its float32 values."""
+        k = self._k
+        if not self._pairs_in_pool:
+            return (k.load(ptr),)
+        pairs = k.load_pairs(ptr)
+        return (pairs,) if self.bf16_rows else (k.low(pairs), k.high(pairs))
+
+    def spread(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
+        """A row's numbers for one step, each in all lanes."""
+        k = self._k
+        if self.bf16_rows:
+            return (k.broadcast_pair(ptr),)
+        return tuple(k.broadcast(ptr + at) for at in range(0, self.step_bytes, 4))
+
+    def add(self, total: Variable, line: tuple[Vec | Pairs, ...], row: tuple[Vec | Pairs, ...]) -> None:
+        """total += line * row."""
+        for a, b in zip(line, row, strict=True):
+            if isinstance(a, Pairs) and isinstance(b, Pairs):
+                total.value = self._k.dot(total.value, a, b)
+            else:
+                assert isinstance(a, Vec)
+                assert isinstance(b, Vec)
+                total.value = self._k.fma(a, b, total.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of 16 tokens of a partition.
+
+    Attributes:
+        pool: the layer's first piece of this KV head, in slot 0.
+        places: [2 * count + TAIL_GROUPS] int64: bytes from ``pool`` to each group of K, then of V, then of what is
+            likely to be read next.
+        first: position of the first group's first token.
+        count: how many groups.
+    """
+
+    pool: Ptr
+    places: Ptr
+    first: Int
+    count: Int
+
+    def at(self, index: Int) -> Ptr:
+        """Group ``index`` of ``places``."""
+        return self.pool + self.pool.k.load_int(self.places + index * 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which tokens a row sees: positions first .. behind - 1. ``first`` is None where there is no window."""
+
+    first: Int | None
+    behind: Int
+
+
+def emit_scores(
+    lines: Lines, shape: Shape, groups: Groups, queries: Ptr, scores: Ptr, row_count: int, side: int
+) -> None:
+    """Scores of ``row_count`` queries [row_count, head_dim] for all groups, ``side`` (1, 2 or 4) at a time.
+
+    What is computed behind the last group is of no use, and nobody reads it.
+    """
+    k = groups.pool.k
+    steps = shape.group_bytes // VECTOR_BYTES
+    query_bytes = steps * lines.step_bytes
+    # Each turn of the inner loop reads as many lines as groups are asked for.
+    unrolled = AHEAD_GROUPS // side
+    with k.range(groups.count, step=side) as index:
+        bases = [groups.at(index + i) for i in range(side)]
+        ahead = _ahead(shape, groups, k.int(0), index, AHEAD_GROUPS)
+        sums = [[k.variable(k.vector(0.0)) for _ in bases] for _ in range(row_count)]
+        with k.range(steps, step=unrolled) as first:
+            for ptr in ahead:
+                k.prefetch(ptr + first * (VECTOR_BYTES // unrolled))
+            for u in range(unrolled):
+                keys = [lines.load(base + (first * VECTOR_BYTES + u * VECTOR_BYTES)) for base in bases]
+                at = queries + first * lines.step_bytes
+                for r in range(row_count):
+                    query = lines.spread(at + (u * lines.step_bytes + r * query_bytes))
+                    for total, key in zip(sums[r], keys, strict=True):
+                        lines.add(total, key, query)
+        for r in range(row_count):
+            for i, total in enumerate(sums[r]):
+                k.store(scores + (index * VECTOR_BYTES + (r * SCORE_BYTES + i * VECTOR_BYTES)), total.value)
+
+
+def _ahead(shape: Shape, groups: Groups, begin: Int, index: Int, side: int) -> list[Ptr]:
+    """What to ask for during group ``index`` of those that are listed from ``begin`` on: a part of each of ``side``
+    groups that follow. Several groups side by side come faster than one after the other.
+    """
+    part = index % side
+    first = begin + index - part + side
+    return [groups.at(first + i) + part * (shape.group_bytes // side) for i in range(side)]
+
+
+def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
+    """A row's scores become softcap * tanh(score * scale / softcap) * log2(e)."""
+    k = scores.k
+    inner, outer = scale / softcap, softcap * LOG2E
+    with k.range(count) as index:
+        at = scores + index * VECTOR_BYTES
+        k.store(at, k.tanh(k.load(at) * inner) * outer)
+
+
+def emit_weights(
+    lines: Lines, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, total: Ptr
+) -> None:
+    """A row's scores become its weights, in the same place; its m and l are stored. ``factor`` None: 1."""
+    k = scores.k
+    best = _emit_masked_maximum(groups, visibility, scores)
+    top = k.larger(k.maximum(best.value), LEAST_MAXIMUM)
+    if factor is not None:
+        top = top * factor
+    k.store(maximum, top)
+    below = k.vector(0.0) - top
+    weight_bytes = VECTOR_BYTES // 2 if lines.bf16_rows else VECTOR_BYTES
+    sums = k.variable(k.vector(0.0))
+    with k.range(groups.count) as index:
+        score = k.load(scores + index * VECTOR_BYTES)
+        weight = k.exp2(score + below if factor is None else k.fma(score, factor, below))
+        sums.value = sums.value + weight
+        k.store_float(scores + index * weight_bytes, weight, lines.bf16_rows)
+    k.store(total, k.sum(sums.value))
+
+
+def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> Variable:
+    """Lane by lane; the scores of hidden tokens become HIDDEN_SCORE. Only groups at an edge are looked at closely."""
+    k = scores.k
+    best = k.variable(k.vector(HIDDEN_SCORE))
+    whole_end = k.least(k.most(visibility.behind - groups.first, 0) // LANES, groups.count)
+    whole_begin = k.int(0)
+    if visibility.first is not None:
+        whole_begin = k.least((k.most(visibility.first - groups.first, 0) + (LANES - 1)) // LANES, groups.count)
+    with k.range(whole_end, whole_begin) as index:
+        best.value = k.larger(best.value, k.load(scores + index * VECTOR_BYTES))
+
+    def mask(begin: Int, end: Int) -> None:
+        with k.range(end, begin) as index:
+            at = scores + index * VECTOR_BYTES
+            tokens = k.lanes(groups.first + index * LANES)
+            hidden = k.vector(HIDDEN_SCORE)
+            score = k.select(k.below(tokens, visibility.behind), k.load(at), hidden)
+            if visibility.first is not None:
+                score = k.select(k.below(tokens, visibility.first), hidden, score)
+            k.store(at, score)
+            best.value = k.larger(best.value, score)
+
+    if visibility.first is not None:
+        mask(k.int(0), whole_begin)
+    mask(k.most(whole_end, whole_begin), groups.count)
+    return best
+
+
+def emit_weighted(
+    lines: Lines, shape: Shape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int
+) -> None:
+    """A[r] of ``row_count`` rows of weights, into rows of ``sum_bytes``; ``columns`` vectors at a time."""
+    k = groups.pool.k
+    _emit_columns(lines, shape, groups, weights, sums, row_count, columns, asks=True)
+    with k.range(4 * shape.head_dim, begin=columns * VECTOR_BYTES, step=columns * VECTOR_BYTES) as left:
+        here = Groups(groups.pool + left, groups.places, groups.first, groups.count)
+        _emit_columns(lines, shape, here, weights, sums + left, row_count, columns, asks=False)
+
+
+def _emit_columns(
+    lines: Lines, shape: Shape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int, *, asks: bool
+) -> None:
+    """The first ``columns`` vectors of A. ``asks``: asks for all columns of the groups that follow."""
+    k = groups.pool.k
+    width = shape.head_dim // LANES
+    steps = shape.group_bytes // (width * VECTOR_BYTES)
+    side = math.gcd(width, AHEAD_GROUPS)
+    totals = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(row_count)]
+    with k.range(groups.count) as index:
+        base = groups.at(groups.count + index)
+        ahead = _ahead(shape, groups, groups.count, index, side) if asks else []
+        row = weights + index * (steps * lines.step_bytes)
+        with k.range(steps) as step:
+            for ptr in ahead:
+                for c in range(width // side):
+                    k.prefetch(ptr + (step * (width // side * VECTOR_BYTES) + c * VECTOR_BYTES))
+            values = [lines.load(base + (step * (width * VECTOR_BYTES) + c * VECTOR_BYTES)) for c in range(columns)]
+            for r in range(row_count):
+                weight = lines.spread(row + (step * lines.step_bytes + r * SCORE_BYTES))
+                for total, value in zip(totals[r], values, strict=True):
+                    lines.add(total, value, weight)
+    for r in range(row_count):
+        for c, total in enumerate(totals[r]):
+            k.store(sums + (r * shape.sum_bytes + c * VECTOR_BYTES), total.value)
+
+
+def emit_fold(shape: Shape, left: Ptr, right: Ptr) -> None:
+    """The (A, m, l) at ``left`` takes in the one at ``right``, of the partition that follows."""
+    k = left.k
+    at_maximum, at_total = 4 * shape.head_dim, 4 * shape.head_dim + VECTOR_BYTES
+    left_maximum, right_maximum = k.load(left + at_maximum), k.load(right + at_maximum)
+    maximum = k.larger(left_maximum, right_maximum)
+    left_share, right_share = k.exp2(left_maximum - maximum), k.exp2(right_maximum - maximum)
+    k.store(left + at_maximum, maximum)
+
+    def fold(at: Int | int) -> None:
+        k.store(left + at, k.fma(k.load(left + at), left_share, k.load(right + at) * right_share))
+
+    fold(at_total)
+    with k.range(4 * shape.head_dim, step=VECTOR_BYTES) as at:
+        fold(at)
+
+
+def emit_result(shape: Shape, sums: Ptr, out: Ptr) -> None:
+    """A / l, in the model's type."""
+    k = sums.k
+    share = k.vector(1.0) / k.load(sums + (4 * shape.head_dim + VECTOR_BYTES))
+    with k.range(shape.head_dim // LANES) as column:
+        value = k.load(sums + column * VECTOR_BYTES) * share
+        k.store_float(out + column * (LANES * shape.element_bytes), value, shape.bf16)
+
+
+def emit_copy(source: Ptr, target: Ptr, size: Int | int) -> None:
+    """``size`` bytes, a multiple of 64."""
+    k = source.k
+    with k.range(size, step=VECTOR_BYTES) as at:
+        k.store(target + at, k.load(source + at))

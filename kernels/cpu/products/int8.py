@@ -1,0 +1,104 @@
+"""int8 weights: how they are made from larger ones, and how kernels widen them to bfloat16.
+
+One float32 scale for each output column, symmetric: weight = scale * quantum with quanta in -127 .. 127. A quantum has
+7 bits and a sign, so bfloat16 holds it exactly: products and sums are those of the bfloat16 kernels, and the scale is
+applied once, to the finished sum.
+
+Quanta are kept as sign and magnitude, and a line of 64 in an order that AVX-512 widens with six instructions: both
+bytes of the bfloat16 come out of tables of 128 entries, and interleave within each quarter of the line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import Kernel
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.values import Pairs, Ptr
+
+MAX_QUANTUM = 127
+# A pair of inputs of the 32 columns of a panel: [4 quarters][2 tiles][4 columns][2 inputs].
+LINE_BYTES = 64
+_QUARTERS = 4
+_SIGN = 0x80
+
+_I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
+_V32 = ir.VectorType(_I32, LANES)
+_VF = ir.VectorType(ir.FloatType(), LANES)
+_BYTES = ir.VectorType(_I8, LINE_BYTES)
+_WORDS = ir.VectorType(_I16, LINE_BYTES // 2)
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., N, K] -> int8 [..., N, K] and float32 scales [..., N]. The largest weight of a column becomes +-127."""
+    wide = weight.float()
+    scales = wide.abs().amax(-1) / MAX_QUANTUM
+    # A column of zeros has any scale.
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    quanta = (wide / scales.unsqueeze(-1)).round().clamp(-MAX_QUANTUM, MAX_QUANTUM)
+    return quanta.to(torch.int8), scales
+
+
+def pack_lines(quanta: torch.Tensor) -> torch.Tensor:
+    """int8 [..., 2 tiles * 16 columns, 2 inputs] -> uint8 lines [..., 64]."""
+    coded = quanta.abs().to(torch.uint8) | (quanta < 0).to(torch.uint8) * _SIGN
+    lead = coded.shape[:-2]
+    return coded.reshape(*lead, 2, _QUARTERS, LANES // _QUARTERS, 2).transpose(-4, -3).reshape(*lead, LINE_BYTES)
+
+
+def unpack_lines(lines: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`pack_lines`; what :func:`widen` computes."""
+    lead = lines.shape[:-1]
+    coded = lines.view(*lead, _QUARTERS, 2, LANES // _QUARTERS, 2).transpose(-4, -3).reshape(*lead, 2 * LANES, 2)
+    magnitude = (coded & MAX_QUANTUM).to(torch.int8)
+    return torch.where(coded >= _SIGN, -magnitude, magnitude)
+
+
+def widen(k: Kernel, line: Ptr) -> tuple[Pairs, Pairs]:
+    """64 quanta -> the pairs of both tiles."""
+    if k.isa.bf16_dot == "x86":
+        return _looked_up(k, k.read(line, _BYTES, 1))
+    words = k.read(line, _WORDS, 1)
+    return _converted(k, words, 0), _converted(k, words, 1)
+
+
+def _looked_up(k: Kernel, quanta: Any) -> tuple[Pairs, Pairs]:
+    """Both bytes of the bfloat16 from tables, the sign into the upper one, then lower and upper bytes in turn."""
+    b = k.builder
+    patterns = torch.arange(MAX_QUANTUM + 1).to(torch.bfloat16).view(torch.int16).tolist()
+    lower = _table(k, quanta, [pattern & 0xFF for pattern in patterns])
+    upper = _table(k, quanta, [pattern >> 8 for pattern in patterns])
+    upper = b.or_(upper, b.and_(quanta, ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)))
+    tiles = []
+    for tile in range(2):
+        first = [quarter * 16 + tile * 8 + byte for quarter in range(_QUARTERS) for byte in range(8)]
+        order = [at for byte in first for at in (byte, LINE_BYTES + byte)]
+        mixed = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, LINE_BYTES), order))
+        tiles.append(Pairs(k, b.bitcast(mixed, _V32)))
+    return tiles[0], tiles[1]
+
+
+def _table(k: Kernel, places: Any, table: list[int]) -> Any:
+    """table[place] for the lower 7 bits of each byte."""
+    halves = [ir.Constant(_BYTES, table[:LINE_BYTES]), ir.Constant(_BYTES, table[LINE_BYTES:])]
+    function = k.function("llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
+    return k.builder.call(function, [halves[0], places, halves[1]])
+
+
+def _converted(k: Kernel, words: Any, tile: int) -> Pairs:
+    """By way of float32, of whose bits the upper 16 are the bfloat16; a word holds both inputs of a column."""
+    b = k.builder
+    order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
+    word = b.zext(b.shuffle_vector(words, words, ir.Constant(_V32, order)), _V32)
+    first = b.sitofp(b.and_(word, _ints(MAX_QUANTUM)), _VF)
+    second = b.sitofp(b.and_(b.lshr(word, _ints(8)), _ints(MAX_QUANTUM)), _VF)
+    pair = b.or_(b.lshr(b.bitcast(first, _V32), _ints(16)), b.bitcast(second, _V32))
+    signs = b.or_(b.and_(b.shl(word, _ints(8)), _ints(0x8000)), b.and_(b.shl(word, _ints(16)), _ints(-(2**31))))
+    return Pairs(k, b.or_(pair, signs))
+
+
+def _ints(value: int) -> Any:
+    return ir.Constant(_V32, [value] * LANES)

@@ -1,0 +1,284 @@
+"""From the product of a row with the QKV matrix to what attention reads: queries in a buffer, K and V in the pool.
+
+Queries and keys are normed where the model does that, and turned to their position; the pool's layout is that of
+:mod:`pillion.kernels.cpu.attention.kv_layout`. A head is held in registers from load to store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from llvmlite import ir
+
+from pillion.kernels.cpu.attention.kv_layout import group_bytes, pack_pool, unpack_pool
+from pillion.kernels.cpu.language import lanes
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import Call
+from pillion.kernels.cpu.language.records import Layout
+from pillion.kernels.cpu.language.values import Bool, Int, Ptr, Vec
+from pillion.kernels.cpu.rows.rows import norm_factor, row_factor
+from pillion.kernels.torch.reference import RaggedBatch, write_kv
+
+ROTATE_WRITE = Layout(
+    "rotate_write",
+    pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
+    numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
+    reals=("eps",),
+)
+_HALF = LANES // 2
+
+
+@dataclass(frozen=True, slots=True)
+class RotateWrite:
+    """Runs over the step's T rows of ``qkv`` [T, heads + 2 * kv_heads, head_dim] float32, ``qkv_stride`` bytes each.
+
+    queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
+             KV head
+    K and V  into the step's pool, a layer's ``layer_offset`` bytes behind the start of a slot of ``slot_bytes``
+
+    ``rope``: pairs (i, i + head_dim / 2) turn by the angles whose cosines and sines stand in ``cos`` and ``sin``
+    [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
+    ``k_norm`` [head_dim] float32) or over all of a row's queries, and keys, as a "projection" (weights
+    [heads * head_dim], [kv_heads * head_dim]); "" for none. What is not used may be None.
+
+    head_dim and block_size are multiples of 16. The row that is its sequence's last also zeroes V behind it, where this
+    step has begun the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
+    """
+
+    layout: ClassVar[Layout] = ROTATE_WRITE
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    block_size: int
+    bf16: bool
+    rope: bool = True
+    qk_norm: str = ""
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.head_dim}x{self.heads}x{self.kv_heads}_{self.block_size}"
+        options = ("_rope" if self.rope else "") + (f"_{self.qk_norm}_norm" if self.qk_norm else "")
+        return f"rotate_write_{shape}_{'bf16' if self.bf16 else 'f32'}{options}"
+
+    def emit(self, call: Call) -> None:
+        # A row's KV heads are tasks of their own, so that the few rows of a decode step occupy all threads; a norm over
+        # a projection needs the whole row.
+        tasks = 1 if self.qk_norm == "projection" else self.kv_heads
+        k, writer = call.k, _Writer(self, call)
+        begin, end = call.even_range(call.step.number("num_tokens") * tasks)
+        with k.range(end, begin) as task:
+            row, first = writer.row(task // tasks), task % tasks
+            with k.range(first + self.kv_heads // tasks, first) as head:
+                writer.write_queries(row, head)
+                writer.write_keys(row, head)
+                writer.write_values(row, head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of the step.
+
+    Attributes:
+        source: its queries, keys and values, of ``qkv``.
+        angles: bytes from the tables' start to its position's cosines, and sines.
+        factors: what norms of a whole projection multiply its queries and its keys by.
+        piece: K of its block in this layer, of the first KV head.
+        offset: its place in the block.
+        clears: whether it zeroes V behind it.
+    """
+
+    index: Int
+    source: Ptr
+    angles: Int
+    factors: tuple[Vec, Vec] | None
+    piece: Ptr
+    offset: Int
+    clears: Bool
+
+
+class _Writer:
+    """Emits what happens to a row; holds what is the same for all rows."""
+
+    def __init__(self, spec: RotateWrite, call: Call) -> None:
+        self._spec, self._k, self._args = spec, call.k, call.args
+        self._arrays = {name: call.step.pointer(name) for name in ("positions", "row_seqs", "query_starts")}
+        self._tables, self._table_stride = call.step.pointer("block_tables"), call.step.number("table_stride")
+        self._layer = call.step.pointer("pool") + call.args.number("layer_offset")
+        self._slot_bytes = call.args.number("slot_bytes")
+        self._qkv, self._qkv_stride = call.args.pointer("qkv"), call.args.number("qkv_stride")
+        self._queries, self._head_stride = call.args.pointer("queries"), call.args.number("head_stride")
+        self._cos, self._sin = call.args.pointer("cos"), call.args.pointer("sin")
+        self._q_norm, self._k_norm = call.args.pointer("q_norm"), call.args.pointer("k_norm")
+        self._eps = call.args.real("eps")
+        self._group = spec.heads // spec.kv_heads
+        self._vectors = spec.head_dim // LANES
+        self._size = 2 if spec.bf16 else 4
+        # Of float32 in ``qkv``, and of the model's type elsewhere.
+        self._wide_head, self._head = spec.head_dim * 4, spec.head_dim * self._size
+        self._keys_at, self._values_at = spec.heads * self._wide_head, (spec.heads + spec.kv_heads) * self._wide_head
+        self._piece = spec.block_size // LANES * group_bytes(spec.head_dim, spec.bf16)
+
+    def row(self, index: Int) -> _Row:
+        """Finds a row's source, angles, and place in the pool."""
+        k, spec = self._k, self._spec
+        source = self._qkv + index * self._qkv_stride
+        position = k.load_int(self._arrays["positions"] + index * 4, 32)
+        seq = k.load_int(self._arrays["row_seqs"] + index * 4, 32)
+        first, behind = (k.load_int(self._arrays["query_starts"] + (seq + i) * 4, 32) for i in (0, 1))
+        offset = position % spec.block_size
+        slot = k.load_int(self._tables + (seq * self._table_stride + position // spec.block_size) * 4, 32)
+        factors = None
+        if spec.qk_norm == "projection":
+            counts = k.int(spec.heads * spec.head_dim), k.int(spec.kv_heads * spec.head_dim)
+            places = source, source + self._keys_at
+            of_queries, of_keys = (
+                row_factor(k, at, count, self._eps) for at, count in zip(places, counts, strict=True)
+            )
+            factors = of_queries, of_keys
+        return _Row(
+            index=index,
+            source=source,
+            angles=position * (self._wide_head // 2),
+            factors=factors,
+            piece=self._layer + slot * self._slot_bytes,
+            offset=offset,
+            clears=behind.equals(index + 1) & (index - offset >= first),
+        )
+
+    def write_queries(self, row: _Row, kv_head: Int) -> None:
+        """All queries that read ``kv_head``: side by side in the row's place of the buffer."""
+        k = self._k
+        target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
+        with k.range(self._group) as i:
+            head = kv_head * self._group + i
+            factor = row.factors[0] if row.factors else None
+            values = self._turned(row, self._normed(row.source, head, self._q_norm, factor))
+            for vector, value in enumerate(values):
+                k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
+
+    def write_keys(self, row: _Row, kv_head: Int) -> None:
+        """16 tokens are 16 lanes there, so a key's values, or bfloat16 pairs of them, stand a vector apart."""
+        k = self._k
+        group = row.offset // LANES * group_bytes(self._spec.head_dim, self._spec.bf16)
+        target = row.piece + kv_head * self._piece + group + row.offset % LANES * 4
+        factor = row.factors[1] if row.factors else None
+        keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, factor))
+        parts_each = LANES * self._size // 4
+        for vector, value in enumerate(keys):
+            raw = k.to_bf16(value) if self._spec.bf16 else value.ir
+            parts = k.builder.bitcast(raw, ir.VectorType(ir.IntType(32), parts_each))
+            lanes.scatter(k, target + vector * parts_each * VECTOR_BYTES, parts, VECTOR_BYTES)
+
+    def write_values(self, row: _Row, kv_head: Int) -> None:
+        """float32: a token's values as they are. bfloat16: each beside the neighbour token's."""
+        k, bf16 = self._k, self._spec.bf16
+        source = row.source + self._values_at + kv_head * self._wide_head
+        piece = row.piece + (self._spec.kv_heads + kv_head) * self._piece
+        tokens = 2 if bf16 else 1
+        target = piece + row.offset // tokens * (tokens * self._head) + row.offset % tokens * self._size
+        for vector in range(self._vectors):
+            value = k.load(source + vector * VECTOR_BYTES)
+            if bf16:
+                lanes.scatter(k, target + vector * VECTOR_BYTES, k.to_bf16(value), 4)
+            else:
+                k.store(target + vector * VECTOR_BYTES, value)
+        with k.when(row.clears):
+            self._clear(piece, row.offset)
+
+    def _clear(self, piece: Ptr, offset: Int) -> None:
+        """Zeroes V behind ``offset``."""
+        k = self._k
+        behind = offset + 1
+        if self._spec.bf16:
+            # The neighbour of a first of two shares its vectors.
+            with k.when(offset % 2 < 1), k.range(self._spec.head_dim) as i:
+                k.store_int(piece + offset * self._head + i * 4 + 2, 0, 16)
+            behind = behind + behind % 2
+        with k.range(k.int(self._piece // VECTOR_BYTES), behind * self._head // VECTOR_BYTES) as i:
+            k.store(piece + i * VECTOR_BYTES, k.vector(0.0))
+
+    def _normed(self, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
+        """A head of ``heads``, as vectors."""
+        k, kind = self._k, self._spec.qk_norm
+        values = [k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
+        if not kind:
+            return values
+        if factor is None:
+            squares = k.vector(0.0)
+            for value in values:
+                squares = k.fma(value, value, squares)
+            factor = norm_factor(k, squares, k.int(self._spec.head_dim), self._eps)
+        weights = weight + head * self._wide_head if kind == "projection" else weight
+        return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
+
+    def _turned(self, row: _Row, head: list[Vec]) -> list[Vec]:
+        """head * cos + (head, its halves swapped) * signed sin, as :func:`pillion.engine.models.rope.rotate` has it."""
+        if not self._spec.rope:
+            return head
+        k, half = self._k, self._spec.head_dim // 2
+        turned = []
+        for i, value in enumerate(head):
+            signs = [-1.0 if i * LANES + lane < half else 1.0 for lane in range(LANES)]
+            sin = self._angles(self._sin + row.angles, i) * lanes.constant(k, signs)
+            turned.append(value * self._angles(self._cos + row.angles, i) + self._swapped(head, i) * sin)
+        return turned
+
+    def _swapped(self, head: list[Vec], i: int) -> Vec:
+        """Vector i of a head whose halves are swapped; where a half is no whole vector, it begins in one's middle."""
+        whole, rest = divmod(self._spec.head_dim // 2, LANES)
+        first = head[(i + whole) % len(head)]
+        return lanes.joined(self._k, first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
+
+    def _angles(self, table: Ptr, i: int) -> Vec:
+        """Vector i of a position's entries [head_dim / 2], said twice."""
+        half = self._spec.head_dim // 2
+        first = i * LANES % half
+        if first + LANES <= half:
+            return self._k.load(table + first * 4)
+        return lanes.load_halves(self._k, table + first * 4, table)
+
+
+def reference_rotate(
+    spec: RotateWrite,
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
+    [T, kv_heads, head_dim], of the model's type. tables: cosines, sines; norms: weights of queries, of keys."""
+    parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
+    found = []
+    for number, part in enumerate(parts[:2]):
+        turned = part
+        if norms is not None:
+            over = part if spec.qk_norm == "head" else part.flatten(1)
+            turned = (over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * norms[number]).view(part.shape)
+        if spec.rope:
+            cos, sin = (table[positions][:, None] for table in tables)
+            low, high = turned.chunk(2, -1)
+            turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        found.append(turned)
+    return tuple(part.to(torch.bfloat16 if spec.bf16 else torch.float32) for part in (*found, parts[2]))
+
+
+def reference_write(
+    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """A pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 behind the ends
+    of begun blocks.
+    """
+    plain = unpack_pool(pool)
+    write_kv(plain, layer, batch, keys, values)
+    block_size = plain.shape[4]
+    for seq, end in enumerate(batch.context_lens.tolist()):
+        first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
+        block, rest = divmod(end, block_size)
+        if rest and first <= block * block_size:
+            plain[int(batch.block_tables[seq, block]), layer, 1, :, rest:] = 0
+    return pack_pool(plain)

@@ -1,0 +1,271 @@
+"""Attention over the paged pool, by a fixed number of programs that share the work evenly.
+
+    record --starts[program]--> items --table--> slots --> K and V of the pool
+                                  |
+                                  +-- a row tile that one item has whole --> out
+                                  +-- one that was cut --> partials --merge--> out
+
+What a program does stands in the step's record (:mod:`pillion.kernels.gpu.attention.gpu_attention_plan`), so neither
+grids nor addresses
+depend on the batch and all of it can be captured in a graph. The softmax is the online one of FlashAttention (Dao et
+al. 2022) with base-2 exponentials; the query heads of a KV head and the rows of a sequence fill a tile together, so K
+and V are read once for them all.
+
+No load of K or V is masked: a key behind the last one that the item may see is replaced by that one, whose score is
+then masked. What lies behind a sequence's end, or in slots that no table names, is never read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.attention.fp8_decode import decode_e4m3
+from pillion.kernels.gpu.launch import interpreting
+
+# Words of an item, by place, as in pillion.kernels.gpu.attention.gpu_attention_plan. A jitted function sees only
+# constants of its module.
+_TABLE = tl.constexpr(0)
+_ROW = tl.constexpr(1)
+_ROWS = tl.constexpr(2)
+_SHIFT = tl.constexpr(3)
+_HEAD = tl.constexpr(4)
+_BEGIN = tl.constexpr(5)
+_END = tl.constexpr(6)
+_PARTIAL = tl.constexpr(7)
+_PARTS = tl.constexpr(5)
+_WORDS = tl.constexpr(8)
+# Lower than every score, and finite: a row that has seen nothing yet subtracts it from itself.
+_LOWEST = tl.constexpr(-1.0e30)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+_INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def _dot(left, right, acc):
+    """Exact for float32, which tensor cores would cut to 19 bits."""
+    if _INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee" if left.dtype == tl.float32 else "tf32")
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """softcap * tanh(scores / softcap), in powers of 2; large ones overflow to infinity, whose quotient is 0."""
+    grown = tl.exp2(scores * (2.0 * _LOG2_E / softcap))
+    return (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
+
+
+# fmt: off
+@triton.jit
+def _tiles(
+    acc, top, total, query, positions, pool, scales, table, begin, end, last, slot_stride, piece_offset,
+    scale_slot_stride, scale_offset, score_scale, softcap,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    # fmt: on
+    """Folds the keys ``begin`` .. ``end`` - 1, the last of which a row may see is ``last``, into a row tile's state."""
+    columns = tl.arange(0, BLOCK_D)
+    # A float8 piece has BLOCK_SIZE scales behind its rows.
+    piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
+    none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        read = tl.minimum(tokens, last) if MASKED else tokens
+        slots = tl.load(table + read // BLOCK_SIZE).to(tl.int64)
+        inside = read % BLOCK_SIZE
+        rows = pool + (slots * slot_stride + piece_offset + inside * HEAD_DIM)
+        cells = rows[:, None] + columns[None, :]
+        keys = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        if FP8:
+            factors = scales + (slots * scale_slot_stride + scale_offset + inside)
+            folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
+            keys = decode_e4m3(keys, query.dtype, NATIVE_FP8)
+            scores = _dot(query, tl.trans(keys), none)
+            scores *= (tl.load(factors) * folded)[None, :]
+        else:
+            scores = _dot(query, tl.trans(keys), none)
+        if SOFTCAP:
+            scores = _capped(scores * score_scale, softcap)
+        if MASKED:
+            seen = tokens[None, :] <= positions[:, None]
+            if WINDOW:
+                seen &= tokens[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        if SOFTCAP:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+        else:
+            # The factor is positive, so that it may wait for the maximum and then costs no instruction of its own.
+            new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
+            weights = tl.exp2(scores * score_scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
+        cells += KV_HEADS * piece
+        values = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        if FP8:
+            values = decode_e4m3(values, query.dtype, NATIVE_FP8)
+            weights *= (tl.load(factors + KV_HEADS * piece // 4) * folded)[None, :]
+        acc = _dot(weights.to(query.dtype), values, acc)
+        top = new_top
+    return acc, top, total
+
+
+# fmt: off
+@triton.jit
+def _store(
+    acc, top, total, token, heads, places, rows, partial, out, partials, partial_logs,
+    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # fmt: on
+    """A row tile's result where the item has its unit whole, else its part and the logarithm of that one's weight."""
+    columns = tl.arange(0, BLOCK_D)
+    # A row that saw nothing in this item has a total of 0: its part is 0, with a logarithm of minus infinity.
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    kept = places < rows
+    if partial < 0:
+        cells = (token.to(tl.int64) * WIDTH + heads * HEAD_DIM)[:, None] + columns[None, :]
+        shown = kept[:, None] & (columns[None, :] < HEAD_DIM)
+        tl.store(out + cells, acc.to(out.dtype.element_ty), mask=shown)
+    else:
+        places = partial + places
+        cells = places.to(tl.int64)[:, None] * BLOCK_D + columns[None, :]
+        tl.store(partials + cells, acc, mask=kept[:, None])
+        tl.store(partial_logs + places, top + tl.log2(total), mask=kept)
+
+
+@triton.jit
+def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Bounds of the key tiles that all rows see whole: not before the last one's window, not behind the first one."""
+    whole_begin = begin
+    if WINDOW:
+        lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)
+        whole_begin = tl.maximum(begin, tl.cdiv(lowest, BLOCK_N) * BLOCK_N)
+        whole_begin = tl.minimum(whole_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    whole_end = tl.minimum(row // GROUP + shift + 1, end) // BLOCK_N * BLOCK_N
+    return whole_begin, tl.maximum(whole_end, whole_begin)
+
+
+# fmt: off
+@triton.jit
+def _attend(
+    queries, pool, scales, record, starts_at, out, partials, partial_logs, query_stride, slot_stride, layer_offset,
+    scale_slot_stride, scale_layer_offset, score_scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
+):
+    # fmt: on
+    """A program's items, one after the other. With EDGES, tiles that all rows see whole are done without masks."""
+    piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
+    mine = record + starts_at + tl.program_id(0)
+    columns = tl.arange(0, BLOCK_D)
+    for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
+        item = record + at
+        table = record + tl.load(item + _TABLE)
+        row = tl.load(item + _ROW)
+        rows = tl.load(item + _ROWS)
+        shift = tl.load(item + _SHIFT)
+        head = tl.load(item + _HEAD)
+        begin = tl.load(item + _BEGIN)
+        end = tl.load(item + _END)
+        partial = tl.load(item + _PARTIAL)
+
+        places = tl.arange(0, BLOCK_M)
+        packed = row + tl.minimum(places, rows - 1)
+        token = packed // GROUP
+        positions = token + shift
+        heads = head * GROUP + packed % GROUP
+        cells = (token.to(tl.int64) * query_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
+        if BLOCK_D == HEAD_DIM:
+            query = tl.load(queries + cells)
+        else:
+            query = tl.load(queries + cells, mask=columns[None, :] < HEAD_DIM, other=0.0)
+
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        piece_offset = layer_offset + head * piece
+        scale_offset = scale_layer_offset + (head * piece + BLOCK_SIZE * HEAD_DIM) // 4
+        last = end - 1
+        whole_end = begin
+        if EDGES:
+            whole_begin, whole_end = _whole(row, rows, shift, begin, end, GROUP, BLOCK_N, WINDOW)
+            if WINDOW:
+                acc, top, total = _tiles(
+                    acc, top, total, query, positions, pool, scales, table, begin, tl.minimum(whole_begin, end), last,
+                    slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
+                    KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
+                )  # fmt: skip
+            acc, top, total = _tiles(
+                acc, top, total, query, positions, pool, scales, table, whole_begin, whole_end, last,
+                slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
+                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, False,
+            )  # fmt: skip
+        acc, top, total = _tiles(
+            acc, top, total, query, positions, pool, scales, table, whole_end, end, last,
+            slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
+            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
+        )  # fmt: skip
+
+        _store(
+            acc, top, total, token, heads, places, rows, partial, out, partials, partial_logs,
+            KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    record,
+    counts_at,
+    partials,
+    partial_logs,
+    out,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DECODE_M: tl.constexpr,
+    CHUNK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A task is one row of a row tile that was cut; programs take them in turn."""
+    decodes = tl.load(record + counts_at) * DECODE_M
+    decode_merges = tl.load(record + counts_at + 1)
+    tasks = decodes + tl.load(record + counts_at + 2) * CHUNK_M
+    chunk_merges = tl.load(record + counts_at + 3)
+    columns = tl.arange(0, BLOCK_D)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        chunk = task >= decodes
+        size = tl.where(chunk, CHUNK_M, DECODE_M)
+        inside = tl.where(chunk, task - decodes, task)
+        merge = record + tl.where(chunk, chunk_merges, decode_merges) + inside // size * _WORDS
+        place = inside % size
+        if place < tl.load(merge + _ROWS):
+            packed = tl.load(merge + _ROW) + place
+            parts = tl.load(merge + _PARTS)
+            first = tl.load(merge + _PARTIAL) + place
+            top = _LOWEST
+            total = 0.0
+            acc = tl.zeros((BLOCK_D,), tl.float32)
+            for begin in range(0, parts, PARTS):
+                part = begin + tl.arange(0, PARTS)
+                rows = first + part * size
+                there = part < parts
+                logs = tl.load(partial_logs + rows, mask=there, other=float("-inf"))
+                cells = rows.to(tl.int64)[:, None] * BLOCK_D + columns[None, :]
+                pieces = tl.load(partials + cells, mask=there[:, None], other=0.0)
+                new_top = tl.maximum(top, tl.max(logs, 0))
+                weights = tl.exp2(logs - new_top)
+                shrink = tl.exp2(top - new_top)
+                total = total * shrink + tl.sum(weights, 0)
+                acc = acc * shrink + tl.sum(pieces * weights[:, None], 0)
+                top = new_top
+            head = tl.load(merge + _HEAD) * GROUP + packed % GROUP
+            row = out + (packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
+            tl.store(row + columns, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)

@@ -1,0 +1,334 @@
+"""What each program of the paged attention does in a step: planned once per step on the host, for all layers.
+
+A query row is one head's query of one token. The rows of a KV head are numbered token * group + head in the group, so
+the rows of a sequence follow each other and share its keys and values. A *unit* is a tile of such rows, a KV head, and
+the key tiles that they see. Units stand in one long line, and the line is shared out evenly to a fixed number of
+programs, wherever the cuts fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). What
+a program gets of a unit is an *item*. A unit that was cut leaves partial results, and a *merge* joins those.
+
+Sequences with so few rows that they fit the small tile of the decode kernel are its business, and all others that of
+the chunk kernel: each list has a line and programs of its own, so a chunk in the batch changes nothing for decodes.
+
+Record, int32, one vector per step; all offsets in it are words from its beginning:
+
+    for each window: starts[decode programs + 1] | starts[chunk programs + 1] | counts of merges   (the fixed head)
+    block tables, sequence after sequence
+    for each window: decode items | decode merges | chunk items | chunk merges
+
+Only what is in use has to be copied to the device. Grids and buffers depend on the limits alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.errors import Internal
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+# Words of an item by place. TABLE is where its block table begins in the record; ROW .. ROW + ROWS - 1 are its rows;
+# SHIFT makes a token's position of its place in the batch; BEGIN .. END - 1 are the keys, BEGIN a multiple of the
+# key tile; PARTIAL is the first of its rows of the partials, or -1: it has its unit whole.
+TABLE, ROW, ROWS, SHIFT, HEAD, BEGIN, END, PARTIAL = range(8)
+# A merge has ROW, ROWS, HEAD and PARTIAL at the same places. The rows of its parts follow each other there.
+PARTS = 5
+ITEM_WORDS = 8
+# Tables are copied padded, in one piece, if that is at most so many times as long as what is in them.
+PADDED_TABLES = 2
+# Decode merges and where they are in the record, chunk merges and where they are.
+COUNT_WORDS = 4
+
+
+class Batch(Protocol):
+    """The arrays of a step that a plan needs; ``pillion.engine.backends.batch.StepBatch`` has them and explains
+    them.
+    """
+
+    @property
+    def query_starts(self) -> Int32: ...
+    @property
+    def context_lens(self) -> Int32: ...
+    @property
+    def block_tables(self) -> Int32: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one kernel cuts its work.
+
+    Attributes:
+        rows: of a row tile.
+        keys: of a key tile.
+        programs: that share the work.
+        unit_tiles: what a unit costs beside its key tiles (queries, results, an empty pipeline), in key tiles.
+    """
+
+    rows: int
+    keys: int
+    programs: int
+    unit_tiles: int = 1
+
+    @property
+    def max_partials(self) -> int:
+        """Items that share a unit: there are programs - 1 cuts at most, and a unit with c cuts has c + 1 <= 2c."""
+        return 2 * (self.programs - 1)
+
+    @property
+    def max_merges(self) -> int:
+        """Units that can be cut."""
+        return self.programs - 1
+
+    def max_items(self, units: int) -> int:
+        """Of so many units."""
+        return units + self.programs - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Some sequences of a step: first row token, row tokens, tokens in their context, and where their tables begin."""
+
+    begins: Int64
+    counts: Int64
+    contexts: Int64
+    tables: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """items [N, ITEM_WORDS]; program p has starts[p] .. starts[p + 1] of them; merges [M, ITEM_WORDS]."""
+
+    items: Int32
+    starts: Int64
+    merges: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The words in use of a step's record, and whether the chunk kernel has anything to do."""
+
+    record: Int32
+    with_chunks: bool
+
+
+def share_out(
+    sequences: Sequences, tiling: Tiling, *, kv_heads: int, group: int, window: int, first_partial: int = 0
+) -> Work:
+    """Cuts the line of units evenly.
+
+    A program's load is the key tiles of its items and ``unit_tiles`` for each unit that it begins. It differs from the
+    mean by less than 1 + unit_tiles: a cut inside of what a unit costs beside its tiles moves to the unit's beginning.
+    ``window``: tokens that a row sees, itself included; 0: all. Partials are numbered from ``first_partial`` on.
+    """
+    if not len(sequences.counts):
+        empty = np.zeros((0, ITEM_WORDS), np.int32)
+        return Work(empty, np.zeros(tiling.programs + 1, np.int64), empty)
+    line = _line(sequences, tiling, kv_heads, group, window)
+    beside = tiling.unit_tiles
+    lengths = line.tiles + beside
+    ends = lengths.cumsum()
+    begins = ends - lengths
+    cuts = ends[-1] * np.arange(tiling.programs + 1) // tiling.programs
+    cut_begins = begins[ends[:-1].searchsorted(cuts[:-1], "right")]
+    inside = cuts[:-1] - cut_begins > beside
+    cuts[:-1] = np.where(inside, cuts[:-1], cut_begins)
+    # Where there are fewer tiles than programs, several of them share a cut.
+    inner = cuts[:-1][inside]
+    inner = inner[_changes(inner)]
+    # No cut is where a unit begins: its place in the merged line is the sum of its ranks.
+    is_cut = np.zeros(len(begins) + len(inner), bool)
+    is_cut[np.arange(len(inner)) + begins.searchsorted(inner)] = True
+    edges = np.empty(len(is_cut) + 1, np.int64)
+    edges[:-1][is_cut], edges[:-1][~is_cut], edges[-1] = inner, begins, ends[-1]
+    owner = (~is_cut).cumsum() - 1
+    first = edges[:-1] - begins[owner] - beside
+    first[~is_cut] = 0
+    behind = edges[1:] - begins[owner] - beside
+    parted = behind - first < line.tiles[owner]
+    row_tiles = line.row_tiles[owner]
+    items = line.rows[row_tiles]
+    items[:, HEAD] = line.heads[owner]
+    items[:, BEGIN] = (line.lows[row_tiles] + first) * tiling.keys
+    items[:, END] = np.minimum((line.lows[row_tiles] + behind) * tiling.keys, items[:, END])
+    items[:, PARTIAL] = np.where(parted, first_partial + (parted.cumsum() - 1) * tiling.rows, -1)
+    heads = np.flatnonzero(~is_cut)
+    parts = np.empty_like(heads)
+    parts[:-1], parts[-1] = heads[1:] - heads[:-1], len(items) - heads[-1]
+    merged = parts > 1
+    merges = items[heads[merged]]
+    merges[:, PARTS] = parts[merged]
+    starts = edges.searchsorted(cuts)
+    return Work(_whole_first(items, first, starts), starts, merges)
+
+
+def _changes(values: Int64) -> npt.NDArray[np.bool_]:
+    """Which of sorted values differ from the one before."""
+    changes = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Units in order, each a row tile and a head, with its number of key tiles.
+
+    Of a row tile: rows [R, ITEM_WORDS], an item of all that its rows see, and lows, the number of its first key tile.
+    """
+
+    row_tiles: Int64
+    heads: Int64
+    tiles: Int64
+    rows: Int32
+    lows: Int64
+
+
+def _line(sequences: Sequences, tiling: Tiling, kv_heads: int, group: int, window: int) -> _Line:
+    """Head after head within a sequence: programs side by side read the same keys."""
+    rows = sequences.counts * group
+    counts = -(-rows // tiling.rows)
+    firsts = counts.cumsum() - counts
+    which = np.arange(len(counts)).repeat(counts)
+    before = (np.arange(len(which)) - firsts[which]) * tiling.rows
+    row = sequences.begins[which] * group + before
+    count = np.minimum(rows[which] - before, tiling.rows)
+    shift = (sequences.contexts - sequences.begins - sequences.counts)[which]
+    end = (row + count - 1) // group + shift + 1
+    lows = np.maximum(row // group + shift + 1 - window, 0) // tiling.keys if window else np.zeros_like(end)
+    items = np.empty((len(which), ITEM_WORDS), np.int32)
+    items[:, TABLE], items[:, ROW], items[:, ROWS] = sequences.tables[which], row, count
+    items[:, SHIFT], items[:, END] = shift, end
+    heads, row_tiles = _by_head(counts, firsts, which, kv_heads)
+    tiles = -(-end // tiling.keys) - lows
+    return _Line(row_tiles, heads, tiles[row_tiles], items, lows)
+
+
+def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple[Int64, Int64]:
+    """Heads and row tiles of the units: sequence by sequence, head by head, row tile by row tile."""
+    if len(which) == len(counts):
+        return np.tile(np.arange(kv_heads), len(counts)), which.repeat(kv_heads)
+    owners = which.repeat(kv_heads)
+    inside = np.arange(len(owners)) - firsts[owners] * kv_heads
+    heads = inside // counts[owners]
+    return heads, firsts[owners] + inside - heads * counts[owners]
+
+
+def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
+    """Within each program, the end of a unit that another one began goes last.
+
+    All programs then begin at the first key tile of some unit and walk on in step, so that those with rows of the
+    same sequence and head read the same keys at about the same time, from L2.
+    """
+    begins, ends = starts[:-1], starts[1:]
+    moved = np.flatnonzero(ends - begins > 1)
+    moved = moved[first[begins[moved]] > 0]
+    places = np.arange(len(items))
+    shifts = np.zeros(len(items) + 1, np.int64)
+    shifts[begins[moved]] += 1
+    shifts[ends[moved]] -= 1
+    places -= shifts[:-1].cumsum()
+    places[begins[moved]] = ends[moved] - 1
+    ordered = np.empty_like(items)
+    ordered[places] = items
+    return ordered
+
+
+class AttentionPlanner:
+    """Makes the records of a model's steps. Pure arithmetic: it holds nothing of a step."""
+
+    def __init__(
+        self,
+        *,
+        kv_heads: int,
+        group: int,
+        block_size: int,
+        decode: Tiling,
+        chunk: Tiling,
+        windows: tuple[int, ...],
+        max_tokens: int,
+        max_seqs: int,
+        max_context_blocks: int,
+    ) -> None:
+        """Raises nothing.
+
+        Args:
+            group: query heads of a KV head.
+            windows: the distinct sliding windows of the model's layers, 0 for those that see everything.
+            max_tokens, max_seqs: of a step.
+            max_context_blocks: of a sequence.
+        """
+        self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
+        self.decode, self.chunk, self.windows = decode, chunk, windows
+        self._window_words = decode.programs + 1 + chunk.programs + 1 + COUNT_WORDS
+        seqs = min(max_seqs, max_tokens)
+        # Tiles are full but for the last one of a sequence.
+        chunk_units = (max_tokens * group // chunk.rows + seqs) * kv_heads
+        lists = decode.max_items(seqs * kv_heads) + decode.max_merges
+        lists += chunk.max_items(chunk_units) + chunk.max_merges
+        tables = seqs * max_context_blocks + ITEM_WORDS
+        self.max_record_words = len(windows) * (self._window_words + lists * ITEM_WORDS) + tables
+        self.partial_rows = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
+
+    def starts_at(self, window: int, chunk: bool) -> int:
+        """Where the starts of a window's programs are in every record."""
+        return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
+
+    def counts_at(self, window: int) -> int:
+        """Where the counts of a window's merges are in every record."""
+        return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
+
+    def plan(self, batch: Batch) -> AttentionPlan:
+        """All rows of ``batch``, whose positions follow each other in a sequence, up to the end of its context.
+
+        Raises Internal for a batch beyond the limits.
+        """
+        query_starts = batch.query_starts.astype(np.int64)
+        contexts = batch.context_lens.astype(np.int64)
+        counts = query_starts[1:] - query_starts[:-1]
+        head = len(self.windows) * self._window_words
+        words, table_starts = self._tables(batch.block_tables, contexts)
+        tables = table_starts + head
+        # Items are aligned, so that a line of the cache holds an item whole.
+        fill = -(head + sum(part.size for part in words)) % ITEM_WORDS
+        parts: list[Int32] = [np.zeros(head, np.int32), *words, np.zeros(fill, np.int32)]
+        at = sum(part.size for part in parts)
+        few = counts * self._group <= self.decode.rows
+        chosen = [
+            Sequences(query_starts[:-1][mask], counts[mask], contexts[mask], tables[mask])
+            for mask in (few & (counts > 0), ~few)
+        ]
+        for window in self.windows:
+            first_partial, counted = 0, self.counts_at(window)
+            for tiling, sequences in zip((self.decode, self.chunk), chosen, strict=True):
+                work = share_out(
+                    sequences,
+                    tiling,
+                    kv_heads=self._kv_heads,
+                    group=self._group,
+                    window=window,
+                    first_partial=first_partial,
+                )
+                first_partial += tiling.max_partials * tiling.rows
+                begin = self.starts_at(window, tiling is self.chunk)
+                parts[0][begin : begin + len(work.starts)] = at + work.starts * ITEM_WORDS
+                at += work.items.size
+                parts[0][counted : counted + 2] = len(work.merges), at
+                counted += 2
+                at += work.merges.size
+                parts += [work.items.ravel(), work.merges.ravel()]
+        if at > self.max_record_words:
+            raise Internal(f"attention of {len(counts)} sequences takes {at} words, at most {self.max_record_words}")
+        return AttentionPlan(np.concatenate(parts), bool((~few).any()))
+
+    def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
+        """The tables' words and where in them each sequence's are: padded where that makes them little longer."""
+        blocks = -(-contexts // self._block_size)
+        width = int(blocks.max(initial=0))
+        used = int(blocks.sum())
+        if width * len(blocks) <= used * PADDED_TABLES:
+            return [block_tables[:, :width].ravel()], np.arange(len(blocks)) * width
+        named = [row[:many] for row, many in zip(block_tables, blocks.tolist(), strict=True)]
+        return named, blocks.cumsum() - blocks

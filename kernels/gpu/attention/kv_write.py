@@ -1,0 +1,264 @@
+"""Between the projection of queries, keys and values and attention: one pass that norms, turns and stores.
+
+    qkv --[norm of each query and key head]--[rotary embedding]--+--> queries, in place
+                                                                 +--> keys and values, into the pool's rows
+
+Arithmetic is in float32 and rounded once, where a value is stored: nearer to the exact result than a rounding after
+every operation, which is why "plain" and "wide" norms are one here but for the type of their weights.
+
+Nothing of a block is cleared when it is begun. Rows behind a sequence's last token hold what was there before, NaN
+perhaps: attention leaves them out by position, of values as well as of scores.
+
+Pools are [slots, layers, 2, kv_heads, block_size, head_dim], K before V. In one of "fp8-rows-1", a piece (one layer's
+keys or values of one head) is block_size rows of head_dim e4m3 codes, and behind them one float32 scale for each row:
+block_size * (head_dim + 4) bytes. A value is its code's times its row's scale, which is the row's largest by size over
+448, and at least 2**-100.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.attention import fp8
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+SCALE_BYTES = tl.constexpr(4)
+
+
+class HeadNorm(NamedTuple):
+    """RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or float32."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], trusted to be below max_len.
+
+    Values i and i + head_dim / 2 of a head are a pair.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
+
+
+@triton.jit
+def _turned(low, high, cos, sin, position, column, HALF: tl.constexpr):
+    """Both halves of heads [TILE, HALF], turned by the angles of a position."""
+    at = position.to(tl.int64) * HALF + column
+    c = tl.load(cos + at, mask=column < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
+    return low * c - high * s, high * c + low * s
+
+
+@triton.jit
+def _store_fp8(low, high, pool, scales, piece, offset, column, inside, stored, BLOCK_SIZE, HEAD_DIM: tl.constexpr):
+    PIECE: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES)
+    largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)[:, None]
+    scale = fp8.scale_of(largest)
+    inverse = tl.math.div_rn(1.0, scale)
+    target = pool + piece * PIECE + offset * HEAD_DIM + column
+    tl.store(target, fp8.encode(low * inverse), mask=inside)
+    tl.store(target + HEAD_DIM // 2, fp8.encode(high * inverse), mask=inside)
+    behind: tl.constexpr = BLOCK_SIZE * HEAD_DIM // SCALE_BYTES
+    tl.store(scales + piece * (PIECE // SCALE_BYTES) + behind + offset, scale, mask=stored)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _kv_write(
+    qkv,
+    weight,
+    cos,
+    sin,
+    positions,
+    rows,
+    pool,
+    scales,
+    layer,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    FP8: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TOTAL: tl.constexpr = HEADS + 2 * KV_HEADS
+    FIRST: tl.constexpr = 0 if NORM or ROPE else HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = (FIRST + tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < TOTAL) & (column < HALF)
+    source = qkv + token * (TOTAL * HEAD_DIM) + head * HEAD_DIM + column
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    changes = head < HEADS + KV_HEADS
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(low * low + high * high, 1)[:, None] / HEAD_DIM + eps)
+        factors = weight + head * HEAD_DIM + column
+        low_factor = tl.load(factors, mask=inside & changes, other=0.0).to(tl.float32)
+        high_factor = tl.load(factors + HALF, mask=inside & changes, other=0.0).to(tl.float32)
+        low = tl.where(changes, low * inverse * low_factor, low)
+        high = tl.where(changes, high * inverse * high_factor, high)
+    if ROPE:
+        turned_low, turned_high = _turned(low, high, cos, sin, tl.load(positions + token), column, HALF)
+        low = tl.where(changes, turned_low, low)
+        high = tl.where(changes, turned_high, high)
+    if FIRST == 0:
+        tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
+        tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
+    row = tl.load(rows + token)
+    if row >= 0:
+        stored = (head >= HEADS) & (head < TOTAL)
+        # Heads of values follow those of keys, in the pool as in qkv.
+        piece = ((row // BLOCK_SIZE).to(tl.int64) * LAYERS + layer) * (2 * KV_HEADS) + (head - HEADS)
+        offset = row % BLOCK_SIZE
+        inside = inside & stored
+        if FP8:
+            _store_fp8(low, high, pool, scales, piece, offset, column, inside, stored, BLOCK_SIZE, HEAD_DIM)
+        else:
+            target = pool + (piece * BLOCK_SIZE + offset) * HEAD_DIM + column
+            tl.store(target, low.to(pool.dtype.element_ty), mask=inside)
+            tl.store(target + HALF, high.to(pool.dtype.element_ty), mask=inside)
+
+
+def kv_write(
+    qkv: torch.Tensor,
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    layer: int,
+    *,
+    heads: int,
+    norm: HeadNorm | None = None,
+    rotary: Rotary | None = None,
+) -> None:
+    """Norms and turns queries in place, and writes normed and turned keys, and values, into the rows of ``pool``.
+
+    Args:
+        qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys, values; its keys and values are left as they are.
+        pool: as above, 16 or 32 bits, or uint8 [slots, layers, 2, kv_heads, block_size * (head_dim + 4)] for
+            "fp8-rows-1".
+        rows: int32 [T], slot * block_size + row within the block, each at most once; -1 writes nothing to the pool.
+
+    Raises Internal for misshapen tensors.
+    """
+    check_tensor("qkv", qkv, (None, None), DTYPES)
+    tokens, width = qkv.shape
+    is_fp8 = pool.dtype == torch.uint8
+    check_tensor("pool", pool, (None, None, 2, *([None] * (2 if is_fp8 else 3))), (*DTYPES, torch.uint8), qkv.device)
+    layers, kv_heads = pool.shape[1], pool.shape[3]
+    head_dim, rest = divmod(width, heads + 2 * kv_heads)
+    check(rest == 0 and head_dim % 2 == 0 and 0 < head_dim <= MAX_HEAD_DIM, f"{width} columns are no {heads} heads")
+    block_size, rest = divmod(pool.shape[4], head_dim + SCALE_BYTES.value) if is_fp8 else (pool.shape[4], 0)
+    check(rest == 0 and block_size * head_dim % 4 == 0, f"{pool.shape[4]} bytes are no piece of {head_dim} values")
+    check(is_fp8 or pool.shape[-1] == head_dim, f"pool has {pool.shape[-1]} values a head, not {head_dim}")
+    check_tensor("rows", rows, (tokens,), torch.int32, qkv.device)
+    check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
+    if norm is not None:
+        check_tensor("norm", norm.weight, (heads + kv_heads, head_dim), (qkv.dtype, torch.float32), qkv.device)
+    if rotary is not None:
+        check_tensor("cos", rotary.cos, (None, head_dim // 2), DTYPES, qkv.device)
+        check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
+        check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
+    use = _use(head_dim, arch_of(qkv.device))
+    visited = 2 * kv_heads if norm is None and rotary is None else heads + 2 * kv_heads
+    cos, sin, positions = rotary or (qkv, qkv, rows)
+    _kv_write[(tokens, triton.cdiv(visited, use["tile"]))](
+        qkv,
+        qkv if norm is None else norm.weight,
+        cos,
+        sin,
+        positions,
+        rows,
+        pool,
+        pool.view(torch.float32) if is_fp8 else pool,
+        layer,
+        0.0 if norm is None else norm.eps,
+        heads,
+        kv_heads,
+        head_dim,
+        layers,
+        block_size,
+        norm is not None,
+        rotary is not None,
+        is_fp8,
+        use["tile"],
+        use["block"],
+        num_warps=use["num_warps"],
+    )
+
+
+def _use(head_dim: int, arch: int) -> dict[str, int]:
+    """A tile has at least as many values as threads: queries, written in place, must not be read by two."""
+    use = tuned("kv_write", arch)
+    block = triton.next_power_of_2(head_dim // 2)
+    return {"block": block, "tile": use["tile_values"] // block, **use}
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
+    return [
+        _spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
+        _spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),
+        _spec("llama3-fp8", 32, 8, 128, "bf16", "u8"),
+        _spec("qwen3-bf16", 32, 8, 128, "bf16", "bf16", norm=True),
+        _spec("qwen3-fp8", 32, 8, 128, "bf16", "u8", norm=True),
+        _spec("nope-bf16", 16, 4, 128, "bf16", "bf16", rope=False),
+        _spec("head64-bf16", 9, 3, 64, "bf16", "bf16"),
+        _spec("head80-fp8", 32, 32, 80, "fp16", "u8"),
+        _spec("head96-bf16", 32, 32, 96, "bf16", "bf16"),
+        _spec("head256-bf16", 8, 4, 256, "bf16", "bf16", norm=True),
+        _spec("head128-fp32", 32, 8, 128, "fp32", "fp32", norm=True),
+    ]
+
+
+def _spec(
+    name: str, heads: int, kv_heads: int, head_dim: int, dtype: str, kv: str, *, norm: bool = False, rope: bool = True
+) -> BuildSpec:
+    use = _use(head_dim, 90)
+    signature = {
+        "qkv": f"*{dtype}",
+        "weight": f"*{dtype}",
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "positions": "*i32",
+        "rows": "*i32",
+        "pool": f"*{kv}",
+        "scales": "*fp32" if kv == "u8" else f"*{kv}",
+        "layer": "i32",
+        "eps": "fp32",
+    }
+    return BuildSpec(
+        name=f"kv_write-{name}",
+        kernel=_kv_write,
+        signature=signature,
+        constants={
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "HEAD_DIM": head_dim,
+            "LAYERS": 32,
+            "BLOCK_SIZE": 16,
+            "NORM": norm,
+            "ROPE": rope,
+            "FP8": kv == "u8",
+            "TILE": use["tile"],
+            "BLOCK": use["block"],
+        },
+        aligned=tuple(argument for argument, kind in signature.items() if kind.startswith("*")),
+        num_warps=use["num_warps"],
+        max_registers=96,
+    )

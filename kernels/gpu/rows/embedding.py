@@ -1,0 +1,76 @@
+"""Embedding of a step's tokens, some of which only the device knows yet.
+
+A step may be launched before the one before it has said which tokens it chose. Such a token stands in the batch as
+``-1 - row``: what row ``row`` of the previous step's samples chose, which is in ``sampled`` on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+
+@triton.jit
+def _embed(ids, sampled, table, out, hidden, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    token = tl.load(ids + row)
+    if token < 0:
+        token = tl.load(sampled + (-1 - token))
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    values = tl.load(table + token.to(tl.int64) * hidden + columns, mask=inside, other=0.0)
+    if SCALED:
+        values = (values.to(tl.float32) * scale).to(values.dtype)
+    tl.store(out + row.to(tl.int64) * hidden + columns, values, mask=inside)
+
+
+def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+    """Writes rows of ``table`` [vocab, hidden] into ``out`` [T, hidden], times ``scale``.
+
+    ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; both are trusted to be inside what they index.
+    Raises Internal for misshapen tensors.
+    """
+    check_tensor("ids", ids, (None,), torch.int32)
+    check_tensor("sampled", sampled, (None,), torch.int32, ids.device)
+    check_tensor("table", table, (None, None), (torch.bfloat16, torch.float16, torch.float32), ids.device)
+    check_tensor("out", out, (len(ids), table.shape[1]), table.dtype, ids.device)
+    check(len(ids) > 0, "no tokens to embed")
+    use = tuned("embed", arch_of(ids.device))
+    hidden = table.shape[1]
+    grid = (len(ids), triton.cdiv(hidden, use["block"]))
+    _embed[grid](ids, sampled, table, out, hidden, scale, scale != 1.0, use["block"], num_warps=use["num_warps"])
+
+
+def reference(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """The same in plain torch."""
+    known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids)
+    rows = table[known.long()]
+    return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles."""
+    use = tuned("embed", 90)
+    return [
+        BuildSpec(
+            name="embed",
+            kernel=_embed,
+            signature={
+                "ids": "*i32",
+                "sampled": "*i32",
+                "table": "*bf16",
+                "out": "*bf16",
+                "hidden": "i32",
+                "scale": "fp32",
+            },
+            constants={"SCALED": False, "BLOCK": use["block"]},
+            aligned=("ids", "table", "out", "hidden"),
+            num_warps=use["num_warps"],
+            max_registers=64,
+        )
+    ]

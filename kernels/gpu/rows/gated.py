@@ -1,0 +1,71 @@
+"""The middle of a gated MLP: act(gate) * up, with act(gate) rounded before it is multiplied, as in transformers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+# sqrt(8 / pi) and the cubic term of gelu's tanh approximation (arXiv 1606.08415).
+_GELU_SLOPE = tl.constexpr(1.5957691216057308)
+_GELU_CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _activated(gate, GELU: tl.constexpr):
+    """float32 -> float32. gelu's 0.5 * (1 + tanh(u)) is sigmoid(2 * u): one exponential, and nothing cancels."""
+    if GELU:
+        return gate * tl.sigmoid((gate + gate * gate * gate * _GELU_CUBE) * _GELU_SLOPE)
+    return gate * tl.sigmoid(gate)
+
+
+@triton.jit
+def _gated(gate_up, out, inner, parts, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < inner
+    source = gate_up + row * 2 * inner + columns
+    gate = tl.load(source, mask=inside, other=0.0)
+    up = tl.load(source + inner, mask=inside, other=0.0)
+    activated = _activated(gate.to(tl.float32), GELU).to(gate.dtype)
+    values = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out + row * inner + columns, values, mask=inside)
+
+
+def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+    """Writes act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type.
+
+    activation: one of ACTIVATIONS. Raises Internal for misshapen tensors and unknown activations.
+    """
+    check_tensor("gate_up", gate_up, (None, None), (torch.bfloat16, torch.float16, torch.float32))
+    tokens, inner = len(gate_up), gate_up.shape[1] // 2
+    check(gate_up.shape[1] % 2 == 0 and inner > 0 and tokens > 0, f"gate_up is {list(gate_up.shape)}")
+    check_tensor("out", out, (tokens, inner), gate_up.dtype, gate_up.device)
+    check(activation in ACTIVATIONS, f"activation {activation!r} is not known")
+    use = tuned("gated", arch_of(gate_up.device))
+    parts = triton.cdiv(inner, use["block"])
+    gelu = activation == "gelu_tanh"
+    _gated[(tokens * parts,)](gate_up, out, inner, parts, gelu, use["block"], num_warps=use["num_warps"])
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles."""
+    use = tuned("gated", 90)
+    return [
+        BuildSpec(
+            name=f"gated-{activation}-{dtype}",
+            kernel=_gated,
+            signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "inner": "i32", "parts": "i32"},
+            constants={"GELU": activation == "gelu_tanh", "BLOCK": use["block"]},
+            aligned=("gate_up", "out", "inner"),
+            num_warps=use["num_warps"],
+            max_registers=64,
+        )
+        for activation in ACTIVATIONS
+        for dtype in ("bf16", "fp16", "fp32")
+    ]

@@ -1,0 +1,226 @@
+"""RMS norms (arXiv 1910.07467), alone and with the residual stream they belong to.
+
+A layer ends and the next begins in one pass over the rows:
+
+    found --[post norm]--> * scale --+
+    residual ------------------------+--> residual --[norm]--> out
+
+Both norms are optional, as models have them. Sums are in float32; roundings are where transformers has them: after a
+post norm, after the sum, and in a norm either before its weight multiplies ("plain") or only after ("wide").
+
+Kernels are not compiled anew for numbers of rows that are 1 or multiples of 16, which would stop a server now and then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A row is held in registers as a whole.
+MAX_COLUMNS = 16384
+# Not fewer, so that a tile has a value for every thread: norms in place must not be read by two.
+_MIN_TILE_COLUMNS = 32
+
+
+@triton.jit
+def _normed(values, weight, columns, eps, WIDE: tl.constexpr, TYPE: tl.constexpr):
+    """values [rows, columns] and weight [1, columns], float32, zeros behind the last column -> TYPE."""
+    scale = tl.rsqrt(tl.sum(values * values, 1) / columns + eps)
+    normed = values * scale[:, None]
+    if not WIDE:
+        normed = normed.to(TYPE).to(tl.float32)
+    return (normed * weight).to(TYPE)
+
+
+@triton.jit
+def _tile(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, 1] and columns [1, BLOCK] of this program, and which of them there are."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    return row.to(tl.int64), column, (row < rows) & (column < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    values,
+    weight,
+    out,
+    rows,
+    columns,
+    values_stride,
+    out_stride,
+    eps,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, inside = _tile(rows, columns, ROWS, BLOCK)
+    loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    normed = _normed(loaded.to(tl.float32), factor, columns, eps, WIDE, loaded.dtype)
+    tl.store(out + row * out_stride + column, normed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rms_norm(
+    residual,
+    found,
+    post_weight,
+    weight,
+    out,
+    rows,
+    columns,
+    scale,
+    eps,
+    POST: tl.constexpr,
+    NORM: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, inside = _tile(rows, columns, ROWS, BLOCK)
+    at = row * columns + column
+    stream = tl.load(residual + at, mask=inside, other=0.0)
+    added = tl.load(found + at, mask=inside, other=0.0)
+    if POST:
+        factor = tl.load(post_weight + column, mask=column < columns, other=0.0).to(tl.float32)
+        added = _normed(added.to(tl.float32), factor, columns, eps, WIDE, added.dtype)
+    total = (stream.to(tl.float32) + scale * added.to(tl.float32)).to(stream.dtype)
+    tl.store(residual + at, total, mask=inside)
+    if NORM:
+        factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+        normed = _normed(total.to(tl.float32), factor, columns, eps, WIDE, stream.dtype)
+        tl.store(out + at, normed, mask=inside)
+
+
+def rms_norm(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, wide: bool) -> None:
+    """Norms every row of ``values`` [T, columns] into ``out``, of the same shape and type; they may be the same memory.
+
+    Both may be columns of wider rows: each row is contiguous, rows are ``stride(0)`` apart.
+    weight: [columns], float32 where ``wide``, else of the type of the values. Raises Internal for misshapen tensors.
+    """
+    rows, columns = _check_rows("values", values)
+    check(out.shape == values.shape and out.dtype == values.dtype, "out is not like values")
+    check(out.stride(1) == 1 and out.device == values.device, "out has no contiguous rows, or is elsewhere")
+    _check_weight(weight, values, wide)
+    use = _use(columns, arch_of(values.device))
+    _rms_norm[(triton.cdiv(rows, use["rows"]),)](
+        values,
+        weight,
+        out,
+        rows,
+        columns,
+        values.stride(0),
+        out.stride(0),
+        eps,
+        wide,
+        use["rows"],
+        use["block"],
+        num_warps=use["num_warps"],
+    )
+
+
+def add_rms_norm(
+    residual: torch.Tensor,
+    found: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    weight: torch.Tensor | None,
+    post_weight: torch.Tensor | None = None,
+    scale: float = 1.0,
+    eps: float,
+    wide: bool,
+) -> None:
+    """residual += scale * post_norm(found), in place, and out = norm(residual); all [T, columns] and of one type.
+
+    weight, post_weight: as of :func:`rms_norm`; None leaves that norm out, and ``out`` is None where ``weight`` is.
+    ``out`` may be the memory of ``found``. Raises Internal for misshapen tensors.
+    """
+    rows, columns = _check_rows("residual", residual)
+    for name, tensor in (("residual", residual), ("found", found), ("out", out)):
+        if tensor is not None:
+            check_tensor(name, tensor, (rows, columns), residual.dtype, residual.device)
+    check((out is None) == (weight is None), "out and weight are given both or neither")
+    for each in (weight, post_weight):
+        if each is not None:
+            _check_weight(each, residual, wide)
+    use = _use(columns, arch_of(residual.device))
+    _add_rms_norm[(triton.cdiv(rows, use["rows"]),)](
+        residual,
+        found,
+        residual if post_weight is None else post_weight,
+        residual if weight is None else weight,
+        residual if out is None else out,
+        rows,
+        columns,
+        scale,
+        eps,
+        post_weight is not None,
+        weight is not None,
+        wide,
+        use["rows"],
+        use["block"],
+        num_warps=use["num_warps"],
+    )
+
+
+def _check_rows(name: str, tensor: torch.Tensor) -> tuple[int, int]:
+    check(tensor.ndim == 2 and tensor.dtype in DTYPES, f"{name} is {tensor.ndim}-dimensional and of {tensor.dtype}")
+    rows, columns = tensor.shape
+    check(rows > 0 and 0 < columns <= MAX_COLUMNS, f"{name} is {list(tensor.shape)}")
+    check(tensor.stride(1) == 1, f"{name} has no contiguous rows")
+    return rows, columns
+
+
+def _check_weight(weight: torch.Tensor, values: torch.Tensor, wide: bool) -> None:
+    check_tensor("weight", weight, (values.shape[1],), torch.float32 if wide else values.dtype, values.device)
+
+
+def _use(columns: int, arch: int) -> dict[str, int]:
+    block = max(triton.next_power_of_2(columns), _MIN_TILE_COLUMNS)
+    return {"block": block, **tuned("norms", arch, columns=block)}
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles: Llama 3 8B's rows, the longest, queries of one OLMo 2, and small ones."""
+    return [
+        _spec(_rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
+        _spec(_rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),
+        _spec(_rms_norm, 576, "fp16", {"WIDE": False}, max_registers=96),
+        _spec(_add_rms_norm, 4096, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
+        _spec(_add_rms_norm, 4096, "fp32", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
+        _spec(_add_rms_norm, 4608, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
+        _spec(_add_rms_norm, 4096, "bf16", {"WIDE": True, "POST": True, "NORM": False}, max_registers=96),
+        _spec(_add_rms_norm, 16384, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
+        _spec(_add_rms_norm, 16384, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
+        _spec(_add_rms_norm, 576, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
+    ]
+
+
+def _spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool], max_registers: int) -> BuildSpec:
+    use = _use(columns, 90)
+    rows, weights = f"*{dtype}", "*fp32" if options["WIDE"] else f"*{dtype}"
+    types = dict.fromkeys(("values", "out", "residual", "found"), rows)
+    types |= dict.fromkeys(("weight", "post_weight"), weights)
+    types |= dict.fromkeys(("rows", "columns", "values_stride", "out_stride"), "i32")
+    types |= dict.fromkeys(("eps", "scale"), "fp32")
+    constants = {**options, "ROWS": use["rows"], "BLOCK": use["block"]}
+    names = [name for name in kernel.arg_names if name not in constants]
+    flags = "-".join(name.lower() for name, on in options.items() if on)
+    return BuildSpec(
+        name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),
+        kernel=kernel,
+        signature={name: types[name] for name in names},
+        constants=constants,
+        aligned=tuple(name for name in names if name not in ("rows", "eps", "scale")),
+        num_warps=use["num_warps"],
+        max_registers=max_registers,
+    )

@@ -1,0 +1,239 @@
+"""Chooses tokens on the device, as the sampler on the CPU does: a pure function of (logits, seed, position) (I6).
+
+    engine/sampling/sampler.py, engine/sampling/gumbel.py, engine/sampling/cuts.py    what is computed
+    sampling_edits.py                                      before: changes of single logits
+    sampling_cuts.py                                       the cut of rows with top_k, top_p or min_p, if a step has any
+    _race                                                  here: each slice of each row, its winner
+    _settle                                                here: each row, the winner among its slices'
+
+A slice's program knows its groups' largest logits and, from one random word each, their largest noise: an upper bound
+for each group. It draws the noise of the group with the highest bound, then of the next, until no bound reaches the
+best total so far: mostly one to three of its 32 groups, each of whose tokens costs a Philox counter.
+Totals are compared over the slice's own largest logit, since it does not know the row's; _settle computes those of the
+winners anew, over the row's.
+
+Nothing depends on other rows: a program reads one row, in an order that the vocabulary alone gives, and there are no
+atomic operations. Nothing raises on what logits are: a row whose largest logit is NaN or infinite gives its largest
+that is a number, id 0 where there is none.
+
+How near it comes to the CPU. Random words are equal bit by bit; logarithms are not. Greedy rows are equal. Drawn rows
+give the CPU's token unless one of these is nearer than float32 says for certain, and then either answer is a draw from
+the same distribution:
+
+    two totals (score + noise)               TOTAL_TOLERANCE apart
+    the mass before a token and top_p        MASS_TOLERANCE of the mass of all apart
+
+Estimated for an H200 (4.8 TB/s, 132 processors), V = 128256, not measured: one row of bfloat16 is 32 programs of 8 KB,
+all at once: about 3 us for _race (a load, two reductions, one to three rounds of about 1000 cycles) and 2 us for
+_settle; greedy rows leave out the rounds. 256 rows are 66 MB, 14 us of memory, and 8192 programs of about 1500
+warp instructions' time, 62 a processor: some 25 to 40 us.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.sampling.gpu_philox import exponential, random_words
+from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
+from pillion.kernels.gpu.sampling.sampling_device import FIELDS, GROUP, Scratch, float_field, noise_key, slice_tile
+from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
+from pillion.kernels.gpu.tuned import tuned
+
+# Absolute, in units of scores: a total that can win is between -30 and 30, where float32 has steps of 2^-19.
+TOTAL_TOLERANCE = 2e-5
+# Relative: sums of up to 2^18 float32 weights, in different orders.
+MASS_TOLERANCE = 2e-5
+
+_LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# In units of scores: far more than a bound and what it bounds are rounded apart.
+SLACK: tl.constexpr = tl.constexpr(1e-3)
+NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
+TOKEN_STREAM: tl.constexpr = tl.constexpr(0)
+GROUP_STREAM: tl.constexpr = tl.constexpr(1)
+# A group's word: its lower bits say which token has the largest noise, the upper ones how long that waits.
+GROUP_BITS: tl.constexpr = tl.constexpr(7)
+WAIT_BITS: tl.constexpr = tl.constexpr(25)
+MINUS_INFINITY_BITS: tl.constexpr = tl.constexpr(-(2**23))
+
+
+@triton.jit
+def _group_wait(words):
+    return exponential(words >> GROUP_BITS, WAIT_BITS) * (1.0 / GROUP)
+
+
+@triton.jit
+def _noise(s0, s1, p0, p1, tokens, words):
+    """The noise of tokens, given the words of their groups, a seed and a position."""
+    own = exponential(random_words(s0, s1, p0, p1, tokens, TOKEN_STREAM), 32)
+    is_first = tokens % GROUP == (words % GROUP).to(tl.int32)
+    return -tl.log(_group_wait(words) + tl.where(is_first, 0.0, own))
+
+
+@triton.jit
+def _winner(source, fields, vocab, top, maxima, groups, temperature, cut):
+    """The token of ``groups`` [N] with the largest total, of those that reach ``cut``."""
+    s0, s1, p0, p1 = noise_key(fields)
+    words = random_words(s0, s1, p0, p1, groups, GROUP_STREAM)
+    bounds = tl.div_rn(maxima - top, temperature) - tl.log(_group_wait(words)) + SLACK
+    bounds = tl.where(maxima >= cut, bounds, float("-inf"))
+    best = tl.full((), float("-inf"), tl.float32)
+    winner = tl.full((), NO_TOKEN, tl.int32)
+    highest = tl.max(bounds, axis=0)
+    while (highest > float("-inf")) & (highest >= best):
+        group = tl.min(tl.where(bounds == highest, groups, NO_TOKEN), axis=0)
+        # One lane has the word: all bits of the others' are taken out.
+        word = tl.sum(tl.where(groups == group, words, 0), axis=0).to(tl.uint32)
+        tokens = group * GROUP + tl.arange(0, GROUP)
+        inside = tokens < vocab
+        values = tl.load(source + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+        totals = tl.div_rn(values - top, temperature) + _noise(s0, s1, p0, p1, tokens, word)
+        totals = tl.where(inside & (values >= cut), totals, float("-inf"))
+        most = tl.max(totals, axis=0)
+        token = tl.min(tl.where(totals == most, tokens, NO_TOKEN), axis=0)
+        winner = tl.where((most > best) | ((most == best) & (token < winner)), token, winner)
+        best = tl.maximum(best, most)
+        bounds = tl.where(groups == group, float("-inf"), bounds)
+        highest = tl.max(bounds, axis=0)
+    return winner
+
+
+@triton.jit
+def _race(logits, record, cuts, report, vocab, num_slices, CUTTING: tl.constexpr, SLICE_GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1)
+    fields = record + row * FIELDS
+    temperature = float_field(fields, 0)
+    if temperature >= 0.0:
+        source = logits + row * vocab
+        groups = place * SLICE_GROUPS + tl.arange(0, SLICE_GROUPS)
+        tokens, values, odd = slice_tile(source, groups, vocab)
+        maxima = tl.max(values, axis=1)
+        top = tl.max(maxima, axis=0)
+        leader = tl.min(tl.min(tl.where(values == top, tokens, NO_TOKEN), axis=1), axis=0)
+        winner = tl.full((), NO_TOKEN, tl.int32)
+        cut = tl.load(cuts + row) if CUTTING else float("-inf")
+        if (temperature > 0.0) & (top > float("-inf")) & (top < float("inf")) & (top >= cut):
+            winner = _winner(source, fields, vocab, top, maxima, groups, temperature, cut)
+        base = report + row * (4 * num_slices) + place
+        tl.store(base, top.to(tl.int32, bitcast=True))
+        tl.store(base + num_slices, leader)
+        tl.store(base + 2 * num_slices, odd)
+        tl.store(base + 3 * num_slices, winner)
+
+
+@triton.jit
+def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    fields = record + row * FIELDS
+    temperature = float_field(fields, 0)
+    if temperature >= 0.0:
+        places = tl.arange(0, SLICES)
+        inside = places < num_slices
+        base = report + row * (4 * num_slices) + places
+        tops = tl.load(base, mask=inside, other=MINUS_INFINITY_BITS).to(tl.float32, bitcast=True)
+        leaders = tl.load(base + num_slices, mask=inside, other=NO_TOKEN)
+        odd = tl.max(tl.load(base + 2 * num_slices, mask=inside, other=0), axis=0)
+        top = tl.max(tops, axis=0)
+        # Of equals the lowest id; of a row without any number, id 0.
+        chosen = tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0)
+        if (temperature > 0.0) & (odd == 0) & (top > float("-inf")) & (top < float("inf")):
+            winners = tl.load(base + 3 * num_slices, mask=inside, other=NO_TOKEN)
+            racing = winners != NO_TOKEN
+            tokens = tl.where(racing, winners, 0)
+            values = tl.load(logits + row * vocab + tokens, mask=racing, other=float("-inf")).to(tl.float32)
+            s0, s1, p0, p1 = noise_key(fields)
+            words = random_words(s0, s1, p0, p1, tokens // GROUP, GROUP_STREAM)
+            noise = _noise(s0, s1, p0, p1, tokens, words)
+            totals = tl.where(racing, tl.div_rn(values - top, temperature) + noise, float("-inf"))
+            most = tl.max(totals, axis=0)
+            chosen = tl.min(tl.where(racing & (totals == most), tokens, NO_TOKEN), axis=0)
+        tl.store(out + row, chosen)
+
+
+def choose(
+    logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratch: Scratch, *, cutting: bool = True
+) -> None:
+    """Writes the tokens of edited logits [R, V] (bfloat16, float16 or float32) into ``out``, int32 [R].
+
+    record: int32 [R, RECORD_FIELDS], of sampling_record.pack_rows; nothing is written for rows that are none.
+    cutting: whether a row may cut, see sampling_record.cuts_any: a step without can leave out two launches. What is
+    launched depends on R and V alone. Raises Internal for misshapen tensors.
+    """
+    check_tensor("logits", logits, (None, scratch.vocab_size), _LOGIT_TYPES)
+    rows, vocab = logits.shape
+    check_tensor("record", record, (rows, RECORD_FIELDS), torch.int32, logits.device)
+    check_tensor("out", out, (rows,), torch.int32, logits.device)
+    check(0 < rows <= len(scratch.report), f"{rows} rows, of at most {len(scratch.report)}")
+    use = tuned("sample_race", arch_of(logits.device))
+    if cutting:
+        find_cuts(logits, record, scratch)
+    slices = scratch.num_slices
+    _race[(rows, slices)](
+        logits,
+        record,
+        scratch.cut,
+        scratch.report,
+        vocab,
+        slices,
+        cutting,
+        scratch.slice_groups,
+        num_warps=use["num_warps"],
+    )
+    _settle[(rows,)](
+        logits,
+        record,
+        scratch.report,
+        out,
+        vocab,
+        slices,
+        triton.next_power_of_2(slices),
+        num_warps=use["settle_warps"],
+    )
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles: a vocabulary of 128256 tokens, with and without cuts."""
+    use = tuned("sample_race", 90)
+    aligned = ("logits", "record", "vocab", "report")
+    race = [
+        BuildSpec(
+            name=f"sample_race_{kind}{'_cut' if cutting else ''}",
+            kernel=_race,
+            signature={
+                "logits": f"*{kind}",
+                "record": "*i32",
+                "cuts": "*fp32",
+                "report": "*i32",
+                "vocab": "i32",
+                "num_slices": "i32",
+            },
+            constants={"CUTTING": cutting, "SLICE_GROUPS": use["slice_groups"]},
+            aligned=aligned,
+            num_warps=use["num_warps"],
+            max_registers=128,
+        )
+        for kind in ("bf16", "fp32")
+        for cutting in (False, True)
+    ]
+    settle = BuildSpec(
+        name="sample_settle",
+        kernel=_settle,
+        signature={
+            "logits": "*fp32",
+            "record": "*i32",
+            "report": "*i32",
+            "out": "*i32",
+            "vocab": "i32",
+            "num_slices": "i32",
+        },
+        constants={"SLICES": 32},
+        aligned=aligned,
+        num_warps=use["settle_warps"],
+        max_registers=128,
+    )
+    return [*race, settle]

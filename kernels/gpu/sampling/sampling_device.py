@@ -1,0 +1,107 @@
+"""What the sampler's kernels share: the cut of a vocabulary into groups and slices, their scratch memory, tiles.
+
+A group is 128 tokens, as on the CPU, where a group's noise comes from one random word; a slice is as many groups as one
+program of a kernel takes. A vocabulary's last group and last slice need not be full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.launch import arch_of, check
+from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
+from pillion.kernels.gpu.tuned import tuned
+
+GROUP: tl.constexpr = tl.constexpr(128)
+FIELDS: tl.constexpr = tl.constexpr(RECORD_FIELDS)
+# Of each slice of each row: largest logit (its bits), the token that has it, whether there is a NaN, the race's winner.
+REPORT_FIELDS = 4
+# Counts are added up in float32, and token numbers are int32.
+MAX_VOCAB_TOKENS = 2**24
+
+GROUP_TOKENS = 128
+# A row's logits that reach a first bound are copied together if they are no more than this; a cut is then sought there.
+HEAD_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Device memory for ``choose`` of up to R rows; its addresses stay, so launches can be in a graph.
+
+    report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], of each group the largest logit and
+    the sum of exp((logit - largest) / temperature). able: int32 [R, groups]. heads: float32 [R, HEAD_TOKENS]. cut:
+    float32 [R].
+    """
+
+    vocab_size: int
+    slice_groups: int
+    report: torch.Tensor
+    maxima: torch.Tensor
+    masses: torch.Tensor
+    able: torch.Tensor
+    heads: torch.Tensor
+    cut: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> Scratch:
+        """For a model's vocabulary. Raises Internal for one that is too large."""
+        check(0 < vocab_size <= MAX_VOCAB_TOKENS, f"{vocab_size} tokens are no vocabulary")
+        slice_groups = tuned("sample_race", arch_of(device))["slice_groups"]
+        groups = triton.cdiv(vocab_size, GROUP_TOKENS)
+        slices = triton.cdiv(groups, slice_groups)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+            return torch.empty(max_rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            vocab_size=vocab_size,
+            slice_groups=slice_groups,
+            report=empty(REPORT_FIELDS, slices, dtype=torch.int32),
+            maxima=empty(groups),
+            masses=empty(groups),
+            able=empty(groups, dtype=torch.int32),
+            heads=empty(HEAD_TOKENS),
+            cut=empty(),
+        )
+
+    @property
+    def num_slices(self) -> int:
+        """Of one row."""
+        return self.report.shape[2]
+
+    @property
+    def num_groups(self) -> int:
+        """Of one row."""
+        return self.maxima.shape[1]
+
+
+@triton.jit
+def float_field(fields, PLACE: tl.constexpr):
+    """A float of a row's record."""
+    return tl.load(fields + PLACE).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def noise_key(fields):
+    """Seed and position of a row's record: low and high words of each."""
+    seed_low = tl.load(fields + 4).to(tl.uint32, bitcast=True)
+    seed_high = tl.load(fields + 5).to(tl.uint32, bitcast=True)
+    place_low = tl.load(fields + 6).to(tl.uint32, bitcast=True)
+    place_high = tl.load(fields + 7).to(tl.uint32, bitcast=True)
+    return seed_low, seed_high, place_low, place_high
+
+
+@triton.jit
+def slice_tile(source, groups, vocab):
+    """The logits of ``groups`` [N] of one row: tokens [N, 128], float32 values, -inf for NaN and behind the
+    vocabulary, and whether there is a NaN (1 or 0)."""
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    broken = values != values
+    odd = tl.max(tl.max(broken.to(tl.int32), axis=1), axis=0)
+    return tokens, tl.where(broken, float("-inf"), values), odd

@@ -1,0 +1,83 @@
+"""Bias, penalties and banned ids on the device: changes of single logits, in place.
+
+How many there are changes from step to step, so this is launched outside graphs, between the model and the sampler.
+Log probabilities are reported of logits without edits. So the order of a step is:
+
+    keep_raw       rows that report log probabilities, to the host's buffer (or any other)
+    apply_edits    where there are any
+    choose         kernels/gpu/sampling/gpu_sampling.py
+
+Each number is rounded as on the CPU (bias added, divided or multiplied, subtracted, each in float32), so edited logits
+are equal to the CPU's bit by bit, but for the sign of a zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS
+from pillion.kernels.gpu.tuned import tuned
+
+
+@triton.jit(do_not_specialize=["count", "num_rows"])
+def _edit(logits, edits, count, num_rows, vocab, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    record = edits + number.to(tl.int64) * FIELDS
+    inside = number < count
+    row = tl.load(record, mask=inside, other=-1)
+    token = tl.load(record + 1, mask=inside, other=0)
+    bias = tl.load(record + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
+    repetition = tl.load(record + 3, mask=inside, other=0).to(tl.float32, bitcast=True)
+    owed = tl.load(record + 4, mask=inside, other=0).to(tl.float32, bitcast=True)
+    inside = (row >= 0) & (row < num_rows)
+    place = logits + row.to(tl.int64) * vocab + token
+    value = tl.load(place, mask=inside, other=0.0) + bias
+    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition) - owed
+    tl.store(place, tl.where(owed == float("inf"), float("-inf"), value), mask=inside)
+
+
+def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
+    """Applies ``edits``, int32 [N, EDIT_FIELDS] of EditPacker, to logits [R, V] float32 in place.
+
+    Ids are trusted to be inside the vocabulary. Raises Internal for misshapen tensors.
+    """
+    check_tensor("logits", logits, (None, None), torch.float32)
+    check_tensor("edits", edits, (None, EDIT_FIELDS), torch.int32, logits.device)
+    count, (rows, vocab) = len(edits), logits.shape
+    check(rows > 0, "no rows to edit")
+    if count == 0:
+        return
+    use = tuned("sample_edits", arch_of(logits.device))
+    grid = (triton.cdiv(count, use["block"]),)
+    _edit[grid](logits, edits, count, rows, vocab, EDIT_FIELDS, use["block"], num_warps=use["num_warps"])
+
+
+def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
+    """Copies rows of logits [R, V], before they are edited, into ``kept`` [K, V] float32 on the same device.
+
+    rows: int64 [K]. From there they go to the host, for whoever reports log probabilities.
+    """
+    check_tensor("logits", logits, (None, None), (torch.bfloat16, torch.float16, torch.float32))
+    check_tensor("rows", rows, (None,), torch.int64, logits.device)
+    check_tensor("kept", kept, (len(rows), logits.shape[1]), torch.float32, logits.device)
+    kept.copy_(logits.index_select(0, rows))
+
+
+def build_specs() -> list[BuildSpec]:
+    """What the ahead-of-time build compiles."""
+    use = tuned("sample_edits", 90)
+    return [
+        BuildSpec(
+            name="sample_edits",
+            kernel=_edit,
+            signature={"logits": "*fp32", "edits": "*i32", "count": "i32", "num_rows": "i32", "vocab": "i32"},
+            constants={"FIELDS": EDIT_FIELDS, "BLOCK": use["block"]},
+            aligned=("logits", "edits", "vocab"),
+            num_warps=use["num_warps"],
+            max_registers=64,
+        )
+    ]

@@ -1,0 +1,79 @@
+"""Paged attention in plain torch, one sequence and one head at a time: slow, obvious, and the oracle of every kernel.
+
+The pool is [slots, layers, 2, kv_heads, block_size, head_dim], K before V; a piece holds one row per token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32 = npt.NDArray[np.int32]
+
+
+class RaggedBatch(Protocol):
+    """The arrays of a step that attention needs; ``pillion.engine.backends.batch.StepBatch`` has them and explains
+    them.
+    """
+
+    @property
+    def positions(self) -> Int32: ...
+    @property
+    def query_starts(self) -> Int32: ...
+    @property
+    def context_lens(self) -> Int32: ...
+    @property
+    def block_tables(self) -> Int32: ...
+
+
+def write_kv(pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Puts keys and values [T, kv_heads, head_dim] of the batch's T tokens into their rows of ``layer``."""
+    block_size = pool.shape[4]
+    for sequence, table in enumerate(batch.block_tables):
+        for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):
+            position = int(batch.positions[row])
+            slot, offset = int(table[position // block_size]), position % block_size
+            pool[slot, layer, 0, :, offset] = keys[row]
+            pool[slot, layer, 1, :, offset] = values[row]
+
+
+def paged_attention(
+    queries: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Attention of queries [T, heads, head_dim] over what the pool holds; arithmetic in float32, result in their dtype.
+
+    A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0). Query head h
+    reads KV head h // (heads / kv_heads). With a ``softcap`` (Gemma 2), scaled scores become
+    softcap * tanh(score / softcap) before the softmax.
+    """
+    _, _, _, kv_heads, block_size, head_dim = pool.shape
+    group = queries.shape[1] // kv_heads
+    out = torch.empty_like(queries)
+    for sequence, table in enumerate(batch.block_tables):
+        context = int(batch.context_lens[sequence])
+        slots = torch.from_numpy(table[: math.ceil(context / block_size)].astype(np.int64))
+        # [blocks, 2, kv_heads, block_size, head_dim] -> [2, kv_heads, tokens, head_dim]
+        pieces = pool[slots, layer].float().permute(1, 2, 0, 3, 4)
+        keys, values = pieces.reshape(2, kv_heads, -1, head_dim)[:, :, :context]
+        for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):
+            last = int(batch.positions[row]) + 1
+            first = max(0, last - window) if window else 0
+            for head in range(queries.shape[1]):
+                query = queries[row, head].float()
+                scores = keys[head // group, first:last] @ query * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = torch.softmax(scores, 0)
+                out[row, head] = (weights @ values[head // group, first:last]).to(out.dtype)
+    return out

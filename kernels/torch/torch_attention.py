@@ -1,0 +1,158 @@
+"""Paged attention on the CPU by torch's own kernels; :mod:`pillion.kernels.torch.reference` is its oracle.
+
+Everything that does not depend on the layer (rows to write, pieces to gather, masks) is computed once per step, in
+:mod:`pillion.kernels.torch.attention_tiles`. In a layer, sequences that run one token over short contexts are
+gathered into a padded
+group and share one call. Chunks, and long contexts, are attended tile by tile, and a tile's result is merged into what
+is there by the log-sum-exp of its scores ("Self-attention Does Not Need O(n^2) Memory", Rabe and Staats 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pillion.kernels.torch.attention_tiles import Group, Planner, Tile, choose_tile_tokens
+from pillion.kernels.torch.reference import Int32, RaggedBatch
+
+# Gives the log-sum-exp beside the output, which scaled_dot_product_attention keeps to itself.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class StepAttention:
+    """Attention of one step over one pool.
+
+    Threads: the step's. What changes: the pool's rows that the batch writes, and, when it is made, the rest of blocks
+    that the batch begins: they are cleared in all layers, because a padded call multiplies hidden rows by zero, and
+    zero times a stale infinity would not be zero.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        num_heads: int,
+        scale: float,
+        windows: Sequence[int] = (0,),
+        softcap: float = 0.0,
+        tile_tokens: int = 0,
+    ) -> None:
+        """pool: [slots, layers, 2, kv_heads, block_size, head_dim], contiguous. windows: those that layers will use.
+
+        softcap: as in :func:`pillion.kernels.torch.reference.paged_attention`. tile_tokens: the most tokens of a
+        sequence that one
+        call gathers; 0 leaves the choice.
+        """
+        _, _, _, self._kv_heads, self._block_size, self._head_dim = pool.shape
+        self._num_heads = num_heads
+        self._scale = scale
+        self._softcap = softcap
+        self._pieces_per_layer = 2 * self._kv_heads
+        self._rows = pool.view(-1, self._head_dim)
+        self._pieces = pool.view(-1, self._block_size * self._head_dim)
+        lengths = np.diff(batch.query_starts)
+        _clear_begun(pool, batch, lengths)
+        self._write_rows = self._rows_to_write(pool, batch, lengths)
+        most = tile_tokens or choose_tile_tokens(
+            self._pieces_per_layer * self._head_dim * pool.dtype.itemsize, capped=softcap > 0
+        )
+        planner = Planner(pool.shape, pool.dtype, batch, lengths, most)
+        longest = int(batch.context_lens.max())
+        # A window that reaches behind every context hides nothing, so layers with it share the plan of those without.
+        effective = {window: window if window < longest else 0 for window in windows}
+        plans = {window: planner.plan(window) for window in set(effective.values())}
+        self._plans = {window: plans[used] for window, used in effective.items()}
+
+    def _rows_to_write(self, pool: torch.Tensor, batch: RaggedBatch, lengths: Int32) -> torch.Tensor:
+        """For each token its rows of layer 0, K and V of every KV head."""
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        blocks, offsets = np.divmod(batch.positions, self._block_size)
+        slots = batch.block_tables[owners, blocks].astype(np.int64)
+        pieces = slots[:, None] * (pool.shape[1] * self._pieces_per_layer) + np.arange(self._pieces_per_layer)
+        return torch.from_numpy((pieces * self._block_size + offsets[:, None]).reshape(-1))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts keys and values [T, kv_heads, head_dim] into the pool's ``layer``."""
+        both = torch.cat((keys, values), 1).view(-1, self._head_dim)
+        first = layer * self._pieces_per_layer * self._block_size
+        self._rows[first:].index_copy_(0, self._write_rows, both)
+
+    def attend(self, layer: int, queries: torch.Tensor, window: int = 0) -> torch.Tensor:
+        """queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have been written."""
+        groups = self._plans[window]
+        if len(groups) == 1:
+            return self._attend_group(layer, queries, groups[0])
+        out = queries.new_empty(len(queries), self._num_heads * self._head_dim)
+        for group in groups:
+            out[group.rows] = self._attend_group(layer, queries[group.rows], group)
+        return out
+
+    def _attend_group(self, layer: int, queries: torch.Tensor, group: Group) -> torch.Tensor:
+        """queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        rows = len(queries)
+        mine = queries.view(rows, self._kv_heads, -1, self._head_dim)
+        # One row each: [S, kv_heads, heads per KV head, head_dim]. Rows of one sequence: [kv_heads, heads per KV head,
+        # rows, head_dim]. So the KV heads are the batch, and their keys are seen by each query head without a copy.
+        together = rows > group.num_seqs
+        if together:
+            mine = mine.permute(1, 2, 0, 3)
+        found, weight = self._attend_tile(layer, mine, group.tiles[0], together)
+        for tile in group.tiles[1:]:
+            more, more_weight = self._attend_tile(layer, mine, tile, together)
+            # Two softmaxes' results join in proportion to the sums of exponentials they were divided by.
+            found = torch.lerp(found.float(), more.float(), torch.sigmoid(more_weight - weight)[..., None])
+            weight = torch.logaddexp(weight, more_weight)
+        if together:
+            found = found.permute(2, 0, 1, 3)
+        return found.to(queries.dtype).reshape(rows, -1)
+
+    def _attend_tile(
+        self, layer: int, queries: torch.Tensor, tile: Tile, together: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """queries as above, [a, b, c, head_dim] -> the same shape, and the log-sum-exp of their scores [a, b, c]."""
+        seqs = 1 if together else len(queries)
+        pieces = self._pieces[layer * self._pieces_per_layer :].index_select(0, tile.pieces)
+        pieces = pieces.view(2, seqs, self._kv_heads, -1, self._head_dim)
+        keys, values = pieces[:, :, :, tile.first : tile.behind].unbind(0)
+        if self._softcap:
+            return self._capped(queries, keys, values, tile)
+        if not together:
+            found, weight = _flash(queries, keys, values, attn_mask=tile.mask, scale=self._scale)
+            return found, weight
+        if tile.causal or tile.mask is not None:
+            wide = (*queries.shape[:2], tile.behind - tile.first, self._head_dim)
+            keys, values = keys[0][:, None].expand(wide), values[0][:, None].expand(wide)
+            found, weight = _flash(queries, keys, values, is_causal=tile.causal, attn_mask=tile.mask, scale=self._scale)
+            return found, weight
+        # Nothing tells the rows apart, so the query heads of a KV head stand as its rows.
+        stacked = queries.reshape(1, self._kv_heads, -1, self._head_dim)
+        found, weight = _flash(stacked, keys, values, scale=self._scale)
+        return found.view(queries.shape), weight.view(queries.shape[:-1])
+
+    def _capped(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """No kernel of torch caps: plain products in float32. keys, values: [S, kv_heads, tokens, head_dim]."""
+        stacked = queries.reshape(len(keys), self._kv_heads, -1, self._head_dim).float()
+        scores = stacked * (self._scale / self._softcap) @ keys.float().mT
+        by_row = scores.tanh_().mul_(self._softcap).view(*queries.shape[:-1], -1)
+        if tile.causal:
+            by_row += torch.full(by_row.shape[-2:], -torch.inf).triu_(1)
+        if tile.mask is not None:
+            by_row += tile.mask
+        weight = by_row.logsumexp(-1)
+        chances = by_row.sub_(weight[..., None]).exp_().view(scores.shape)
+        return (chances @ values.float()).view(queries.shape), weight
+
+
+def _clear_begun(pool: torch.Tensor, batch: RaggedBatch, lengths: Int32) -> None:
+    """Zeroes the blocks that the batch begins and does not fill."""
+    block_size = pool.shape[4]
+    ends = batch.context_lens
+    last = ends - ends % block_size
+    begun = np.flatnonzero((ends > last) & (ends - lengths <= last))
+    for slot in batch.block_tables[begun, last[begun] // block_size].tolist():
+        pool[slot].zero_()

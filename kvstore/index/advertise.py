@@ -1,0 +1,77 @@
+"""The address that a part tells others: what it listens on, unless that is a wildcard.
+
+A container listens on 0.0.0.0 and does not know its address before it runs, and one of several that were started from
+one description cannot be told it. But all parts of a cluster reach one Redis, so the address that this machine has on
+the way to Redis is one at which the others reach it: a container's own, a pod's own, loopback where Redis is on it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+from pillion.errors import ConfigError
+from pillion.kvstore.index.redis_url import parse
+
+# Where Redis has no name or no address yet, the way out of the machine decides. Reserved for documentation (RFC 5737,
+# RFC 3849), and connecting a datagram socket sends nothing.
+SOMEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+
+def advertised(said: str, listening: str, redis_url: str) -> str:
+    """Where others reach a server that listens at ``listening`` (``host:port``, ``[host]:port`` or ``unix:path``).
+
+    ``said`` wins if it is not empty. May look up names, so it blocks. Raises ConfigError where a wildcard cannot be
+    resolved.
+    """
+    if said or listening.startswith("unix:"):
+        return said or listening
+    host, _, port = listening.rpartition(":")
+    wildcard = _wildcard(host.strip("[]"))
+    if wildcard is None:
+        return listening
+    # An IPv6 wildcard takes IPv4 as well; the other way round it does not.
+    families = (socket.AF_INET,) if wildcard == 4 else (socket.AF_INET, socket.AF_INET6)
+    redis = parse(redis_url) if redis_url else None
+    if redis is not None and not redis.hosts:
+        # A Unix socket: whoever shares this Redis is on this machine.
+        return f"127.0.0.1:{port}" if wildcard == 4 else f"[::1]:{port}"
+    for peers in (redis.hosts if redis else (), SOMEWHERE):
+        found = _own_address(peers, families)
+        if found:
+            return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+    raise ConfigError(
+        f"{listening} says no address that others could use: give --advertise (a KV node: --node-advertise)"
+    )
+
+
+def _wildcard(host: str) -> int | None:
+    """4 or 6 for the address that means all of that version, else None."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return address.version if address.is_unspecified else None
+
+
+def _own_address(peers: Sequence[tuple[str, int]], families: Sequence[socket.AddressFamily]) -> str:
+    """The address that packets to the first of ``peers`` that has a route would come from; empty: there is none."""
+    for host, port in peers:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, address in found:
+            if family not in families:
+                continue
+            with socket.socket(family, kind, protocol) as way:
+                try:
+                    way.connect(address)
+                except OSError:
+                    continue
+                own = str(way.getsockname()[0])
+                # A link's own address ("fe80::1%eth0") is of no use to others.
+                if "%" not in own and not ipaddress.ip_address(own).is_link_local:
+                    return own
+    return ""

@@ -1,0 +1,104 @@
+"""Where what stands in Redis. Sans-IO; docs/index.md has the table with owner, time to live and size of every key.
+
+    block i of a chain --> its segment: the SEGMENT_BLOCKS blocks of the chain around it
+    segment            --> bucket: 18 bits of the hash of the segment's first block
+    bucket             --> group: the bucket's first 12 bits, written as hash tag: one slot in a Redis Cluster
+    bucket[field]      --> entries of 8 bytes: number and boot epoch of each node that has the block
+
+A key is known from the hashes alone, so clients name every key and a script touches no other. A segment is the unit
+because of the two costs that it balances: a look-up names one key per segment, and all chains that share a segment's
+first block keep their segment in one bucket and on one shard, however many they are.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
+from pillion.kvstore.ledger.records import IndexEvent
+
+PREFIX = b"pillion:"
+# The registry's keys share a hash tag, so that a heartbeat is one script.
+PARTS = PREFIX + b"{registry}:parts"
+EXPIRY = PREFIX + b"{registry}:expiry"
+NUMBERS = PREFIX + b"{registry}:numbers"
+NODES = PREFIX + b"{registry}:nodes"
+
+# Token buckets of tenants.
+_BUCKETS = PREFIX + b"q:{%b}"
+
+FIELD_BYTES = 8
+ENTRY_BYTES = 8
+# Nodes that the index keeps for one block, the newest: more add nothing but time on the server.
+MAX_ENTRIES_PER_BLOCK = 32
+
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+BUCKETS_PER_GROUP = len(_ALPHABET)
+GROUPS = len(_ALPHABET) ** 2
+_HEAD_BYTES = 3
+
+
+def buckets_of(owner: str) -> bytes:
+    """The key of an owner's token buckets (:mod:`pillion.kvstore.index.shared_buckets`). ``owner``: without braces."""
+    return _BUCKETS % owner.encode()
+
+
+def bucket(segment: bytes) -> bytes:
+    """The key of a segment's bucket. ``segment``: hash of its first block."""
+    name = binascii.b2a_base64(segment[:_HEAD_BYTES], newline=False)
+    return b"pillion:b:{%b}%b" % (name[:2], name[2:3])
+
+
+def group_of(bucket_key: bytes) -> bytes:
+    """What a bucket's key has between the braces."""
+    return bucket_key[11:13]
+
+
+def generation(group: bytes) -> bytes:
+    """The key that vanishes together with a group's buckets, and so tells that they are lost. One server has one group
+    of its own, ``b""``."""
+    return b"pillion:g:{%b}" % group
+
+
+def group_name(number: int) -> bytes:
+    """Of 0 .. GROUPS - 1."""
+    return bytes((_ALPHABET[number // BUCKETS_PER_GROUP], _ALPHABET[number % BUCKETS_PER_GROUP]))
+
+
+def group_buckets(group: bytes, first: int) -> list[bytes]:
+    """The keys of a group's buckets, from the ``first`` on."""
+    return [b"pillion:b:{%b}%c" % (group, letter) for letter in _ALPHABET[first:]]
+
+
+def chain_buckets(block_hashes: bytes) -> list[bytes]:
+    """One key per segment of a chain. ``block_hashes``: the whole chain, 32 bytes each."""
+    step = SEGMENT_BLOCKS * HASH_BYTES
+    heads = b"".join([block_hashes[at : at + _HEAD_BYTES] for at in range(0, len(block_hashes), step)])
+    names = binascii.b2a_base64(heads, newline=False)
+    return [b"pillion:b:{%b}%b" % (names[at : at + 2], names[at + 2 : at + 3]) for at in range(0, len(names), 4)]
+
+
+def chain_fields(block_hashes: bytes) -> bytes:
+    """The leading FIELD_BYTES of each hash of a chain, packed."""
+    words = memoryview(block_hashes).cast("Q")
+    return words[:: HASH_BYTES // FIELD_BYTES].tobytes()
+
+
+@dataclass(slots=True)
+class BucketNews:
+    """Fields of one bucket that came and went, packed."""
+
+    came: bytearray = field(default_factory=bytearray)
+    went: bytearray = field(default_factory=bytearray)
+
+
+def sorted_news(events: Iterable[IndexEvent], *, cluster: bool) -> dict[bytes, dict[bytes, BucketNews]]:
+    """Events by group, then by bucket; everything is of the group ``b""`` where the server is one."""
+    groups: dict[bytes, dict[bytes, BucketNews]] = {}
+    for event in events:
+        key = bucket(event.segment)
+        news = groups.setdefault(group_of(key) if cluster else b"", {}).setdefault(key, BucketNews())
+        (news.came if event.here else news.went).extend(event.block_hash[:FIELD_BYTES])
+    return groups

@@ -1,0 +1,268 @@
+"""One way to Redis for the index and the registry: scripts only, every call with a deadline, behind circuit breakers.
+
+    closed --failure--> open --OPEN_MS later, one call may try--> closed | open again
+
+Each server has its own breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead
+shard of a Cluster, costs a request nothing (I1, I3). Calls to several shards go out side by side, pipelined per shard,
+and the shards that answer are enough. A Cluster's map of slots is read again in the background after a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import redis.asyncio
+from redis.exceptions import ClusterDownError, MovedError, NoScriptError, RedisError, ResponseError
+
+from pillion.errors import Unavailable
+from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, connect, parse
+
+OPEN_MS = 500
+# A call that was given less time than this, because an earlier one had used it up, says nothing about the server.
+LEAST_PATIENCE_MS = 50
+# Between two looks at a Cluster's map of slots.
+DISCOVERY_INTERVAL_MS = 500
+DISCOVERY_DEADLINE_MS = 5000
+
+_SCRIPTS = Path(__file__).parent / "lua"
+_REGISTRY_SCRIPTS = ("beat", "leave", "parts", "nodes")
+
+T = TypeVar("T")
+Argument = bytes | str | int
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """One run of a script. All ``keys`` lie in one hash slot."""
+
+    keys: Sequence[bytes]
+    args: Sequence[Argument]
+
+
+class Breaker:
+    """Sans-IO. While open, one caller per ``open_s`` is let through to see whether things are better."""
+
+    def __init__(self, open_s: float) -> None:
+        self._open_s = open_s
+        self._closed = True
+        self._try_again_s = 0.0
+
+    def may_try(self, now: float) -> bool:
+        """Whether a call may go out; counts as the probe when the breaker is open."""
+        if self._closed:
+            return True
+        if now < self._try_again_s:
+            return False
+        self._try_again_s = now + self._open_s
+        return True
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        self._closed = True
+
+    def failed(self, now: float) -> None:
+        """A call was not answered."""
+        self._closed = False
+        self._try_again_s = now + self._open_s
+
+
+class RedisLink:
+    """Raises ConfigError for a URL that cannot be one (:mod:`pillion.kvstore.index.redis_url`)."""
+
+    def __init__(self, url: str, *scripts: str) -> None:
+        self._client = connect(parse(url))
+        self.cluster = isinstance(self._client, redis.asyncio.RedisCluster)
+        self._texts = {name: _text(name) for name in scripts}
+        self._shas = {name: hashlib.sha1(text, usedforsecurity=False).hexdigest() for name, text in self._texts.items()}
+        self._breakers: dict[str, Breaker] = {}
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._discovery: asyncio.Task[None] | None = None
+        self._discovered_s = 0.0
+
+    async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
+        """Runs a script once and reads its answer. Raises Unavailable when Redis does not answer, or talks nonsense."""
+        [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
+        assert answer is not None
+        return answer
+
+    async def call_each(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
+    ) -> list[T | None]:
+        """Runs a script several times, at least once.
+
+        Args:
+            read: makes the answer of what Redis said; any ValueError or TypeError of it means that this was nonsense.
+
+        Returns:
+            In the order of ``calls``; None for those that failed. Raises Unavailable when all did.
+        """
+        answers: list[T | None] = [None] * len(calls)
+        until = asyncio.get_running_loop().time() + deadline_ms / 1000
+        shards = await self._shards(calls, until)
+        works = [self._ask(name, script, [calls[i] for i in places], read, until) for name, places in shards.items()]
+        # Most often it is one server: no task of its own then.
+        said = [await _kept(works[0])] if len(works) == 1 else await asyncio.gather(*map(_kept, works))
+        for places, got in zip(shards.values(), said, strict=True):
+            if not isinstance(got, Unavailable):
+                for i, answer in zip(places, got, strict=True):
+                    answers[i] = answer
+        if all(answer is None for answer in answers):
+            raise next((got for got in said if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
+        return answers
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
+        # What asks the Sentinels is no part of the client that it makes.
+        manager = getattr(getattr(self._client, "connection_pool", None), "sentinel_manager", None)
+        for client in (self._client, *(manager.sentinels if manager else ())):
+            with contextlib.suppress(RedisError, OSError):
+                await client.aclose()
+
+    # -- inside
+
+    async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
+        """Which server each call goes to."""
+        client = self._client
+        if not isinstance(client, redis.asyncio.RedisCluster):
+            return {"": list(range(len(calls)))}
+        known = client.nodes_manager.slots_cache
+        if not known:
+            self._discover()
+        if self._discovery is not None and not known:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await asyncio.shield(self._discovery)
+        shards: dict[str, list[int]] = {}
+        for i, call in enumerate(calls):
+            nodes = client.nodes_manager.slots_cache.get(client.keyslot(call.keys[0]))
+            shards.setdefault(nodes[0].name if nodes else "", []).append(i)
+        return shards
+
+    async def _ask(
+        self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None]:
+        """All calls that one server answers. Raises Unavailable if the server does not answer at all."""
+        breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
+        if not breaker.may_try(time.monotonic()):
+            raise Unavailable("Redis does not answer; waiting before the next try")
+        cancels, begun_s = _cancels(), time.monotonic()
+        try:
+            async with asyncio.timeout_at(until), self._free:
+                raw = await self._send(name, script, calls)
+                answers = [_read(read, one) for one in raw]
+        except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
+            if not isinstance(error, TimeoutError) or time.monotonic() - begun_s >= LEAST_PATIENCE_MS / 1000:
+                breaker.failed(time.monotonic())
+                self._discover()
+            if _cancels() > cancels:
+                raise asyncio.CancelledError from None
+            raise Unavailable(f"Redis: {str(error) or 'no answer in time'}") from None
+        breaker.succeeded()
+        if _cancels() > cancels:
+            raise asyncio.CancelledError
+        refused = [one for one in raw if isinstance(one, ResponseError)]
+        if any(isinstance(one, MovedError | ClusterDownError) for one in refused):
+            self._discover()
+        if len(refused) == len(raw):
+            raise Unavailable(f"Redis refused: {refused[0]}")
+        return answers
+
+    async def _send(self, name: str, script: str, calls: list[ScriptCall]) -> list[Any]:
+        """What the server said to each call, refusals included; a script that it does not know yet is sent whole."""
+        said = await self._send_as("EVALSHA", self._shas[script], name, calls)
+        unknown = [i for i, one in enumerate(said) if isinstance(one, NoScriptError)]
+        if unknown:
+            again = await self._send_as("EVAL", self._texts[script], name, [calls[i] for i in unknown])
+            for i, one in zip(unknown, again, strict=True):
+                said[i] = one
+        return said
+
+    async def _send_as(self, verb: str, script: str | bytes, name: str, calls: list[ScriptCall]) -> list[Any]:
+        client = self._client
+        commands = [(verb, script, len(call.keys), *call.keys, *call.args) for call in calls]
+        if isinstance(client, redis.asyncio.RedisCluster):
+            if not name:
+                raise OSError("no shard of the Cluster serves this slot")
+            pipeline = client.pipeline()
+            node = client.get_node(node_name=name)
+            for command in commands:
+                pipeline.execute_command(*command, target_nodes=node)
+            said = await pipeline.execute(raise_on_error=False)
+        elif len(commands) == 1:
+            try:
+                return [await cast(Any, client).execute_command(*commands[0])]
+            except ResponseError as error:
+                return [error]
+        else:
+            async with client.pipeline(transaction=False) as batch:
+                for command in commands:
+                    batch.execute_command(*command)
+                said = await batch.execute(raise_on_error=False)
+        for one in said:
+            if isinstance(one, BaseException) and not isinstance(one, ResponseError):
+                raise one
+        return list(said)
+
+    def _discover(self) -> None:
+        """Reads a Cluster's map of slots again, in the background and not too often."""
+        now = time.monotonic()
+        busy = self._discovery is not None and not self._discovery.done()
+        if self.cluster and not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
+            self._discovered_s = now
+            self._discovery = asyncio.create_task(self._read_map(), name="redis cluster map")
+
+    async def _read_map(self) -> None:
+        assert isinstance(self._client, redis.asyncio.RedisCluster)
+        again = bool(self._client.nodes_manager.slots_cache)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(DISCOVERY_DEADLINE_MS / 1000):
+                await self._client.initialize()
+                if again:
+                    await self._client.nodes_manager.initialize()
+
+
+async def _kept(work: Any) -> Any:
+    """The answer, or the Unavailable instead of it."""
+    try:
+        return await work
+    except Unavailable as error:
+        return error
+
+
+def _read(read: Callable[[Any], T], raw: Any) -> T | None:
+    """None for a refusal. Raises ValueError for nonsense."""
+    if isinstance(raw, ResponseError):
+        return None
+    try:
+        return read(raw)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"nonsense instead of an answer ({error})") from None
+
+
+def as_bytes(said: Any) -> bytes:
+    """For readers of answers. Raises TypeError for what is no string of Redis's."""
+    if not isinstance(said, bytes):
+        raise TypeError(f"{type(said).__name__} for bytes")
+    return said
+
+
+def _text(name: str) -> bytes:
+    parts = ("common", "registry", name) if name in _REGISTRY_SCRIPTS else ("common", name)
+    return "".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts).encode()
+
+
+def _cancels() -> int:
+    """How often the caller's task was cancelled. redis-py loses a cancel that comes while it reads an answer; asyncio
+    still counts it, and a task that nobody can cancel would never end."""
+    task = asyncio.current_task()
+    return task.cancelling() if task is not None else 0

@@ -1,0 +1,111 @@
+"""The proof that a ledger's books add up (I4). O(slots); meant for tests, and for an operator who has a doubt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pillion.errors import Conflict
+from pillion.kvstore.ledger.records import LOST_RACE
+from pillion.kvstore.ledger.tree import Block
+
+if TYPE_CHECKING:
+    from pillion.kvstore.ledger.ledger import Ledger
+
+# A broken ledger tends to be broken in many places at once; the first ones say enough.
+MAX_FINDINGS = 20
+
+
+class IntegrityError(Conflict):
+    """What does not add up, in words."""
+
+
+def check(ledger: Ledger) -> None:
+    """Raises IntegrityError with everything that is found, at most MAX_FINDINGS."""
+    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger)]
+    if findings:
+        raise IntegrityError("; ".join(findings[:MAX_FINDINGS]))
+
+
+def _slots(ledger: Ledger) -> Iterator[str]:
+    """Every slot is in exactly one state."""
+    owners: Counter[int] = Counter(ledger.free)
+    for holder in ledger.holders.values():
+        owners.update(holder.leased.keys())
+    owners.update(block.slot for block in ledger.tree.by_hash.values())
+    yield from (f"slot {slot} has no state" for slot in range(ledger.num_slots) if slot not in owners)
+    yield from (f"slot {slot} is in {count} states" for slot, count in owners.items() if count > 1)
+    yield from (f"slot {slot} is not of this pool" for slot in owners if not 0 <= slot < ledger.num_slots)
+    books = ledger.books()
+    total = books.free_blocks + books.leased_blocks + books.committed_blocks + books.quarantined_blocks
+    if total != ledger.num_slots:
+        yield f"states add up to {total} of {ledger.num_slots} slots"
+
+
+def _tree(ledger: Ledger) -> Iterator[str]:
+    """Parents are there, holds are pins plus protected children, and the policy knows exactly the unprotected."""
+    blocks = ledger.tree.by_hash
+    children = Counter(block.parent for block in blocks.values() if block.parent is not None)
+    held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.holds)
+    pins = Counter(ticket.tail for ticket in ledger.tickets.values() if ticket.tail is not None)
+    yield from (f"a ticket pins slot {tail.slot}, which is gone" for tail in pins if blocks.get(tail.hash) is not tail)
+    for block_hash, block in blocks.items():
+        name = f"block of slot {block.slot}"
+        if block.hash != block_hash:
+            yield f"{name} is filed under another hash"
+        if block.parent is not None and blocks.get(block.parent.hash) is not block.parent:
+            yield f"{name} has lost its parent"
+        if block.depth != (block.parent.depth + 1 if block.parent else 0):
+            yield f"{name} has depth {block.depth}"
+        if block.children != children[block]:
+            yield f"{name} counts {block.children} children of {children[block]}"
+        if block.holds != held[block] + pins[block]:
+            yield f"{name} has {block.holds} holds, {pins[block]} pins, {held[block]} protected children"
+    yield from _protection(ledger)
+
+
+def _protection(ledger: Ledger) -> Iterator[str]:
+    blocks = ledger.tree.by_hash.values()
+    protected = sum(block.holds > 0 for block in blocks)
+    if protected != ledger.tree.protected:
+        yield f"{ledger.tree.protected} blocks counted as protected of {protected}"
+    line = list(ledger.tree.policy)
+    place: dict[Block, int] = {block: index for index, block in enumerate(line)}
+    if place.keys() != {block for block in blocks if not block.holds} or len(line) != len(ledger.tree.policy):
+        yield "the eviction policy does not know exactly the unprotected blocks"
+    for block, index in place.items():
+        if block.parent is not None and place.get(block.parent, len(line)) < index:
+            yield f"slot {block.parent.slot} would be evicted before its child {block.slot}"
+
+
+def _tickets(ledger: Ledger) -> Iterator[str]:
+    """Tickets and holders name each other, and an opener names its ticket."""
+    for ticket_id, ticket in ledger.tickets.items():
+        if not ticket.holders:
+            yield f"ticket {ticket_id} is held by nobody"
+        if any(ticket_id not in ledger.holders[e].tickets for e in ticket.holders if e in ledger.holders):
+            yield f"a holder of ticket {ticket_id} does not know it"
+        if not ticket.holders <= ledger.holders.keys():
+            yield f"ticket {ticket_id} is held by a void epoch"
+        if ledger.by_opener.get(ticket.opener) is not ticket:
+            yield f"ticket {ticket_id} is not found by its opener"
+    if len(ledger.by_opener) != len(ledger.tickets):
+        yield f"{len(ledger.by_opener)} openers of {len(ledger.tickets)} tickets"
+    for holder in ledger.holders.values():
+        if not holder.tickets <= ledger.tickets.keys():
+            yield f"{holder.name} holds a void ticket"
+
+
+def _promises(ledger: Ledger) -> Iterator[str]:
+    """What is reserved exists, apart from slots that losers of a commit race have yet to return."""
+    reserved = sum(ticket.reserved for ticket in ledger.tickets.values())
+    if reserved != ledger.reserved or any(ticket.reserved < 0 for ticket in ledger.tickets.values()):
+        yield f"{ledger.reserved} slots counted as reserved of {reserved}"
+    lost = sum(charge == LOST_RACE for holder in ledger.holders.values() for charge in holder.leased.values())
+    if reserved > ledger.available + lost:
+        yield f"{reserved} slots are promised, {ledger.available} available, {lost} on their way back"
+    for ticket in ledger.tickets.values():
+        usable = any(not ledger.holders[e].fenced for e in ticket.holders if e in ledger.holders)
+        if ticket.reserved and not usable:
+            yield f"ticket {ticket.ticket_id} reserves {ticket.reserved} slots that nobody may lease"

@@ -1,0 +1,145 @@
+"""Committed blocks as a tree by parent, pinned by tails.
+
+    born (pinned) --unpin--> cached --evict--> gone
+         ^                     |
+         +--------pin----------+
+
+A pin holds a whole chain by its last block. ``Block.holds`` counts the pins on the block itself plus its protected
+children, so "protected" means ``holds > 0``, and a pin or unpin walks only those ancestors whose protection really
+changes: the rest of the chain costs nothing. Every block is either protected or known to the eviction policy, hence
+what could be evicted is counted exactly, at any time, in O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pillion.errors import Internal
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.ledger.eviction import EvictionPolicy
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A sealed slot.
+
+    Attributes:
+        depth: number of blocks before it in its chain.
+        segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
+        checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
+        uses, child_uses, rank: the eviction policy's own (:mod:`pillion.kvstore.ledger.eviction_frequency`).
+    """
+
+    slot: int
+    hash: bytes
+    parent: Block | None = field(repr=False)
+    depth: int
+    segment: bytes = field(repr=False)
+    holds: int = 0
+    children: int = 0
+    checksum: int = 0
+    uses: int = 0
+    child_uses: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest prefix that is here. ``newly`` of its ``blocks`` are unprotected now: pinning takes them from what
+    can be evicted."""
+
+    tail: Block | None
+    blocks: int
+    newly: int
+
+
+class BlockTree:
+    """Knows slots only as numbers; who may write them is the ledger's business."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.by_hash: dict[bytes, Block] = {}
+        self.policy = policy
+        self.protected = 0
+
+    def __len__(self) -> int:
+        return len(self.by_hash)
+
+    def longest_prefix(self, hashes: Sequence[bytes]) -> Match:
+        """Walks ``hashes`` while each is here as the child of the one before."""
+        tail: Block | None = None
+        blocks = newly = 0
+        for block_hash in hashes:
+            block = self.by_hash.get(block_hash)
+            if block is None or block.parent is not tail:
+                break
+            tail = block
+            blocks += 1
+            newly += not block.holds
+        return Match(tail, blocks, newly)
+
+    def chain(self, tail: Block | None) -> list[Block]:
+        """From the first block to ``tail``."""
+        blocks = []
+        while tail is not None:
+            blocks.append(tail)
+            tail = tail.parent
+        blocks.reverse()
+        return blocks
+
+    def on_chain(self, block: Block, tail: Block | None) -> bool:
+        """Whether ``block`` is ``tail`` or an ancestor of it."""
+        while tail is not None and tail.depth > block.depth:
+            tail = tail.parent
+        return tail is block
+
+    def add(self, slot: int, block_hash: bytes, tail: Block | None) -> Block:
+        """A new block behind ``tail``, whose pin moves on to it: the tail stays protected, by its child from now on."""
+        depth = tail.depth + 1 if tail is not None else 0
+        segment = tail.segment if tail is not None and depth % SEGMENT_BLOCKS else block_hash
+        block = Block(slot, block_hash, tail, depth, segment, holds=1)
+        self.by_hash[block_hash] = block
+        self.protected += 1
+        if tail is not None:
+            tail.children += 1
+        return block
+
+    def pin(self, block: Block) -> None:
+        """One more hold on ``block``, and with it on its whole chain."""
+        at: Block | None = block
+        while at is not None:
+            at.holds += 1
+            if at.holds > 1:
+                return
+            self.protected += 1
+            self.policy.remove(at)
+            at = at.parent
+
+    def unpin(self, block: Block) -> None:
+        """One hold less; what nothing protects any more can be evicted, tail first."""
+        at: Block | None = block
+        while at is not None:
+            at.holds -= 1
+            if at.holds:
+                return
+            self.protected -= 1
+            self.policy.add(at)
+            at = at.parent
+
+    def evict(self) -> Block:
+        """Forgets the policy's next victim and returns it. Raises Internal if the policy broke its rule."""
+        block = self.policy.pop()
+        self._forget(block)
+        return block
+
+    def drop(self, block: Block) -> None:
+        """Forgets a block out of turn. Raises Internal if it is protected or has children."""
+        self._forget(block)
+        self.policy.drop(block)
+
+    def _forget(self, block: Block) -> None:
+        if block.holds or block.children:
+            raise Internal(f"eviction chose slot {block.slot}: {block.holds} holds, {block.children} children")
+        del self.by_hash[block.hash]
+        if block.parent is not None:
+            block.parent.children -= 1

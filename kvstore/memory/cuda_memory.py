@@ -1,0 +1,190 @@
+"""A pool on a GPU, as :class:`pillion.kvstore.memory.memory.PoolMemory`: its bytes come and go through stages of
+pinned host memory.
+
+    a reader   waits for a free stage --> slots are copied into it, in a thread --> reads --> the stage is free
+    a writer   waits for a free stage --> writes --> the stage is copied to its slots, in a thread --> it is free
+
+Each stage has a stream of its own, so copies of several callers overlap; how many stages there are bounds them and the
+memory that is pinned. Nobody holds one stage and waits for another, and whoever may be kept waiting by somebody else
+holds one only as a writer, of whom there are fewer than stages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+from pillion.errors import ConfigError, Internal, Unavailable
+from pillion.kvstore.memory.cuda_driver import CudaError, Stream
+from pillion.kvstore.memory.cuda_segment import DeviceMapping
+from pillion.kvstore.memory.memory import CUDA, address_of, cut, until_over
+from pillion.kvstore.memory.pinned import PinnedMemory
+from pillion.kvstore.tiers.checksum import block_checksum
+
+# At once; further callers wait for one.
+STAGES = 6
+# Of these, for writers: what they write may come from a slow source, and others' copies do not wait for that.
+MAX_WRITERS = 4
+# Of one; at least one block. Enough for a bus that moves some 50 GB/s to be busy, little enough to share.
+STAGE_BYTES = 8 * 2**20
+
+Result = TypeVar("Result")
+
+
+class _Stage:
+    """A stream and pinned memory for a few blocks."""
+
+    def __init__(self, stream: Stream, views: list[memoryview]) -> None:
+        self.stream = stream
+        self.views = views
+        self.addresses = [address_of(view) for view in views]
+
+
+class CudaMemory:
+    """See :class:`pillion.kvstore.memory.memory.PoolMemory`. Making one pins memory: not on the event loop's thread.
+
+    Raises ConfigError where the pool does not fit into ``mapping``, or nothing can be pinned.
+    """
+
+    kind = CUDA
+
+    def __init__(self, mapping: DeviceMapping, num_slots: int, block_bytes: int) -> None:
+        if mapping.size_bytes < num_slots * block_bytes:
+            raise ConfigError(f"{num_slots} slots of {block_bytes} bytes do not fit into {mapping.size_bytes} bytes")
+        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self.device_index, self.address = mapping.device_index, mapping.address
+        self.batch_blocks = self.ahead_blocks = max(1, min(num_slots, STAGE_BYTES // block_bytes))
+        self._mapping = mapping
+        self._closed = False
+        stage_bytes = self.batch_blocks * block_bytes
+        self._pinned = PinnedMemory(mapping.device, STAGES * stage_bytes)
+        self._stages: list[_Stage] = []
+        for first in range(0, STAGES * stage_bytes, stage_bytes):
+            starts = range(first, first + stage_bytes, block_bytes)
+            views = [self._pinned.view[start : start + block_bytes] for start in starts]
+            self._stages.append(_Stage(Stream(mapping.device), views))
+        self._free: asyncio.LifoQueue[_Stage] = asyncio.LifoQueue()
+        for stage in self._stages:
+            self._free.put_nowait(stage)
+        self._writers = asyncio.Semaphore(MAX_WRITERS)
+        self._threads = ThreadPoolExecutor(STAGES, "kv-cuda-copy")
+
+    def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
+        return self._writing(slots)
+
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: copied out of the stage before the first one is
+        given.
+        """
+
+        def copy(stage: _Stage) -> list[bytes]:
+            self._to_host(stage.stream, slots, stage.addresses)
+            return [piece for view in stage.views[: len(slots)] for piece in cut(view, piece_bytes)]
+
+        async with self._stage() as stage:
+            made = await self._in_thread(lambda: copy(stage))
+        for piece in made:
+            yield piece
+
+    async def copy_out(
+        self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
+    ) -> list[int]:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: straight into ``targets``, which had better be
+        pinned.
+        """
+
+        def copy(stage: _Stage) -> list[int]:
+            self._to_host(stage.stream, slots, [address_of(target) for target in targets])
+            return [known or block_checksum(target) for target, known in zip(targets, known_sums, strict=True)]
+
+        async with self._stage() as stage:
+            return await self._in_thread(lambda: copy(stage))
+
+    async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: straight from ``sources``, which had better be
+        pinned.
+        """
+        async with self._stage() as stage:
+            addresses = [address_of(source) for source in sources]
+            await self._in_thread(lambda: self._to_device(stage.stream, slots, addresses))
+
+    async def checksums(self, slots: Sequence[int]) -> list[int]:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
+
+        def look(stage: _Stage, part: Sequence[int]) -> list[int]:
+            self._to_host(stage.stream, part, stage.addresses)
+            return [block_checksum(view) for view in stage.views[: len(part)]]
+
+        sums: list[int] = []
+        for start in range(0, len(slots), self.batch_blocks):
+            part = slots[start : start + self.batch_blocks]
+            async with self._stage() as stage:
+                sums += await self._in_thread(lambda stage=stage, part=part: look(stage, part))  # type: ignore[misc]
+        return sums
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
+        return self._mapping.device.current()
+
+    def hold(self) -> Any:
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
+        return self._mapping.hold()
+
+    def close(self) -> None:
+        """The mapping stays its segment's. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.shutdown()
+        for stage in self._stages:
+            stage.stream.close()
+        self._stages.clear()
+        self._pinned.close()
+
+    @asynccontextmanager
+    async def _writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
+        async with self._writers, self._stage() as stage:
+            yield stage.views[: len(slots)]
+            await self._in_thread(lambda: self._to_device(stage.stream, slots, stage.addresses))
+
+    @asynccontextmanager
+    async def _stage(self) -> AsyncIterator[_Stage]:
+        stage = await self._free.get()
+        try:
+            yield stage
+        finally:
+            self._free.put_nowait(stage)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        try:
+            result: Result = await until_over(loop.run_in_executor(self._threads, work))
+        except CudaError as error:
+            raise Unavailable(f"the GPU's memory cannot be copied: {error.message}") from None
+        return result
+
+    # -- in threads
+
+    def _to_host(self, stream: Stream, slots: Sequence[int], addresses: Sequence[int]) -> None:
+        self._copy(stream, [(stream.to_host, to, self._at(slot)) for slot, to in zip(slots, addresses, strict=False)])
+
+    def _to_device(self, stream: Stream, slots: Sequence[int], addresses: Sequence[int]) -> None:
+        pairs = zip(slots, addresses, strict=False)
+        self._copy(stream, [(stream.to_device, self._at(slot), source) for slot, source in pairs])
+
+    def _copy(self, stream: Stream, copies: list[tuple[Callable[[int, int, int], None], int, int]]) -> None:
+        try:
+            for copy, target, source in copies:
+                copy(target, source, self.block_bytes)
+        finally:
+            # Also when one could not begin: those before it are under way.
+            stream.synchronize()
+
+    def _at(self, slot: int) -> int:
+        if not 0 <= slot < self.num_slots:
+            raise Internal(f"slot {slot} is not of this pool")
+        return self.address + slot * self.block_bytes

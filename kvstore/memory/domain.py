@@ -1,0 +1,169 @@
+"""The memory domain of a KV node: this host's memory, or one GPU's. What there is of it, and how pieces of it are made.
+
+open_domain --cpu-->  HostDomain:  segments are anonymous files
+     +-------cuda:N-> CudaDomain:  segments are device memory, shared by descriptors too
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from fractions import Fraction
+from typing import Protocol
+
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError
+from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_memory import CudaMemory
+from pillion.kvstore.memory.cuda_segment import DeviceSegment
+from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
+from pillion.kvstore.memory.pinned import PinnedMemory
+from pillion.kvstore.memory.segment import Segment, map_shared
+
+log = logging.getLogger("pillion.kvnode")
+
+# Of a host's pool where nothing else is said.
+DEFAULT_HOST_POOL_BYTES = 2**30
+CPU = "cpu"
+
+
+class AnySegment(Protocol):
+    """Memory that other processes can map, at least as much as was asked for."""
+
+    size_bytes: int
+
+    def fileno(self) -> int:
+        """The descriptor that they get."""
+
+    def close(self) -> None:
+        """Gives up the node's own hold. Idempotent."""
+
+
+class Domain(Protocol):
+    """Calls may take a second and more: not for the event loop's thread. Raises ConfigError where it has no more.
+
+    Attributes:
+        kind: "host" or "cuda".
+        device_index, device_uuid: the GPU; 0 and empty on a host.
+    """
+
+    kind: str
+    device_index: int
+    device_uuid: str
+
+    def pool_bytes(self) -> int:
+        """What the pool may have now: ``--kv-pool-bytes``, or what the domain has left for it."""
+
+    def segment(self, size_bytes: int) -> AnySegment:
+        """Fresh memory."""
+
+    def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
+        """A pool over a segment of this domain's."""
+
+    def pinned(self, size_bytes: int) -> PinnedMemory:
+        """Host memory beside the GPU's."""
+
+    def close(self) -> None:
+        """Nothing of it is used any more. Idempotent."""
+
+
+def open_domain(flags: KVNodeFlags) -> Domain:
+    """What ``--kv-device`` names. Raises ConfigError where that is not there, or the flags do not fit it."""
+    index = device_index(flags.kv_device)
+    if index is None:
+        if flags.host_bytes:
+            raise ConfigError(
+                "--host-bytes is for a pool on a GPU (--kv-device cuda): here it would copy from host memory to host "
+                "memory; raise --kv-pool-bytes instead"
+            )
+        return HostDomain(flags)
+    if not 0 < flags.gpu_memory_utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization {flags.gpu_memory_utilization}: choose more than 0, at most 1")
+    if flags.host_bytes < 0:
+        raise ConfigError(f"--host-bytes {flags.host_bytes} is less than 0")
+    return CudaDomain(flags, index)
+
+
+def device_index(kv_device: str) -> int | None:
+    """Reads "cpu" (None), "cuda" (0) or "cuda:N". Raises ConfigError on anything else."""
+    name, colon, number = kv_device.partition(":")
+    if kv_device == CPU:
+        return None
+    if name != CUDA or (colon and not number.isdecimal()):
+        raise ConfigError(f"--kv-device {kv_device!r} is not cpu, cuda or cuda:N")
+    return int(number or 0)
+
+
+class HostDomain:
+    """See :class:`Domain`."""
+
+    kind = HOST
+    device_index = 0
+    device_uuid = ""
+
+    def __init__(self, flags: KVNodeFlags) -> None:
+        self._flags = flags
+
+    def pool_bytes(self) -> int:
+        """See :class:`Domain`."""
+        return self._flags.kv_pool_bytes or DEFAULT_HOST_POOL_BYTES
+
+    def segment(self, size_bytes: int) -> AnySegment:
+        """See :class:`Domain`. Pages cost memory only once somebody writes to them."""
+        return Segment(size_bytes)
+
+    def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
+        """See :class:`Domain`."""
+        mapped: mmap.mmap = map_shared(segment.fileno(), num_slots * block_bytes)
+        return HostMemory(mapped, num_slots, block_bytes)
+
+    def pinned(self, size_bytes: int) -> PinnedMemory:
+        """See :class:`Domain`."""
+        raise ConfigError("host memory is pinned for a GPU, and there is none")
+
+    def close(self) -> None:
+        """See :class:`Domain`."""
+
+
+class CudaDomain:
+    """See :class:`Domain`."""
+
+    kind = CUDA
+
+    def __init__(self, flags: KVNodeFlags, index: int) -> None:
+        self._flags = flags
+        self._device = Driver().device(index)
+        self.device_index, self.device_uuid = index, self._device.uuid
+
+    def pool_bytes(self) -> int:
+        """See :class:`Domain`. Without a flag: the share of the device that may be used, less what is in use now,
+        by whomever."""
+        free, total = self._device.memory_info()
+        log.info("CUDA device %d has %d bytes, %d of them free", self.device_index, total, free)
+        if self._flags.kv_pool_bytes:
+            return self._flags.kv_pool_bytes
+        share = self._flags.gpu_memory_utilization
+        left = int(Fraction(str(share)) * total) - (total - free)
+        if left <= 0:
+            raise ConfigError(
+                f"nothing is left for KV on CUDA device {self.device_index}: {total - free} of its {total} bytes are "
+                f"in use, and --gpu-memory-utilization {share} allows no more"
+            )
+        return left
+
+    def segment(self, size_bytes: int) -> AnySegment:
+        """See :class:`Domain`."""
+        return DeviceSegment(self._device, size_bytes)
+
+    def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
+        """See :class:`Domain`."""
+        assert isinstance(segment, DeviceSegment)
+        return CudaMemory(segment.mapping, num_slots, block_bytes)
+
+    def pinned(self, size_bytes: int) -> PinnedMemory:
+        """See :class:`Domain`."""
+        return PinnedMemory(self._device, size_bytes)
+
+    def close(self) -> None:
+        """See :class:`Domain`."""
+        self._device.close()

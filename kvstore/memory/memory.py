@@ -1,0 +1,191 @@
+"""The pool's bytes, wherever they are: in this host's memory, or on a GPU, where no view can reach.
+
+    async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
+        ...                                                                            slots when the block ends well
+    async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
+
+Who moves blocks (:mod:`pillion.kvstore.tiers.spill`, :mod:`pillion.kvstore.transfer.fetch`, the tiers and planes)
+speaks to this and knows no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from pillion.errors import ConfigError
+from pillion.kvstore.tiers.checksum import block_checksum
+
+HOST, CUDA = "host", "cuda"
+
+Result = TypeVar("Result")
+
+
+class PoolMemory(Protocol):
+    """Of one pool: ``num_slots`` blocks of ``block_bytes``.
+
+    Nothing here waits on the event loop's thread. When a call ends, however it ends, nothing that it began is under way
+    any more; so a caller that is cancelled is held until then. Raises Unavailable where a GPU fails.
+
+    Attributes:
+        kind: "host" or "cuda"; ``device_index`` says which GPU (0 on a host).
+        address: of the first slot, for one-sided transfers.
+        batch_blocks: most slots that one :meth:`writing` may name.
+        ahead_blocks: most slots that one :meth:`pieces` may name; they are read when the first piece is asked for.
+    """
+
+    kind: str
+    device_index: int
+    num_slots: int
+    block_bytes: int
+    address: int
+    batch_blocks: int
+    ahead_blocks: int
+
+    def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
+        """One target per slot. What they hold when the block ends well is in the slots afterwards; when it ends with an
+        error, the slots may hold anything."""
+
+    def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
+        """The slots' bytes one after the other, each in pieces of at most ``piece_bytes``; for a receiver who may be
+        slow: it holds nothing that others wait for."""
+
+    async def copy_out(
+        self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
+    ) -> list[int]:
+        """Copies slots into host memory; returns their checksums. Those that are known (not 0) are not computed."""
+
+    async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
+        """Copies host memory into slots."""
+
+    async def checksums(self, slots: Sequence[int]) -> list[int]:
+        """XXH3-64 of each slot (:func:`pillion.kvstore.tiers.checksum.block_checksum`)."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Inside, calls of other libraries on this thread are about the pool's GPU."""
+
+    def hold(self) -> Any:
+        """While the object that this returns lives, the memory stays mapped."""
+
+    def close(self) -> None:
+        """No call is under way any more. Idempotent."""
+
+
+class HostMemory:
+    """See :class:`PoolMemory`. Raises ConfigError where the pool does not fit into ``memory``, which is writable."""
+
+    kind = HOST
+    device_index = 0
+    ahead_blocks = 1
+
+    def __init__(self, memory: mmap.mmap | bytearray, num_slots: int, block_bytes: int) -> None:
+        if len(memory) < num_slots * block_bytes:
+            raise ConfigError(f"{num_slots} slots of {block_bytes} bytes do not fit into {len(memory)} bytes")
+        self.num_slots = self.batch_blocks = num_slots
+        self.block_bytes = block_bytes
+        self._memory = memory
+        self._view = memoryview(memory)
+        self.address: int = address_of(self._view)
+
+    def block(self, slot: int) -> memoryview:
+        """A slot's bytes."""
+        return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
+        """The slots themselves."""
+        return self._views(slots)
+
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
+        """See :class:`PoolMemory`."""
+        async with self._views(slots) as blocks:
+            for block in blocks:
+                for piece in cut(block, piece_bytes):
+                    yield piece
+
+    async def copy_out(
+        self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
+    ) -> list[int]:
+        """See :class:`PoolMemory`."""
+
+        def copy() -> list[int]:
+            sums = []
+            for slot, target, known in zip(slots, targets, known_sums, strict=True):
+                copy_bytes(target, self.block(slot))
+                sums.append(known or block_checksum(target))
+            return sums
+
+        return await until_over(asyncio.to_thread(copy))
+
+    async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
+        """See :class:`PoolMemory`."""
+
+        def copy() -> None:
+            for slot, source in zip(slots, sources, strict=True):
+                copy_bytes(self.block(slot), source)
+
+        await until_over(asyncio.to_thread(copy))
+
+    async def checksums(self, slots: Sequence[int]) -> list[int]:
+        """See :class:`PoolMemory`."""
+        return await until_over(asyncio.to_thread(lambda: [block_checksum(self.block(slot)) for slot in slots]))
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """See :class:`PoolMemory`."""
+        return contextlib.nullcontext()
+
+    def hold(self) -> Any:
+        """See :class:`PoolMemory`."""
+        return np.frombuffer(self._view, np.uint8)
+
+    def close(self) -> None:
+        """Whoever still looks at the memory keeps it mapped. Idempotent."""
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            if isinstance(self._memory, mmap.mmap):
+                self._memory.close()
+
+    @asynccontextmanager
+    async def _views(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
+        views = [self.block(slot) for slot in slots]
+        try:
+            yield views
+        finally:
+            for view in views:
+                view.release()
+
+
+def address_of(view: memoryview) -> int:
+    """Where a buffer's first byte is; it is not kept in place by this."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+
+
+def cut(block: memoryview, piece_bytes: int) -> Iterator[bytes]:
+    """Copies of a block's pieces, in order."""
+    return (bytes(block[start : start + piece_bytes]) for start in range(0, len(block), piece_bytes))
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Without the interpreter's lock, so that other threads run on beside."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+async def until_over(work: Awaitable[Result]) -> Result:
+    """The result of ``work``; who is cancelled meanwhile hears of it only when that has ended."""
+    future = asyncio.ensure_future(work)
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not future.cancelled():
+            future.exception()
+        raise asyncio.CancelledError
+    return future.result()

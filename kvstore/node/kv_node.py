@@ -1,0 +1,276 @@
+"""The KV node as a part: memory, ledger, attach socket, gRPC services, heartbeats.
+
+start_kvnode --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.node.storage)
+
+start_kvnode --> serving --stop--> sessions and attachments ended --> gone
+                    +-- a task of its own died --> wait_failed() says why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError, Conflict
+from pillion.kvstore.index.advertise import advertised
+from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
+from pillion.kvstore.index.index import Registry
+from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.pool_shape import PoolShape
+from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.memory.memory import HOST
+from pillion.kvstore.memory.node_memory import NodeMemory
+from pillion.kvstore.node.attach import AttachServer
+from pillion.kvstore.node.node_meter import readings
+from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
+from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.node.region_server import RegionServer
+from pillion.kvstore.node.storage import Storage
+from pillion.kvstore.tiers.disk_files import DiskFolder
+from pillion.kvstore.transfer.plane import choose_transport
+from pillion.kvstore.transfer.plane_servicer import SERVICE_NAME as PLANE_SERVICE_NAME
+from pillion.kvstore.transfer.plane_servicer import KVPlaneServicer
+from pillion.net.rpc import RunningServer, internal_credentials, start_server
+from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.wire.kvnode import AttachHello, AttachReply, NodeStatus
+from pillion.wire.registry import PartRecord
+
+log = logging.getLogger("pillion.kvnode")
+
+
+async def start_kvnode(flags: KVNodeFlags) -> KVNode:
+    """Start a node; it serves when this returns. Raises ConfigError, with nothing left behind, if it cannot."""
+    node = KVNode(flags)
+    try:
+        await node.start()
+    except BaseException:
+        await node.stop(0.0)
+        raise
+    return node
+
+
+class KVNode:
+    """One memory domain's node. ``address`` is where others reach its gRPC service; ``pool`` is for tests."""
+
+    def __init__(self, flags: KVNodeFlags) -> None:
+        _check(flags)
+        self.address = flags.node_advertise
+        self.pool = Pool(
+            pool_bytes=0,
+            decode_reserve_percent=flags.decode_reserve_percent,
+            max_waiting=flags.max_waiting_tickets,
+            heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
+            policy=make_policy(flags.eviction_policy),
+            announce=self._announce,
+            shaped=self._shaped,
+        )
+        self.meters = self.pool.meters
+        self.meters.watch(lambda: readings(self.status()))
+        self._storage: Storage | None = None
+        self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
+        self._flags = flags
+        self._memory = NodeMemory(flags)
+        self._shaping = asyncio.Lock()
+        self.regions = RegionServer(flags.node_id, self._memory)
+        self._attach = AttachServer(
+            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve, self._on_gpu
+        )
+        self._server: RunningServer | None = None
+        self._announcer: Announcer | None = None
+        self._registry: Registry | None = None
+        self._boot_epoch = new_boot_epoch()
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Listen for gRPC first: a worker that attaches is told where to call."""
+        flags = self._flags
+        await self._memory.open()
+        self.pool.pool_bytes = self._memory.pool_bytes
+        if flags.kv_transport == "nixl":
+            # Asked for by name, so its absence is a mistake; otherwise it is looked for when it is needed.
+            await asyncio.to_thread(choose_transport, "nixl")
+        servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping)
+        plane = KVPlaneServicer(self._source)
+        try:
+            self._server = await start_server(
+                flags.node_listen,
+                [
+                    (SERVICE_NAME, lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(servicer, server)),
+                    (PLANE_SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(plane, server)),
+                ],
+                credentials=internal_credentials(flags.node_listen),
+            )
+        except OSError as error:
+            raise ConfigError(str(error)) from None
+        # Names may have to be looked up.
+        listening = self._server.address
+        self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
+        self._attach.start()
+        self._spawn(self._judge_silence(), "fencing")
+        if flags.redis_url:
+            self._announcer = Announcer(
+                flags.redis_url,
+                heartbeat_s=flags.heartbeat_ms / 1000,
+                ttl_ms=flags.heartbeat_timeout_ms,
+                record=self._record,
+                hashes=self._hashes,
+            )
+            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
+            self._spawn(self._announcer.run(), "announcing")
+        log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Ends sessions and attachments, which is how everybody learns of it, and frees the memory. Idempotent."""
+        self._stopping.set()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            await announcer.leave()
+        await self._attach.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            await storage.close()
+        if self._folder is not None:
+            self._folder.close()
+        if self._registry is not None:
+            await self._registry.aclose()
+        self.regions.close()
+        self._memory.close()
+
+    async def wait_failed(self) -> str:
+        """Returns the reason if the node died by itself; otherwise never."""
+        return await asyncio.shield(self._failure)
+
+    def status(self) -> NodeStatus:
+        """The node's books."""
+        status = replace(self.pool.status(), node_id=self._flags.node_id, boot_epoch=self._current_boot())
+        status = replace(status, kv_device=self._flags.kv_device)
+        return status if self._storage is None else self._storage.complete(status)
+
+    # -- inside
+
+    def _on_gpu(self) -> bool:
+        return self._memory.domain.kind != HOST
+
+    async def _admit(self, hello: AttachHello) -> AttachReply:
+        async with self._shaping:
+            if not self.pool.shaped:
+                await self._memory.shape(hello.block_bytes)
+                self.pool.pool_bytes = self._memory.pool_bytes
+            try:
+                epoch, num_slots = self.pool.attach(hello)
+            finally:
+                if not self.pool.shaped:
+                    self._memory.unshape()
+        log.info("%s (%s) attached", hello.part_id, hello.role)
+        domain = self._memory.domain
+        return AttachReply(
+            node_id=self._flags.node_id,
+            node_address=self.address,
+            epoch=epoch,
+            num_slots=num_slots,
+            memory_kind=domain.kind,
+            device_uuid=domain.device_uuid,
+            device_index=domain.device_index,
+            mapped_bytes=self._memory.mapped_bytes,
+        )
+
+    def _shaped(self, shape: PoolShape) -> None:
+        assert self._memory.pool is not None
+        self._storage = Storage(
+            self._flags,
+            shape,
+            self._memory.pool,
+            self.pool,
+            pinned=self._memory.domain.pinned,
+            announce=self._tell_index,
+            addresses=self._addresses,
+            boot_epoch=self._current_boot,
+            folder=self._folder,
+        )
+        self.pool.fetcher = self._storage.fetcher
+        self._spawn(self._storage.run(), "storage")
+
+    def _source(self) -> Storage:
+        if self._storage is None:
+            raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
+        return self._storage
+
+    def _announce(self, events: list[IndexEvent]) -> None:
+        self._tell_index(events if self._storage is None else self._storage.heard(events))
+
+    def _tell_index(self, events: list[IndexEvent]) -> None:
+        if self._announcer is not None and events:
+            self._announcer.push(events)
+
+    def _hashes(self) -> Iterator[tuple[bytes, bytes]]:
+        below = () if self._storage is None else self._storage.names()
+        return chain(self.pool.ledger.hashes(), below)
+
+    def _current_boot(self) -> int:
+        return self._announcer.boot_epoch if self._announcer else self._boot_epoch
+
+    async def _addresses(self) -> Mapping[str, str]:
+        """Of all living nodes; of none where there is no registry."""
+        parts = await self._registry.parts() if self._registry is not None else []
+        return {part.node_id: part.address for part in parts if part.role == "kvnode"}
+
+    def _record(self, boot_epoch: int) -> PartRecord:
+        books = self.pool.status()
+        return PartRecord(
+            part_id=self._flags.node_id,
+            role="kvnode",
+            address=self.address,
+            node_id=self._flags.node_id,
+            boot_epoch=boot_epoch,
+            running_requests=books.tickets,
+            waiting_requests=books.waiting_tickets,
+            total_blocks=books.total_blocks,
+            free_blocks=books.free_blocks,
+            leased_blocks=books.leased_blocks,
+            committed_blocks=books.committed_blocks,
+            quarantined_blocks=books.quarantined_blocks,
+            fenced_parts=books.fenced_parts,
+        )
+
+    async def _judge_silence(self) -> None:
+        # Half a heartbeat, so that a silence is noticed soon after it became one.
+        interval_s = self._flags.heartbeat_ms / 2000
+        while True:
+            await asyncio.sleep(interval_s)
+            self.pool.judge_silence(interval_s)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._failure.done():
+            return
+        error = task.exception()
+        log.error("%s ended", task.get_name(), exc_info=error)
+        self._failure.set_result(f"{task.get_name()} ended: {error}")
+
+
+def _check(flags: KVNodeFlags) -> None:
+    if not 0 <= flags.decode_reserve_percent <= 90:
+        raise ConfigError(f"--decode-reserve-percent {flags.decode_reserve_percent}: choose 0 to 90")
+    if flags.max_waiting_tickets < 1:
+        raise ConfigError(f"--max-waiting-tickets {flags.max_waiting_tickets}: must be at least 1")
+    if not 0 < flags.heartbeat_ms < flags.heartbeat_timeout_ms:
+        raise ConfigError("--heartbeat-ms must be positive and less than --heartbeat-timeout-ms")
+    if not flags.node_id:
+        raise ConfigError("--node-id must name the node")

@@ -1,0 +1,117 @@
+"""The KV node's gRPC service: messages in, calls on the pool, messages out. No decision is made here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from pillion.kvstore.node.pool import Pool
+from pillion.priority import bounded
+from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.wire import kvnode as wire
+from pillion.wire.common import check_hello, hello_to_pb
+
+SERVICE_NAME = kvnode_pb2.DESCRIPTOR.services_by_name["KVNode"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
+    """``status`` completes the pool's books with the node's name; ``stopping`` ends the sessions."""
+
+    def __init__(
+        self, pool: Pool, node_id: str, status: Callable[[], wire.NodeStatus], stopping: asyncio.Event
+    ) -> None:
+        self._pool = pool
+        self._node_id = node_id
+        self._status = status
+        self._stopping = stopping
+
+    async def OpenSession(  # noqa: N802
+        self, request: kvnode_pb2.OpenSessionRequest, context: Context
+    ) -> AsyncIterator[kvnode_pb2.SessionEvent]:
+        epoch = self._pool.open_session(check_hello(request.hello))
+        # However the call ends, and wherever this generator stands then.
+        ended: Any = lambda _: self._pool.ended(epoch)  # noqa: E731
+        context.add_done_callback(ended)
+        yield kvnode_pb2.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
+        await self._stopping.wait()
+
+    async def OpenTicket(  # noqa: N802
+        self, request: kvnode_pb2.OpenTicketRequest, context: Context
+    ) -> kvnode_pb2.OpenTicketReply:
+        ticket = await self._pool.open_ticket(
+            request.epoch,
+            request.nonce,
+            request.block_hashes,
+            request.total_blocks,
+            resume=request.resume,
+            priority=bounded(request.priority),
+            expected_blocks=request.expected_blocks,
+        )
+        return wire.ticket_to_pb(ticket)
+
+    async def ReleaseTicket(  # noqa: N802
+        self, request: kvnode_pb2.ReleaseTicketRequest, context: Context
+    ) -> kvnode_pb2.ReleaseTicketReply:
+        self._pool.release(request.epoch, request.ticket_ids, request.nonces)
+        return kvnode_pb2.ReleaseTicketReply()
+
+    async def AdoptTicket(  # noqa: N802
+        self, request: kvnode_pb2.AdoptTicketRequest, context: Context
+    ) -> kvnode_pb2.AdoptTicketReply:
+        return wire.adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
+
+    async def LeaseSlots(  # noqa: N802
+        self, request: kvnode_pb2.LeaseSlotsRequest, context: Context
+    ) -> kvnode_pb2.LeaseSlotsReply:
+        return kvnode_pb2.LeaseSlotsReply(slots=self._pool.lease(request.epoch, request.blocks))
+
+    async def ReturnSlots(  # noqa: N802
+        self, request: kvnode_pb2.ReturnSlotsRequest, context: Context
+    ) -> kvnode_pb2.ReturnSlotsReply:
+        self._pool.give_back(request.epoch, request.slots)
+        return kvnode_pb2.ReturnSlotsReply()
+
+    async def Commit(  # noqa: N802
+        self, request: kvnode_pb2.CommitRequest, context: Context
+    ) -> kvnode_pb2.CommitReply:
+        return wire.results_to_pb(self._pool.commit(request.epoch, wire.runs_from_pb(request)))
+
+    async def Heartbeat(  # noqa: N802
+        self, request: kvnode_pb2.HeartbeatRequest, context: Context
+    ) -> kvnode_pb2.HeartbeatReply:
+        return wire.heartbeat_to_pb(self._pool.heartbeat(request.epoch))
+
+    async def Reattach(  # noqa: N802
+        self, request: kvnode_pb2.ReattachRequest, context: Context
+    ) -> kvnode_pb2.ReattachReply:
+        return kvnode_pb2.ReattachReply(epoch=self._pool.reattach(request.epoch))
+
+    async def Prefetch(  # noqa: N802
+        self, request: kvnode_pb2.PrefetchRequest, context: Context
+    ) -> kvnode_pb2.PrefetchReply:
+        return wire.brought_to_pb(
+            await self._pool.prefetch(
+                request.epoch,
+                request.ticket_id,
+                request.block_hashes,
+                tuple(request.source_node_ids),
+                timeout_s=request.timeout_ms / 1000,
+                max_bytes=request.max_bytes,
+            )
+        )
+
+    async def GetNodeStatus(  # noqa: N802
+        self, request: kvnode_pb2.GetNodeStatusRequest, context: Context
+    ) -> kvnode_pb2.NodeStatus:
+        return wire.status_to_pb(self._status())
+
+    async def CheckIntegrity(  # noqa: N802
+        self, request: kvnode_pb2.CheckIntegrityRequest, context: Context
+    ) -> kvnode_pb2.CheckIntegrityReply:
+        self._pool.check_integrity()
+        return kvnode_pb2.CheckIntegrityReply()

@@ -1,0 +1,389 @@
+"""A KV node's heart: the ledger and the waiting line, fed with real time and real callers.
+
+Every call that changes something ends in :meth:`Pool.changed`: who can be admitted now is, and the index hears the
+news. All of it runs on one asyncio loop and never waits in the middle, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
+from pillion.kvstore.ledger.eviction import EvictionPolicy
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.pool_shape import PoolShape, slots_of
+from pillion.kvstore.ledger.records import FETCH, SESSION, IndexEvent
+from pillion.kvstore.ledger.tree import Block
+from pillion.kvstore.ledger.waiting_line import Grant, Waiter, WaitingLine
+from pillion.kvstore.transfer.fetch import Fetcher
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Meters
+from pillion.wire.kvnode import (
+    Adopted,
+    AttachHello,
+    Brought,
+    CommitResult,
+    CommitRun,
+    HeartbeatReply,
+    NodeStatus,
+    Ticket,
+)
+
+log = logging.getLogger("pillion.kvnode")
+
+MAX_HOLDERS = 4096
+MAX_SOURCES = 64
+
+
+class Pool:
+    """Everything a node does, without sockets.
+
+    Args:
+        pool_bytes: memory to cut into slots once the first worker says how big a block is.
+        decode_reserve_percent: share of it that prompts leave to running decodes.
+        max_waiting: most OpenTicket calls that wait in line.
+        policy: what leaves the pool first.
+        heartbeat_timeout_s: a worker's silence after which it is fenced.
+        announce: hears what came and went, after every change; maybe nothing.
+        shaped: hears of the pool's shape, once.
+
+    Attributes:
+        pool_bytes: may be changed until the pool has its shape.
+        fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
+        meters: how long tickets and fetches took; the node adds its books.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool_bytes: int,
+        decode_reserve_percent: int,
+        max_waiting: int,
+        heartbeat_timeout_s: float,
+        policy: EvictionPolicy | None = None,
+        announce: Callable[[list[IndexEvent]], None] = lambda events: None,
+        shaped: Callable[[PoolShape], None] = lambda shape: None,
+    ) -> None:
+        self.fetcher: Fetcher | None = None
+        self.meters = Meters()
+        self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
+        self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
+        self.served_blocks = 0
+        self.pool_bytes = pool_bytes
+        self._shaped = shaped
+        self._namespace = ""
+        self._timeout_s = heartbeat_timeout_s
+        self._announce = announce
+        self._block_bytes = 0
+        self._judged_s = time.monotonic()
+        self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
+        # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
+        self._first_epoch: dict[int, int] = {}
+        self._last_epoch: dict[int, int] = {}
+        self.ledger = Ledger(_new_id, decode_reserve_percent, policy)
+        self.line = WaitingLine(self.ledger, max_waiting)
+
+    # -- holders
+
+    @property
+    def shaped(self) -> bool:
+        """Whether a first worker has attached."""
+        return self._block_bytes > 0
+
+    def attach(self, hello: AttachHello) -> tuple[int, int]:
+        """Epoch and number of slots for a worker. The first one shapes the pool.
+
+        Raises Conflict for another block size than the pool's, InvalidRequest for a block that does not fit.
+        """
+        if hello.block_bytes <= 0:
+            raise InvalidRequest("a block needs at least one byte")
+        if self._block_bytes and hello.block_bytes != self._block_bytes:
+            raise Conflict(
+                f"this pool's blocks have {self._block_bytes} bytes, the worker's {hello.block_bytes}: all workers of "
+                "one node must agree on model, dtype and --block-size; restart the node to change them"
+            )
+        if self._block_bytes and hello.namespace != self._namespace:
+            raise Conflict(
+                "this pool's blocks are of another model, dtype, layout or block size than the worker's: all workers "
+                "of one node must agree on them; restart the node to change them"
+            )
+        if hello.block_bytes > self.pool_bytes:
+            raise InvalidRequest(
+                f"one block has {hello.block_bytes} bytes, the whole pool {self.pool_bytes}: raise --kv-pool-bytes"
+            )
+        self._bound_holders()
+        if not self._block_bytes:
+            num_slots = slots_of(self.pool_bytes, hello.block_bytes)
+            self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
+            self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
+            self.ledger.shape(num_slots)
+            log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
+        return self.ledger.attach(hello.part_id, hello.role), self.ledger.num_slots
+
+    def open_session(self, name: str) -> int:
+        """An epoch for a gateway. Raises Overloaded beyond MAX_HOLDERS."""
+        self._bound_holders()
+        return self.ledger.attach(name, SESSION)
+
+    def ended(self, epoch: int) -> None:
+        """A worker's death or a session's end is proven. Idempotent."""
+        epoch = self._last_epoch.pop(epoch, epoch)
+        self._first_epoch.pop(epoch, None)
+        self.ledger.gone(epoch)
+        self._dismiss(epoch, "the caller is gone")
+        self.changed()
+
+    def reattach(self, epoch: int) -> int:
+        """A fenced worker woke and uses nothing of its old epoch any more: that is let go, and it gets a new one.
+
+        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
+        """
+        # Asking is no sign of life: whoever is not fenced is refused, and is to be fenced if it stays silent.
+        old = self.ledger.holders.get(epoch)
+        if old is None:
+            raise NotFound("the epoch is void: attach again")
+        self.ledger.drained(epoch)
+        fresh = self.ledger.attach(old.name, old.role)
+        # The attachment's end still comes under the epoch that it began with.
+        first = self._first_epoch.pop(epoch, epoch)
+        self._first_epoch[fresh], self._last_epoch[first] = first, fresh
+        log.info("%s drained and has a new epoch", old.name)
+        self.changed()
+        return fresh
+
+    def heartbeat(self, epoch: int) -> HeartbeatReply:
+        """Raises NotFound for a void epoch."""
+        holder = self.ledger.seen(epoch, time.monotonic())
+        return HeartbeatReply(holder.fenced, self.line.recall_blocks())
+
+    def judge_silence(self, interval_s: float) -> None:
+        """Fences workers that were silent for too long. Called every ``interval_s``; if that was much longer ago, this
+        process itself slept, and nobody is judged by it."""
+        now = time.monotonic()
+        slept = now - self._judged_s > interval_s + self._timeout_s / 2
+        self._judged_s = now
+        if slept:
+            self.ledger.forgive(now)
+        for epoch in self.ledger.overdue(now, self._timeout_s):
+            log.warning("%s was silent for %.1f s: fenced", self.ledger.holders[epoch].name, self._timeout_s)
+            self.ledger.fence(epoch)
+            self._dismiss(epoch, "the epoch is fenced")
+            self.changed()
+
+    # -- tickets
+
+    async def open_ticket(
+        self,
+        epoch: int,
+        nonce: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool,
+        priority: int = 0,
+        expected_blocks: int = 0,
+    ) -> Ticket:
+        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left.
+
+        Where fewer than ``expected_blocks`` are here, the index hears that the others are not.
+        """
+        now = time.monotonic()
+        self.ledger.seen(epoch, now)
+        hashes = tuple(split_hashes(block_hashes))
+        # A caller that names no nonce still needs a place in line that is its own.
+        waiter = Waiter(
+            epoch=epoch,
+            nonce=nonce or _new_id(),
+            hashes=hashes,
+            total_blocks=total_blocks,
+            resume=resume,
+            priority=priority,
+            asked_s=now,
+        )
+        grant = self.line.ask(waiter)
+        if grant is None:
+            grant = await self._wait(waiter)
+        self._ticket_wait.observe(time.monotonic() - now)
+        if grant.pinned_blocks < expected_blocks:
+            self._announce(self._missing(hashes[:expected_blocks], grant.pinned_blocks))
+        return Ticket(grant.ticket_id, grant.pinned_blocks)
+
+    async def prefetch(
+        self,
+        epoch: int,
+        ticket_id: int,
+        block_hashes: bytes,
+        sources: Sequence[str],
+        *,
+        timeout_s: float,
+        max_bytes: int,
+    ) -> Brought:
+        """Brings what it can of a ticket's chain here; see :class:`pillion.kvstore.transfer.fetch.Fetcher`."""
+        self.ledger.seen(epoch, time.monotonic())
+        hashes = split_hashes(block_hashes)
+        if self.fetcher is None:
+            return Brought(self.ledger.extend(epoch, ticket_id, hashes).blocks)
+        if len(sources) > MAX_SOURCES:
+            raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
+        began_s = time.monotonic()
+        try:
+            return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
+        finally:
+            self._fetch_time.observe(time.monotonic() - began_s)
+
+    async def pin_chain(
+        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
+    ) -> tuple[int, list[Block]]:
+        """For another node that wants to read: a ticket, and the blocks from ``first_block`` on that it pins.
+
+        What is in a lower tier is brought up first, as far as there are room and time (0: this node's own bound). Where
+        nothing is here, or the caller goes away, there is no ticket (0).
+        """
+        self.ledger.seen(epoch, time.monotonic())
+        ticket = self.ledger.pin_chain(epoch, nonce, hashes)
+        try:
+            if self.fetcher is not None and ticket.blocks < len(hashes):
+                await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s)
+        except BaseException:
+            with contextlib.suppress(NotFound, Conflict):
+                self.ledger.release(epoch, [ticket.ticket_id])
+            raise
+        finally:
+            self.changed()
+        chain = self.ledger.tree.chain(ticket.tail)[first_block:]
+        if not chain:
+            self.ledger.release(epoch, [ticket.ticket_id])
+            self.changed()
+            return 0, []
+        self.served_blocks += len(chain)
+        return ticket.ticket_id, chain
+
+    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
+        """Slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
+        self.ledger.seen(epoch, time.monotonic())
+        ticket = self.ledger.tickets.get(ticket_id)
+        if ticket is None or epoch not in ticket.holders:
+            raise NotFound("no such ticket: it was released, or the node restarted")
+        return frozenset(block.slot for block in self.ledger.tree.chain(ticket.tail))
+
+    def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
+        """Drops holds, by ticket or by the nonce of an OpenTicket call that is still in line or was granted."""
+        self.ledger.seen(epoch, time.monotonic())
+        for nonce in nonces:
+            if self.line.withdraw((epoch, nonce)):
+                self._fail((epoch, nonce), "the caller no longer waits")
+        self.ledger.release(epoch, ticket_ids, nonces)
+        self.changed()
+
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted:
+        """See :meth:`Ledger.adopt`."""
+        self._worker(epoch)
+        adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
+        self.changed()
+        return adopted
+
+    # -- slots
+
+    def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
+        """See :meth:`Ledger.lease`."""
+        self._worker(epoch)
+        slots = self.ledger.lease(epoch, blocks)
+        self.changed()
+        return slots
+
+    def give_back(self, epoch: int, slots: Sequence[int]) -> None:
+        """See :meth:`Ledger.give_back`."""
+        self._worker(epoch)
+        self.ledger.give_back(epoch, slots)
+        self.changed()
+
+    def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
+        """See :meth:`Ledger.commit`."""
+        self._worker(epoch)
+        results = self.ledger.commit(epoch, runs)
+        self.changed()
+        return results
+
+    # -- books
+
+    def status(self) -> NodeStatus:
+        """Everything but the node's name and boot epoch."""
+        books = replace(self.ledger.books(), block_bytes=self._block_bytes, waiting_tickets=len(self.line))
+        return replace(books, served_blocks=self.served_blocks)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError (a Conflict) with what does not add up."""
+        self.ledger.check_integrity()
+        if len(self._waiting) != len(self.line):
+            raise Conflict(f"{len(self._waiting)} calls wait, {len(self.line)} stand in line")
+
+    # -- inside
+
+    async def _wait(self, waiter: Waiter) -> Grant:
+        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._waiting[waiter.key] = future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.line.withdraw(waiter.key)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                # Granted in the same moment in which the caller went away. A void epoch has let go of it already.
+                with contextlib.suppress(NotFound, Conflict):
+                    self.ledger.release(waiter.epoch, [future.result().ticket_id])
+            raise
+        finally:
+            # The nonce may be in use again.
+            if self._waiting.get(waiter.key) is future:
+                del self._waiting[waiter.key]
+            self.changed()
+
+    def _missing(self, hashes: Sequence[bytes], held: int) -> list[IndexEvent]:
+        """What the index believed in for nothing. The node says so itself, and not the gateway that was misled: so it
+        keeps its place among the node's other news, and a commit in the same moment is not taken back."""
+        return [
+            IndexEvent(hashes[at], here=False, segment=hashes[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
+            for at in range(held, len(hashes))
+            if hashes[at] not in self.ledger.tree.by_hash
+        ]
+
+    def _worker(self, epoch: int) -> None:
+        """A sign of life from one who mapped the pool. Raises InvalidRequest for a session: hashes are no secret, and
+        who never wrote a slot must not name what is in it."""
+        if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH):
+            raise InvalidRequest("only a worker that has attached may do this")
+
+    def changed(self) -> None:
+        """Whoever changed the ledger calls this: the line moves on, and the index hears the news."""
+        for grant in self.line.poll():
+            future = self._waiting.pop(grant.key)
+            if future.done():
+                # Cancelled, and its task has not run yet to say so; when it does, the next in line is looked at.
+                self.ledger.release(grant.key[0], [grant.ticket_id])
+            else:
+                future.set_result(grant)
+        self._announce(self.ledger.drain_events())
+
+    def _dismiss(self, epoch: int, words: str) -> None:
+        for key in self.line.withdraw_epoch(epoch):
+            self._fail(key, words)
+
+    def _fail(self, key: tuple[int, int], words: str) -> None:
+        future = self._waiting.pop(key)
+        if not future.done():
+            future.set_exception(Cancelled(words))
+
+    def _bound_holders(self) -> None:
+        if len(self.ledger.holders) >= MAX_HOLDERS:
+            raise Overloaded(f"{MAX_HOLDERS} workers and gateways hold this node already")
+
+
+def _new_id() -> int:
+    """Unguessable, and never 0."""
+    return secrets.randbits(62) + 1

@@ -1,0 +1,345 @@
+"""The disk tier: blocks that left the pool, as files (:mod:`pillion.kvstore.tiers.disk_files`), bounded, there again
+after a restart.
+
+    open --scan of headers--> serving --close--> writes under way end, the folder is free for another node
+    a block     on its way --written--> kept --least recently used--> dropped
+                    +--------failed-----> told as gone     +--read: does not fit its checksum--> removed, counted
+
+The loop owns all books and never touches a file. One thread writes and removes, in the order in which it was asked, so
+a block that is dropped and kept again ends up kept; others read. Because blocks leave the pool tail first and are
+touched tail first, a chain's tail is older here than its head and goes first, as in the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+
+from pillion.kvstore.tiers.disk_files import BlockFiles, Corrupt, DiskFolder, Layout
+from pillion.kvstore.tiers.tiers import BlockName, TierCounts
+
+log = logging.getLogger("pillion.kvnode")
+
+READ_THREADS = 2
+# While the node starts: a disk that is asked for many headers at once finds them sooner.
+SCAN_THREADS = 4
+# Waiting to be written; what comes beyond is refused, and so forgotten.
+MAX_QUEUED_BYTES = 512 * 2**20
+# After an error nothing is written for so long: a full disk is not asked for every block.
+PAUSE_S = 5.0
+# At most one warning of a kind in this time.
+WARN_EVERY_S = 30.0
+
+
+async def open_disk_tier(
+    folder: DiskFolder, *, namespace: bytes, block_bytes: int, disk_bytes: int, verify: bool = True
+) -> DiskTier:
+    """What earlier nodes left of this namespace is there when this returns, newest first as far as it fits.
+
+    Args:
+        namespace: 32 bytes that say what the blocks' bytes mean; others' files are left alone and not counted.
+        disk_bytes: most that the files of this namespace may take.
+        verify: whether what is read is checked against its checksum.
+
+    Raises ConfigError if the folder cannot be used.
+    """
+    layout = Layout(namespace, block_bytes)
+    tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes, verify=verify)
+    await tier.restore()
+    return tier
+
+
+class DiskTier:
+    """A :class:`pillion.kvstore.tiers.tiers.Tier`; see :func:`open_disk_tier`."""
+
+    name = "disk"
+
+    def __init__(self, folder: DiskFolder, files: BlockFiles, disk_bytes: int, *, verify: bool) -> None:
+        self.counts = TierCounts()
+        self._folder = folder
+        self._files = files
+        self._verify = verify
+        self._block_bytes = files.layout.block_bytes
+        self._max_blocks = disk_bytes // files.layout.file_bytes
+        # Least recently used first.
+        self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
+        self._coming: set[bytes] = set()
+        self._reading = 0
+        self._writer = ThreadPoolExecutor(1, "kv-disk-write")
+        self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
+        self._work: set[asyncio.Future[list[BlockName]]] = set()
+        # Lost when they were read; the next store tells.
+        self._unsaid: list[BlockName] = []
+        self._stamp = 0
+        self._paused_until_s = 0.0
+        self._warned_s: dict[str, float] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept
+
+    def room_bytes(self) -> int:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        if self._closed or time.monotonic() < self._paused_until_s or not self._max_blocks:
+            return 0
+        most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
+        return max(0, most_blocks - len(self._coming)) * self._block_bytes
+
+    def names(self) -> Iterable[BlockName]:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        return heads_first(self._kept)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        stamps = {block_hash: self._next_stamp() for block_hash in hashes if block_hash in self._kept}
+        for block_hash in stamps:
+            self._kept.move_to_end(block_hash)
+        if stamps and not self._closed:
+            self._writer.submit(self._stamp_files, stamps)
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`. Goes on to its end when the caller is cancelled."""
+        work = asyncio.ensure_future(self._store(blocks))
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        return await asyncio.shield(work)
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A cancelled caller is held until no thread writes to
+        ``targets``.
+        """
+        if self._closed:
+            return 0
+        names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
+        # Of a chain the head must stay the newest.
+        stamps = [self._next_stamp() for _ in names][::-1]
+        jobs = list(zip(names, targets, stamps, strict=False))
+        parts = [range(first, len(jobs), READ_THREADS) for first in range(min(READ_THREADS, len(jobs)))]
+        loop = asyncio.get_running_loop()
+        reads = [loop.run_in_executor(self._readers, self._read, [jobs[index] for index in part]) for part in parts]
+        self._reading += 1
+        try:
+            await _all_over(reads)
+        finally:
+            self._reading -= 1
+        found: dict[int, str | None] = {}
+        for part, read in zip(parts, reads, strict=True):
+            found.update(zip(part, read.result(), strict=True))
+        return self._came(names, [found[index] for index in range(len(jobs))])
+
+    async def restore(self) -> None:
+        """Reads the headers of what is there. Called once, before anything else."""
+        began_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._kept, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
+        self._stamp = time.time_ns()
+        self.counts.corrupt += broken
+        self.counts.dropped += len(surplus)
+        if surplus:
+            self._writer.submit(self._remove_files, surplus)
+        log.info(
+            "%s has %d blocks (%.2f s); %d broken files, %d too many",
+            self._files.root, len(self._kept), time.monotonic() - began_s, broken, len(surplus),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        self._closed = True
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+        await asyncio.to_thread(self._shut_down)
+
+    # -- on the loop
+
+    async def _store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        gone, self._unsaid = self._unsaid, []
+        jobs: list[tuple[BlockName, memoryview, int]] = []
+        for name, payload in blocks:
+            if name.hash in self._kept:
+                self.touch([name.hash])
+            elif name.hash in self._coming:
+                continue
+            elif self.room_bytes() < self._block_bytes or payload.nbytes != self._block_bytes:
+                self.counts.failed += 1
+                gone.append(name)
+            else:
+                self._coming.add(name.hash)
+                jobs.append((name, payload, self._next_stamp()))
+        if not jobs:
+            return self._not_kept(gone)
+        surplus = self._make_room()
+        gone += surplus
+        loop = asyncio.get_running_loop()
+        try:
+            # A read that began before may still be in one of the old files.
+            old = [] if self._reading else [name.hash for name in surplus]
+            failures = await loop.run_in_executor(self._writer, self._write, surplus[len(old) :], old, jobs)
+        finally:
+            self._coming.difference_update(name.hash for name, _, _ in jobs)
+        for (name, _, _), failure in zip(jobs, failures, strict=True):
+            if failure is None:
+                self._kept[name.hash] = name
+                self.counts.stored += 1
+            else:
+                gone.append(name)
+                self.counts.failed += 1
+                self._trouble("cannot write blocks to disk", failure)
+        return self._not_kept(gone)
+
+    def _not_kept(self, names: list[BlockName]) -> list[BlockName]:
+        """Less what came again meanwhile."""
+        return [name for name in names if name.hash not in self._kept]
+
+    def _make_room(self) -> list[BlockName]:
+        """The least recently used, until what is kept and what is coming fits."""
+        surplus = []
+        while self._kept and len(self._kept) + len(self._coming) > self._max_blocks:
+            surplus.append(self._kept.popitem(last=False)[1])
+        self.counts.dropped += len(surplus)
+        return surplus
+
+    def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
+        """Books of a read: how many came before the first that did not, and what is not here any more."""
+        good = len(list(takewhile(lambda failure: failure is None, failures)))
+        for name, failure in reversed(list(zip(names, failures, strict=True))):
+            # Those behind one that failed too: their files are stamped as used, and a restart goes by that.
+            if failure is None and name.hash in self._kept:
+                self._kept.move_to_end(name.hash)
+        self.counts.loaded += good
+        for name, failure in zip(names, failures, strict=True):
+            # Dropped, and perhaps written again, while it was read: no news of what is there now.
+            if failure is None or self._kept.get(name.hash) is not name:
+                continue
+            del self._kept[name.hash]
+            self._unsaid.append(name)
+            if failure == _CORRUPT:
+                self.counts.corrupt += 1
+            else:
+                self.counts.failed += 1
+            self._warn("a block on disk is lost and will be computed again", failure)
+            if not self._closed:
+                self._writer.submit(self._remove_files, [name])
+        return good
+
+    def _trouble(self, words: str, failure: str) -> None:
+        self._paused_until_s = time.monotonic() + PAUSE_S
+        self._warn(words, failure)
+
+    def _warn(self, words: str, failure: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_s.get(words, -WARN_EVERY_S) >= WARN_EVERY_S:
+            self._warned_s[words] = now_s
+            log.warning("%s: %s (%s); %s", words, failure, self._files.root, self.counts)
+
+    def _next_stamp(self) -> int:
+        self._stamp = max(self._stamp + 1, time.time_ns())
+        return self._stamp
+
+    # -- in threads
+
+    def _write(
+        self, surplus: list[BlockName], old: list[bytes], jobs: list[tuple[BlockName, memoryview, int]]
+    ) -> list[str | None]:
+        """What went wrong with each of ``jobs``, which take the files of ``old``: there are no more of these. When the
+        disk is full, the rest is not tried."""
+        self._remove_files(surplus)
+        failures: list[str | None] = []
+        full = ""
+        for name, payload, stamp in jobs:
+            try:
+                if not full:
+                    self._files.write(name, payload, stamp, old.pop() if old else b"")
+                failures.append(full or None)
+            except OSError as error:
+                failures.append(error.strerror or str(error))
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                    full = failures[-1] or ""
+        for block_hash in old:
+            self._remove_file(block_hash)
+        return failures
+
+    def _read(self, jobs: list[tuple[BlockName, memoryview, int]]) -> list[str | None]:
+        failures: list[str | None] = []
+        for name, target, stamp in jobs:
+            try:
+                self._files.read(name, target, stamp, verify=self._verify)
+                failures.append(None)
+            except Corrupt:
+                failures.append(_CORRUPT)
+            except OSError as error:
+                failures.append(error.strerror or str(error))
+        return failures
+
+    def _remove_files(self, names: Iterable[BlockName]) -> None:
+        """What cannot be removed comes back after a restart, and is as good then as it was."""
+        for name in names:
+            self._remove_file(name.hash)
+
+    def _remove_file(self, block_hash: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._files.remove(block_hash)
+
+    def _stamp_files(self, stamps: dict[bytes, int]) -> None:
+        for block_hash, stamp in stamps.items():
+            with contextlib.suppress(OSError):
+                self._files.stamp(block_hash, stamp)
+
+    def _scan(self) -> tuple[OrderedDict[bytes, BlockName], list[BlockName], int]:
+        """What is kept, least recently used first; what does not fit; how many files were broken."""
+        with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
+            found = [item for part in threads.map(self._scan_shard, self._files.shards()) for item in part]
+        names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
+        broken = len(found) - len(names)
+        surplus = names[: max(0, len(names) - self._max_blocks)]
+        return OrderedDict((name.hash, name) for name in names[len(surplus) :]), surplus, broken
+
+    def _scan_shard(self, shard: str) -> list[tuple[int, BlockName | None]]:
+        try:
+            return list(self._files.scan(shard))
+        except OSError:
+            return []
+
+    def _shut_down(self) -> None:
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._folder.close()
+
+
+_CORRUPT = "it does not fit its header or checksum"
+
+
+def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
+    """All of ``kept``, each after its parent where that is kept too."""
+    said: set[bytes] = set()
+    # A picture of now: it is read bit by bit, while blocks come and go.
+    kept = dict(kept)
+    for name in kept.values():
+        line = []
+        at: BlockName | None = name
+        while at is not None and at.hash not in said:
+            said.add(at.hash)
+            line.append(at)
+            at = kept.get(at.parent)
+        yield from reversed(line)
+
+
+async def _all_over(work: Sequence[asyncio.Future[list[str | None]]]) -> None:
+    """Returns when all of ``work`` has ended; who is cancelled meanwhile hears of it only then."""
+    cancelled = False
+    while left := [one for one in work if not one.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,0 +1,252 @@
+"""Blocks as files: the format, and the folder that one node owns.
+
+    FOLDER/pillion-kv.lock                                   held (flock) as long as a node uses the folder
+    FOLDER/<namespace, 16 digits>/<hash, 2 digits>/<hash, 64 digits>.kv
+    ...                                             .kv.part while it is written; renamed when it is whole
+
+    header, 192 bytes, little-endian: magic 8, version 4, length of parent 4, namespace 32, hash 32, parent 32,
+    segment 32, payload bytes 8, payload checksum 8, zero 24, checksum of all before 8; then the payload
+
+A file's modification time is the order of use, in nanoseconds. Nothing is synced: after a power cut a file may be
+short or damaged, and the header, the length or the payload's checksum says so. Only files of this name's shape inside
+this namespace's folder are ever removed. All functions here block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pillion.errors import ConfigError
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.tiers import BlockName
+
+MAGIC = b"PILLIONB"
+VERSION = 1
+HEADER_BYTES = 192
+LOCK_NAME = "pillion-kv.lock"
+SUFFIX = ".kv"
+PART_SUFFIX = ".kv.part"
+# What a file takes from a disk is a whole number of these.
+PAGE_BYTES = 4096
+
+_FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
+_CHECKSUM = struct.Struct("<Q")
+_OUR_NAME = re.compile(r"[0-9a-f]{64}\.kv(\.part)?")
+_OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
+
+
+class Corrupt(Exception):  # noqa: N818
+    """A file of ours that is not what it should be."""
+
+
+class Foreign(Exception):  # noqa: N818
+    """A sound file of another namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all files of one tier have in common. ``namespace`` has 32 bytes."""
+
+    namespace: bytes
+    block_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Disk that one block takes."""
+        return -(-(HEADER_BYTES + self.block_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+    def pack(self, name: BlockName) -> bytes:
+        """The header of one block."""
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, len(name.parent), self.namespace, name.hash, name.parent, name.segment,
+            self.block_bytes, name.checksum,
+        )  # fmt: skip
+        return fields + _CHECKSUM.pack(block_checksum(fields))
+
+    def unpack(self, header: bytes, block_hash: bytes) -> BlockName:
+        """Raises Corrupt for what is no sound header of ``block_hash`` in this version and size, Foreign for another
+        namespace's."""
+        if len(header) != HEADER_BYTES or _CHECKSUM.unpack(header[_FIELDS.size :])[0] != block_checksum(
+            header[: _FIELDS.size]
+        ):
+            raise Corrupt("the header is damaged")
+        magic, version, parent_bytes, namespace, found, parent, segment, length, checksum = _FIELDS.unpack_from(header)
+        if namespace != self.namespace:
+            raise Foreign
+        if magic != MAGIC or version != VERSION:
+            raise Corrupt(f"format version {version}, not {VERSION}")
+        if found != block_hash or length != self.block_bytes or parent_bytes not in (0, HASH_BYTES):
+            raise Corrupt("it is of another block")
+        return BlockName(found, parent[:parent_bytes], segment, checksum)
+
+
+class DiskFolder:
+    """A folder that this process alone uses. Made where it is missing.
+
+    Raises ConfigError if it cannot be written to, or if another node has it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = -1
+        try:
+            self.path.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(f"--disk-path {self.path}: another node uses this folder") from None
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"--disk-path {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Another node may have the folder now. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class BlockFiles:
+    """The files of one namespace in a folder. Raises ConfigError if its subfolders cannot be made."""
+
+    def __init__(self, folder: DiskFolder, layout: Layout) -> None:
+        self.layout = layout
+        self.root = folder.path / layout.namespace.hex()[:16]
+        try:
+            self.root.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+            for shard in range(256):
+                (self.root / f"{shard:02x}").mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--disk-path {folder.path}: {error.strerror}") from None
+        self._root = f"{self.root}{os.sep}"
+
+    def path_of(self, block_hash: bytes) -> str:
+        """Where a block's file is, or would be."""
+        digits = block_hash.hex()
+        return f"{self._root}{digits[:2]}{os.sep}{digits}{SUFFIX}"
+
+    def write(self, name: BlockName, payload: memoryview, stamp: int, old: bytes = b"") -> None:
+        """Makes a whole file, or none. Raises OSError.
+
+        ``stamp``: its place in the order of use. ``old``: a block whose file may be used for it, as nobody reads that
+        any more; making a file anew can cost more than filling it.
+        """
+        path = self.path_of(name.hash)
+        part = path.removesuffix(SUFFIX) + PART_SUFFIX
+        try:
+            if old:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self.path_of(old), part)
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            try:
+                _write_all(fd, [memoryview(self.layout.pack(name)), payload])
+                if os.fstat(fd).st_size != HEADER_BYTES + self.layout.block_bytes:
+                    os.ftruncate(fd, HEADER_BYTES + self.layout.block_bytes)
+                os.utime(fd, ns=(stamp, stamp))
+            finally:
+                os.close(fd)
+            os.rename(part, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+
+    def read(self, name: BlockName, target: memoryview, stamp: int, *, verify: bool) -> None:
+        """Fills ``target`` (one block). Raises Corrupt, or OSError (FileNotFoundError where it is gone)."""
+        header = bytearray(HEADER_BYTES)
+        fd = os.open(self.path_of(name.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != HEADER_BYTES + self.layout.block_bytes:
+                raise Corrupt("it has another length")
+            _read_all(fd, [memoryview(header), target])
+            try:
+                if self.layout.unpack(bytes(header), name.hash) != name:
+                    raise Corrupt("its header changed")
+            except Foreign:
+                raise Corrupt("its header changed") from None
+            if verify and block_checksum(target) != name.checksum:
+                raise Corrupt("its bytes do not fit their checksum")
+            # A file that cannot be stamped is still a good file.
+            with contextlib.suppress(OSError):
+                os.utime(fd, ns=(stamp, stamp))
+        finally:
+            os.close(fd)
+
+    def stamp(self, block_hash: bytes, stamp: int) -> None:
+        """Moves a file in the order of use. Raises OSError."""
+        os.utime(self.path_of(block_hash), ns=(stamp, stamp))
+
+    def remove(self, block_hash: bytes) -> None:
+        """Raises OSError, but not for a file that is gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path_of(block_hash))
+
+    def shards(self) -> list[str]:
+        """Subfolders, for :meth:`scan`."""
+        return [f"{self._root}{shard:02x}" for shard in range(256)]
+
+    def scan(self, shard: str) -> Iterator[tuple[int, BlockName | None]]:
+        """(stamp, name) of each block in a subfolder, by its header alone.
+
+        Half-written and broken files are removed; a broken one, and one that cannot be read, is told as (0, None).
+        Foreign files stay and are not told. Raises OSError if the subfolder cannot be listed.
+        """
+        with os.scandir(shard) as listing:
+            files = [entry.name for entry in listing if _OUR_NAME.fullmatch(entry.name)]
+        for file in files:
+            path = f"{shard}{os.sep}{file}"
+            try:
+                yield self._inspect(path, file)
+            except Foreign:
+                continue
+            except OSError:
+                # Maybe it can be read another day. If not, the next write of this hash replaces it.
+                yield 0, None
+            except Corrupt:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                if file.endswith(SUFFIX):
+                    yield 0, None
+
+    def _inspect(self, path: str, file: str) -> tuple[int, BlockName]:
+        if not file.endswith(SUFFIX):
+            raise Corrupt("it was never finished")
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            header, status = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd)
+        finally:
+            os.close(fd)
+        name = self.layout.unpack(header, bytes.fromhex(file.removesuffix(SUFFIX)))
+        if status.st_size != HEADER_BYTES + self.layout.block_bytes:
+            raise Corrupt("it has another length")
+        return status.st_mtime_ns, name
+
+
+def _write_all(fd: int, pieces: list[memoryview]) -> None:
+    """A short write is how a full disk or a file-size limit begins; the next one says which."""
+    while pieces:
+        done = os.writev(fd, pieces)
+        while pieces and done >= len(pieces[0]):
+            done -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][done:]
+
+
+def _read_all(fd: int, pieces: list[memoryview]) -> None:
+    while pieces:
+        done = os.readv(fd, pieces)
+        if not done:
+            raise Corrupt("it ends early")
+        while pieces and done >= len(pieces[0]):
+            done -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][done:]

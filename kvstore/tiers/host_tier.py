@@ -1,0 +1,228 @@
+"""The tier in host memory: blocks that left a GPU's pool, in pinned buffers that copies go straight into and out of.
+
+    a buffer   free --lend--> lent --store--> lent and kept --take_back--> kept --least recently used--> free
+                 ^             +--take_back, not stored--> free             | ^
+                 |                                                   borrow v | take_back
+                 +------------ did not fit its checksum ------------ kept and read
+
+The spiller's copy from the GPU is the block's only copy: where it landed, it stays, and the disk writes from there. A
+buffer that somebody reads or writes is never given to somebody else, whatever becomes of its block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+
+from pillion.errors import ConfigError, Conflict
+from pillion.kvstore.memory.memory import copy_bytes, until_over
+from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.tiers.disk import heads_first
+from pillion.kvstore.tiers.tiers import BlockName, TierCounts
+
+log = logging.getLogger("pillion.kvnode")
+
+
+class HostTier:
+    """A :class:`pillion.kvstore.tiers.tiers.BufferTier`.
+
+    Args:
+        memory: where the buffers are.
+        release: called when the tier is closed and uses the memory no more.
+        verify: whether what is read is checked against its checksum.
+
+    Raises ConfigError where not even one block fits.
+    """
+
+    name = "host"
+
+    def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None], *, verify: bool) -> None:
+        count = memory.nbytes // block_bytes
+        if not count:
+            release()
+            raise ConfigError(f"--host-bytes {memory.nbytes} is less than one block, which has {block_bytes} bytes")
+        self.counts = TierCounts()
+        self._block_bytes = block_bytes
+        self._release = release
+        self._verify = verify
+        self._buffers = [memory[start : start + block_bytes] for start in range(0, count * block_bytes, block_bytes)]
+        self._place_of = {id(buffer): place for place, buffer in enumerate(self._buffers)}
+        self._free = list(range(count))[::-1]
+        # How many use each buffer now.
+        self._users = [0] * count
+        # Least recently used first; where each is, and what is where.
+        self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
+        self._places: dict[bytes, int] = {}
+        self._hashes: list[bytes | None] = [None] * count
+        # Gone without a word; the next store tells.
+        self._unsaid: list[BlockName] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept
+
+    def room_bytes(self) -> int:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`: what nobody uses at the moment can be had."""
+        return 0 if self._closed else self._users.count(0) * self._block_bytes
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        for block_hash in hashes:
+            if block_hash in self._kept:
+                self._kept.move_to_end(block_hash)
+
+    def names(self) -> Iterable[BlockName]:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        return heads_first(self._kept)
+
+    def lend(self, count: int) -> list[memoryview]:
+        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`. The least recently used blocks make room."""
+        lent: list[memoryview] = []
+        while len(lent) < count and (place := self._take()) is not None:
+            lent.append(self._buffers[place])
+        return lent
+
+    def take_back(self, buffers: Sequence[memoryview]) -> None:
+        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`."""
+        for buffer in buffers:
+            place = self._place_of.get(id(buffer))
+            if place is not None:
+                self._users[place] -= 1
+                self._free_if_unused(place)
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`. What lies in a lent buffer is kept there, uncopied."""
+        refused = []
+        for name, payload in blocks:
+            place = self._place_of.get(id(payload))
+            if name.hash in self._kept:
+                self._kept.move_to_end(name.hash)
+            elif payload.nbytes != self._block_bytes or self._closed:
+                refused.append(name)
+            elif place is not None:
+                self._keep(name, place)
+            elif not await self._copied(name, payload):
+                refused.append(name)
+        self.counts.failed += len(refused)
+        gone, self._unsaid = self._unsaid + refused, []
+        return [name for name in gone if name.hash not in self._kept]
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
+        buffers = await self.borrow(hashes)
+
+        def copy() -> None:
+            for buffer, target in zip(buffers, targets, strict=False):
+                copy_bytes(target, buffer)
+
+        try:
+            await until_over(asyncio.to_thread(copy))
+        finally:
+            self.take_back(buffers)
+        return len(buffers)
+
+    async def borrow(self, hashes: Sequence[bytes]) -> list[memoryview]:
+        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`."""
+        if self._closed:
+            return []
+        names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
+        buffers = [self._buffers[self._places[name.hash]] for name in names]
+        for buffer in buffers:
+            self._users[self._place_of[id(buffer)]] += 1
+        good = 0
+        try:
+            if self._verify:
+                sums = await until_over(asyncio.to_thread(lambda: [block_checksum(buffer) for buffer in buffers]))
+            else:
+                sums = [name.checksum for name in names]
+            good = len(list(takewhile(lambda pair: pair[0].checksum == pair[1], zip(names, sums, strict=True))))
+            if good < len(names):
+                self._broken(names[good])
+        finally:
+            self.take_back(buffers[good:])
+        # Of a chain the head must stay the newest.
+        self.touch([name.hash for name in names[:good]][::-1])
+        self.counts.loaded += good
+        return buffers[:good]
+
+    async def close(self) -> None:
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`: everything is forgotten. Nobody uses a buffer any more."""
+        if not self._closed:
+            self._closed = True
+            for buffer in self._buffers:
+                buffer.release()
+            self._release()
+
+    def check_integrity(self) -> None:
+        """Raises Conflict unless every buffer is in exactly one state."""
+        findings = []
+        kept = {place for place, block_hash in enumerate(self._hashes) if block_hash is not None}
+        if kept != set(self._places.values()) or self._places.keys() != self._kept.keys():
+            findings.append("the kept blocks and their buffers differ")
+        if len(set(self._free)) != len(self._free) or kept & set(self._free):
+            findings.append("a buffer is free twice, or free and kept")
+        for place, users in enumerate(self._users):
+            lost = not users and place not in kept and place not in self._free
+            if users < 0 or (users and place in self._free) or lost:
+                findings.append(f"buffer {place} has {users} users")
+        if findings:
+            raise Conflict("; ".join(findings))
+
+    # -- buffers
+
+    def _take(self) -> int | None:
+        """A buffer for one user; None where all are in use."""
+        if self._closed:
+            return None
+        if not self._free:
+            unused = (name for name in self._kept.values() if not self._users[self._places[name.hash]])
+            oldest = next(unused, None)
+            if oldest is None:
+                return None
+            self.counts.dropped += 1
+            self._unsaid.append(oldest)
+            self._forget(oldest.hash)
+        place = self._free.pop()
+        self._users[place] += 1
+        return place
+
+    def _keep(self, name: BlockName, place: int) -> None:
+        self._kept[name.hash], self._places[name.hash], self._hashes[place] = name, place, name.hash
+        self.counts.stored += 1
+
+    async def _copied(self, name: BlockName, payload: memoryview) -> bool:
+        """Keeps a block that lies elsewhere; False where no buffer is to be had."""
+        place = self._take()
+        if place is None:
+            return False
+        buffer = self._buffers[place]
+        try:
+            await until_over(asyncio.to_thread(copy_bytes, buffer, payload))
+            if name.hash not in self._kept:
+                self._keep(name, place)
+        finally:
+            self.take_back([buffer])
+        return True
+
+    def _broken(self, name: BlockName) -> None:
+        log.warning("a block in host memory does not fit its checksum; it is computed again")
+        self.counts.corrupt += 1
+        if self._kept.get(name.hash) is name:
+            self._unsaid.append(name)
+            self._forget(name.hash)
+
+    def _forget(self, block_hash: bytes) -> None:
+        del self._kept[block_hash]
+        place = self._places.pop(block_hash)
+        self._hashes[place] = None
+        self._free_if_unused(place)
+
+    def _free_if_unused(self, place: int) -> None:
+        if not self._users[place] and self._hashes[place] is None:
+            self._free.append(place)

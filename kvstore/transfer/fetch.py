@@ -1,0 +1,388 @@
+"""Bringing blocks of a prompt into this pool, from the node's lower tiers and from other nodes.
+
+    bring --> what is here already goes under the ticket
+       ^          |
+       |          +-- somebody else is bringing the next block --> wait for that
+       |          +-- a lower tier has it --> lend slots, load, commit
+       |          +-- another node has it --> pin it there, lend slots, read, verify, commit
+       |          +-- nobody, no slots, no time, no bytes left --> the end, maybe short
+       +----------+
+
+Every fetch is a holder of the ledger's with an epoch of its own. Slots are lent from the ticket's reservation first,
+and what comes is committed like a worker's block: as a replica under its hash, pinned to the ticket. Whatever fails
+brings less, never something wrong (I1). A read that outlives its fetch keeps its slots until it has ended, because
+until then somebody may write to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
+
+from pillion.errors import PillionError
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import FETCH
+from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.tiers.tier_load import load_into
+from pillion.kvstore.tiers.tiers import Tier
+from pillion.kvstore.transfer.plane import Pinned
+from pillion.wire.kvnode import Brought, CommitRun
+
+log = logging.getLogger("pillion.kvnode")
+
+# Of one read: enough to keep the transport busy, little enough that what came is soon of use.
+BATCH_BYTES = 32 * 2**20
+# At once; a further one brings nothing, and its prompt is computed.
+MAX_FETCHES = 64
+
+
+class SourceNode(Protocol):
+    """Another node, as :mod:`pillion.kvstore.transfer.peers` reaches it. Raises PillionErrors."""
+
+    node_id: str
+
+    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> Pinned: ...
+    def release(self, ticket_id: int) -> None: ...
+    async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None: ...
+
+
+@dataclass(slots=True)
+class FetchCounts:
+    """Since the node started; see NodeStatus."""
+
+    fetched_blocks: int = 0
+    restored_blocks: int = 0
+    corrupt_blocks: int = 0
+    short_fetches: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLimits:
+    """Bounds of one fetch that a caller can lower but not raise, and whether checksums are checked."""
+
+    timeout_s: float
+    max_bytes: int
+    verify: bool
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One call's state. ``hashes`` from the chain's first block; ``until_s`` is the loop's clock."""
+
+    epoch: int
+    caller: int
+    ticket_id: int
+    hashes: list[bytes]
+    until_s: float
+    left_blocks: int
+    sources: list[SourceNode]
+    pinned: Pinned | None = None
+    pinned_from: int = 0
+    restored_blocks: int = 0
+    fetched_blocks: int = 0
+    lingering: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Fetcher:
+    """Of one pool that has its shape.
+
+    Args:
+        memory: the pool's.
+        changed: to be called after every change in the ledger.
+        source: a node by its name. Raises PillionErrors.
+        tiers: the node's own, fastest first.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        block_bytes: int,
+        limits: FetchLimits,
+        *,
+        memory: PoolMemory,
+        changed: Callable[[], None],
+        source: Callable[[str], SourceNode],
+        tiers: Sequence[Tier] = (),
+    ) -> None:
+        self.counts = FetchCounts()
+        self._ledger = ledger
+        self._limits = limits
+        self._memory = memory
+        self._changed = changed
+        self._source = source
+        self._tiers = tiers
+        self._batch_blocks = max(1, BATCH_BYTES // block_bytes)
+        self._most_blocks = max(1, limits.max_bytes // block_bytes)
+        self._block_bytes = block_bytes
+        # What some fetch is bringing right now: whoever wants it too waits for that instead.
+        self._coming: dict[bytes, asyncio.Event] = {}
+        self._fetches = 0
+        self._lingering: set[asyncio.Task[None]] = set()
+
+    async def bring(
+        self,
+        epoch: int,
+        ticket_id: int,
+        hashes: list[bytes],
+        sources: Sequence[str] = (),
+        *,
+        timeout_s: float = 0.0,
+        max_bytes: int = 0,
+    ) -> Brought:
+        """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
+
+        Raises NotFound without such a ticket, InvalidRequest for a ticket of another chain.
+        """
+        blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
+        self._changed()
+        if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
+            return Brought(blocks)
+        most_s = min(timeout_s, self._limits.timeout_s) if timeout_s > 0 else self._limits.timeout_s
+        most_blocks = min(max_bytes // self._block_bytes, self._most_blocks) if max_bytes else self._most_blocks
+        fetch = _Fetch(
+            epoch=self._ledger.attach("fetch", FETCH),
+            caller=epoch,
+            ticket_id=ticket_id,
+            hashes=hashes,
+            until_s=asyncio.get_running_loop().time() + most_s,
+            left_blocks=most_blocks,
+            sources=self._known(sources),
+        )
+        self._fetches += 1
+        try:
+            blocks = await self._bring_all(fetch)
+        finally:
+            self._fetches -= 1
+            self._end(fetch)
+        self.counts.short_fetches += blocks < len(hashes)
+        return Brought(blocks, fetch.fetched_blocks, fetch.restored_blocks)
+
+    async def close(self) -> None:
+        """Waits for reads that are still under way. No fetch may begin any more."""
+        await asyncio.gather(*self._lingering, return_exceptions=True)
+
+    # -- one fetch
+
+    async def _bring_all(self, fetch: _Fetch) -> int:
+        loop = asyncio.get_running_loop()
+        while True:
+            ticket = self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes)
+            self._changed()
+            at, left_s = ticket.blocks, fetch.until_s - loop.time()
+            if at >= len(fetch.hashes) or left_s <= 0 or fetch.left_blocks <= 0:
+                return at
+            coming = self._coming.get(fetch.hashes[at])
+            if coming is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(coming.wait(), left_s)
+                continue
+            if not await self._bring_some(fetch, at, left_s):
+                return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
+
+    async def _bring_some(self, fetch: _Fetch, at: int, left_s: float) -> bool:
+        """The next blocks, from whoever has them; False when nobody has or no slot is left."""
+        wanted = self._free_to_bring(fetch, at)
+        for tier in self._tiers:
+            here = list(takewhile(tier.__contains__, wanted))
+            if here:
+                slots = self._lend(fetch, len(here))
+                return bool(slots) and await self._from_tier(fetch, tier, here[: len(slots)], slots)
+        while fetch.sources:
+            left_s = fetch.until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return False
+            pinned = await self._pin(fetch, at, left_s)
+            if pinned is not None:
+                # While it was pinned, others may have begun to bring the same.
+                wanted = self._free_to_bring(fetch, at)
+                if not wanted:
+                    return True
+                first = at - fetch.pinned_from
+                remote = pinned.slots[first : first + len(wanted)]
+                slots = self._lend(fetch, len(remote))
+                if not slots:
+                    return False
+                sums = pinned.checksums[first : first + len(slots)]
+                came = await self._from_source(fetch, wanted[: len(slots)], remote[: len(slots)], slots, sums)
+                if came == len(slots):
+                    return True
+                self._drop_source(fetch)
+                if came:
+                    return True
+            else:
+                self._drop_source(fetch)
+        return False
+
+    async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes], slots: tuple[int, ...]) -> bool:
+        self._announce_coming(hashes)
+        try:
+            # Not cancelled: threads write to the slots.
+            loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
+            came = await self._finish(fetch, loading)
+            count = loading.result() if came else 0
+            count = self._commit(fetch, hashes, slots, count)
+        finally:
+            self._no_longer_coming(hashes)
+        fetch.restored_blocks += count
+        self.counts.restored_blocks += count
+        return count > 0
+
+    async def _from_source(
+        self, fetch: _Fetch, hashes: list[bytes], remote: tuple[int, ...], slots: tuple[int, ...], sums: Sequence[int]
+    ) -> int:
+        source, pinned = fetch.sources[0], fetch.pinned
+        assert pinned is not None
+        self._announce_coming(hashes)
+        try:
+            reading = asyncio.ensure_future(source.read(pinned.ticket_id, remote, slots))
+            try:
+                came = await self._finish(fetch, reading)
+                if came:
+                    reading.result()
+            except PillionError as error:
+                log.warning("blocks from node %s did not come: %s", source.node_id, error.message)
+                came = False
+            good = await self._count_good(source, slots, sums) if came else 0
+            count = self._commit(fetch, hashes, slots, good)
+        finally:
+            self._no_longer_coming(hashes)
+        fetch.fetched_blocks += count
+        self.counts.fetched_blocks += count
+        return count
+
+    async def _finish(self, fetch: _Fetch, work: asyncio.Future[int] | asyncio.Future[None]) -> bool:
+        """Whether ``work``, which writes to slots, ended in time. If not, or if the caller went away, it goes on, and
+        the fetch keeps its slots until it has ended."""
+        left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
+        try:
+            done, _ = await asyncio.wait({work}, timeout=left_s)
+        except asyncio.CancelledError:
+            self._linger(fetch, work)
+            raise
+        if not done:
+            self._linger(fetch, work)
+        return bool(done)
+
+    async def _count_good(self, source: SourceNode, slots: tuple[int, ...], sums: Sequence[int]) -> int:
+        """Leading slots whose bytes are what the source said."""
+        if not self._limits.verify:
+            return len(slots)
+        found = await self._memory.checksums(slots)
+        good = 0
+        for said, really in zip(sums, found, strict=True):
+            if said not in (0, really):
+                self.counts.corrupt_blocks += 1
+                log.warning("a block from node %s does not fit its checksum; it is computed again", source.node_id)
+                break
+            good += 1
+        return good
+
+    # -- with the ledger
+
+    def _lend(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
+        """Slots for the next blocks; none when memory is short or the caller let go of its ticket (I8)."""
+        slots = self._ledger.lend(fetch.epoch, fetch.ticket_id, blocks)
+        fetch.left_blocks -= len(slots)
+        self._changed()
+        return slots
+
+    def _commit(self, fetch: _Fetch, hashes: list[bytes], slots: tuple[int, ...], good: int) -> int:
+        """Seals the first ``good`` slots and gives the others back, unless something may still write to them."""
+        ledger, count = self._ledger, 0
+        back: list[int] = [] if fetch.lingering else list(slots[good:])
+        if good:
+            run = CommitRun(fetch.ticket_id, slots[:good], b"".join(hashes[:good]))
+            (result,) = ledger.commit(fetch.epoch, [run])
+            # Refused, or another committer was first: no step of anybody's reads the own slot, so it goes back at once.
+            back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]
+            count = len(result.slots)
+            if result.refusal:
+                log.warning("fetched blocks were refused: %s", result.refusal)
+        ledger.give_back(fetch.epoch, back)
+        self._changed()
+        return count
+
+    def _end(self, fetch: _Fetch) -> None:
+        """Lets go of everything, at the sources too; of the slots only when nothing writes to them any more."""
+        self._drop_source(fetch)
+
+        def gone(_: object = None) -> None:
+            if all(task.done() for task in fetch.lingering):
+                self._ledger.gone(fetch.epoch)
+                self._changed()
+
+        gone()
+        for task in fetch.lingering:
+            task.add_done_callback(gone)
+
+    # -- small things
+
+    def _known(self, names: Sequence[str]) -> list[SourceNode]:
+        found = []
+        for name in dict.fromkeys(names):
+            try:
+                found.append(self._source(name))
+            except PillionError as error:
+                log.debug("no blocks from node %s: %s", name, error.message)
+        return found
+
+    async def _pin(self, fetch: _Fetch, at: int, left_s: float) -> Pinned | None:
+        """What the first source has from block ``at`` on; None when it has nothing or cannot be asked."""
+        if fetch.pinned is None:
+            try:
+                packed = b"".join(fetch.hashes)
+                fetch.pinned = await fetch.sources[0].pin(packed, at, timeout_s=left_s)
+                fetch.pinned_from = at
+            except PillionError as error:
+                log.debug("node %s pins nothing: %s", fetch.sources[0].node_id, error.message)
+                return None
+        return fetch.pinned if at - fetch.pinned_from < len(fetch.pinned.slots) else None
+
+    def _drop_source(self, fetch: _Fetch) -> None:
+        """The first source is of no use any more. What it pinned is let go once nothing reads it."""
+        if not fetch.sources:
+            return
+        source, pinned = fetch.sources.pop(0), fetch.pinned
+        fetch.pinned = None
+        if pinned is None:
+            return
+        if fetch.lingering:
+            for task in fetch.lingering:
+                task.add_done_callback(lambda _: source.release(pinned.ticket_id))
+        else:
+            source.release(pinned.ticket_id)
+
+    def _linger(self, fetch: _Fetch, work: asyncio.Future[int] | asyncio.Future[None]) -> None:
+        # Whoever reads ends soon, and not before nobody writes any more.
+        work.cancel()
+        task = asyncio.ensure_future(_ended(work))
+        for tasks in (fetch.lingering, self._lingering):
+            tasks.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
+        """The next blocks of one batch, up to one that somebody else is bringing."""
+        batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
+        return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
+
+    def _announce_coming(self, hashes: list[bytes]) -> None:
+        event = asyncio.Event()
+        self._coming.update(dict.fromkeys(hashes, event))
+
+    def _no_longer_coming(self, hashes: list[bytes]) -> None:
+        for block_hash in hashes:
+            # A chain that names a block twice has one event for both.
+            if (event := self._coming.pop(block_hash, None)) is not None:
+                event.set()
+
+
+async def _ended(work: asyncio.Future[int] | asyncio.Future[None]) -> None:
+    """Returns when ``work`` is over, however it ends."""
+    await asyncio.wait({work})
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,334 @@
+"""The data plane with NIXL and UCX: this node reads the other's slots one-sided, many blocks per transfer.
+
+A source, at its first read:  unknown --probe--> one-sided | streamed (no one-sided path: its blocks come by gRPC)
+
+A read, on the agent's thread:
+
+    queued --> parts of it posted, one after the other --> done
+                 |-- UCX says error --> failed
+                 +-- no part done for too long --> failing --> failed, once UCX says that the part is over
+
+One thread owns the agent and makes every call to it; the agent needs no lock then, and the event loop never waits for
+it. NIXL's own progress thread stays off: it spins, and would burn a core of an idle node. The thread looks at the
+network seldom while nothing happens, and often while reads are under way.
+
+Only true one-sided reads are used: process_vm_readv on one host (UCX "cma"), RDMA between hosts. UCX can emulate them
+over TCP, but there a reader that dies aborts its source's process, and a stopped source's bytes arrive after the read
+was given up (both seen with NIXL 1.5.1). So emulation is off (UCX_PROTO_EMULATION_ENABLE=n), and a source without a
+one-sided path is read by :class:`pillion.kvstore.transfer.grpc_plane.GrpcPlane`.
+
+When a read has ended nobody writes to its slots: "cma" copies inside this thread's own calls, and nothing is posted
+before a probe, into memory of its own, has shown that the connection stands. An RDMA transfer that is given up is
+waited for until UCX says that it is over; its slots stay busy so long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from pillion.errors import PillionError, Unavailable
+from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.transfer.grpc_plane import MAX_READS, READ_TIMEOUT_S, GrpcPlane, check_slots
+from pillion.kvstore.transfer.nixl_agent import NixlAgent
+from pillion.kvstore.transfer.plane import BlockStream, PeerPool
+
+log = logging.getLogger("pillion.kvnode")
+
+# Longest time without a finished part of a read, and for the probe of a source.
+STALL_TIMEOUT_S = 2.0
+# One part of a read: readers take turns after so much.
+MAX_PART_BYTES = 4 * 2**20
+# Longest time that closing waits for transfers under way.
+CLOSE_TIMEOUT_S = 5.0
+# A source that had to be streamed from is tried again after so long.
+PROBE_AGAIN_S = 60.0
+# Sources that are remembered.
+MAX_REMOTES = 256
+# How often the agent's thread looks: while nothing happens, and while it reads.
+IDLE_POLL_S = 0.005
+BUSY_POLL_S = 20e-6
+
+
+@dataclass(slots=True)
+class _Remote:
+    """A source that the agent knows.
+
+    Attributes:
+        blocks: its slots as NIXL's list; None where they have to be streamed.
+        probe: the probe's handle while it is under way, until ``probe_until_s`` at most.
+        probe_again_s: when a streamed one is tried again.
+        cut: it is forgotten, and lives on until its reads are over.
+    """
+
+    pool: PeerPool
+    agent_name: str
+    blocks: Any
+    probe: Any = None
+    probe_until_s: float = 0.0
+    probe_again_s: float = 0.0
+    reads: int = 0
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class _Read:
+    """One transfer after the other, on the agent's thread. ``over``: True; False: it has to be streamed.
+
+    ``at``: blocks that are here; ``size``: blocks of the part under way.
+    """
+
+    source: PeerPool
+    remote: tuple[int, ...]
+    local: tuple[int, ...]
+    deadline_s: float
+    over: Future[bool] = field(default_factory=Future)
+    peer: _Remote | None = None
+    handle: Any = None
+    at: int = 0
+    size: int = 0
+    stalled_s: float = 0.0
+    failure: str = ""
+    warned: bool = False
+
+
+class NixlPlane:
+    """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Making one takes about a second: not on the event
+    loop's thread.
+
+    Args:
+        memory: the pool's, which is registered once.
+        stall_timeout_s: longest time without a finished part of a read; the source is given up then.
+    """
+
+    name = "nixl"
+
+    def __init__(self, memory: PoolMemory, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+        self._streamed = GrpcPlane(memory)
+        self._memory = memory
+        self._part_blocks = max(1, MAX_PART_BYTES // memory.block_bytes)
+        self._stall_timeout_s = stall_timeout_s
+        self._agent = NixlAgent(memory)
+        self.nixl_metadata: bytes = self._agent.metadata
+        self.pool_address: int = self._agent.address
+        # Touched by the agent's thread alone.
+        self._remotes: dict[str, _Remote] = {}
+        self._reads: list[_Read] = []
+        # Between the threads. Bounded by MAX_READS, and by forget(), which is called as seldom as peers are lost.
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._under_way = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+        self._thread.start()
+
+    async def read(
+        self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
+    ) -> None:
+        """A caller that is cancelled still waits for the end: its slots are being written to."""
+        check_slots(source, self._memory, remote, local)
+        if self._closing or self._under_way >= MAX_READS:
+            raise Unavailable(f"{self._under_way} reads are under way already, at most {MAX_READS} may be")
+        self._under_way += 1
+        try:
+            if not source.nixl_metadata or not await self._one_sided(source, remote, local):
+                await self._streamed.read(source, stream, ticket_id, remote, local)
+        finally:
+            self._under_way -= 1
+
+    def forget(self, node_id: str) -> None:
+        """The next read begins with a probe again."""
+        self._inbox.put(lambda: self._cut(self._remotes.get(node_id)))
+
+    def close(self) -> None:
+        """Ends the thread, and with it the registration of the memory. A transfer that does not end keeps both."""
+        if self._closing:
+            return
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("a transfer does not end: the pool stays registered until this process ends")
+            return
+        self._agent.close()
+        self._streamed.close()
+
+    async def _one_sided(self, source: PeerPool, remote: tuple[int, ...], local: tuple[int, ...]) -> bool:
+        """False, and nothing has happened, where the source has to be streamed from."""
+        read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
+        self._inbox.put(lambda: self._reads.append(read))
+        over = asyncio.wrap_future(read.over)
+        cancelled = False
+        while not over.done():
+            try:
+                await asyncio.wait([over])
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            over.exception()
+            raise asyncio.CancelledError
+        return over.result()
+
+    # -- the agent's thread
+
+    def _run(self) -> None:
+        with self._memory.on_device():
+            while not self._closing or self._reads:
+                with contextlib.suppress(queue.Empty):
+                    self._inbox.get(timeout=self._pause_s())()
+                self._agent.progress()
+                now = time.monotonic()
+                for read in list(self._reads):
+                    self._advance(read, now)
+
+    def _pause_s(self) -> float:
+        if any(read.handle is None and not (read.peer and read.peer.probe) for read in self._reads):
+            return 0.0
+        return BUSY_POLL_S if any(not read.failure for read in self._reads) else IDLE_POLL_S
+
+    def _advance(self, read: _Read, now: float) -> None:
+        """One look at one read."""
+        try:
+            peer = read.peer or self._begin(read, now)
+            if peer.probe is not None:
+                self._look_at_probe(peer, now)
+            elif read.handle is not None:
+                self._poll(read, now)
+            elif peer.blocks is not None and not read.failure:
+                self._post(read, peer, now)
+        except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
+            self._fail(read, error)
+        if read.handle is None and (read.failure or self._nothing_left(read)):
+            self._end(read)
+
+    @staticmethod
+    def _nothing_left(read: _Read) -> bool:
+        peer = read.peer
+        met = peer is not None and peer.probe is None
+        return met and peer is not None and (peer.blocks is None or read.at == len(read.local))
+
+    def _begin(self, read: _Read, now: float) -> _Remote:
+        read.stalled_s = now + self._stall_timeout_s
+        peer = self._remotes.get(read.source.node_id)
+        if peer is None or peer.pool != read.source or (peer.blocks is None and now > peer.probe_again_s):
+            self._cut(peer)
+            peer = self._meet(read.source, now)
+        read.peer = peer
+        peer.reads += 1
+        return peer
+
+    def _post(self, read: _Read, peer: _Remote, now: float) -> None:
+        until = read.at + self._part_blocks
+        local, remote = read.local[read.at : until], read.remote[read.at : until]
+        read.size = len(local)
+        read.handle, done = self._agent.post(local, peer.blocks, remote)
+        if done:
+            self._part_done(read, now)
+
+    def _poll(self, read: _Read, now: float) -> None:
+        state = self._agent.state(read.handle)
+        if state == "DONE":
+            self._part_done(read, now)
+        elif state == "ERR":
+            raise Unavailable("the transfer failed")
+        elif not read.failure and now > min(read.stalled_s, read.deadline_s):
+            read.failure = "it does not answer"
+        elif read.failure and not read.warned and now > read.stalled_s + self._stall_timeout_s:
+            read.warned = True
+            log.warning("a transfer from %s does not end: its slots stay busy", read.source.node_id)
+
+    def _part_done(self, read: _Read, now: float) -> None:
+        self._agent.release(read.handle)
+        read.handle = None
+        read.stalled_s = now + self._stall_timeout_s
+        read.at += read.size
+        if now > read.deadline_s and read.at < len(read.local):
+            read.failure = "it is too slow"
+
+    def _fail(self, read: _Read, error: Exception) -> None:
+        if read.handle is not None:
+            self._agent.release(read.handle)
+            read.handle = None
+        read.failure = read.failure or _words(error)
+        self._cut(read.peer)
+
+    def _end(self, read: _Read) -> None:
+        self._reads.remove(read)
+        peer = read.peer
+        if peer is not None:
+            peer.reads -= 1
+            self._drop_if_over(peer)
+        if read.failure:
+            read.over.set_exception(Unavailable(f"{read.source.node_id}: {read.failure}"))
+        else:
+            read.over.set_result(peer is not None and read.at == len(read.local))
+
+    # -- sources, on the agent's thread too
+
+    def _meet(self, pool: PeerPool, now: float) -> _Remote:
+        """Makes a source known and sends the probe."""
+        if len(self._remotes) >= MAX_REMOTES:
+            self._cut(next(iter(self._remotes.values())))
+        agent_name, blocks = self._agent.add(pool)
+        peer = self._remotes[pool.node_id] = _Remote(pool, agent_name, blocks)
+        peer.probe_until_s = now + self._stall_timeout_s
+        try:
+            peer.probe, done = self._agent.probe(agent_name, pool)
+            if done:
+                self._probed(peer, "")
+        except Exception as error:  # noqa: BLE001
+            self._probed(peer, _words(error))
+        return peer
+
+    def _look_at_probe(self, peer: _Remote, now: float) -> None:
+        try:
+            state = self._agent.state(peer.probe)
+        except Exception as error:  # noqa: BLE001
+            self._probed(peer, _words(error))
+            return
+        if state == "DONE":
+            self._probed(peer, "")
+        elif state == "ERR" or now > peer.probe_until_s:
+            # Whatever comes late goes to the probe's own memory.
+            self._probed(peer, "it does not answer")
+
+    def _probed(self, peer: _Remote, trouble: str) -> None:
+        """A source that is merely lost fails the stream too."""
+        if peer.probe is not None:
+            self._agent.release(peer.probe)
+            peer.probe = None
+        if trouble:
+            log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", peer.pool.node_id, trouble)
+            peer.probe_again_s = time.monotonic() + PROBE_AGAIN_S
+            self._release_list(peer)
+            self._agent.disconnect(peer.agent_name)
+
+    def _cut(self, peer: _Remote | None) -> None:
+        if peer is None or peer.cut:
+            return
+        peer.cut = True
+        if self._remotes.get(peer.pool.node_id) is peer:
+            del self._remotes[peer.pool.node_id]
+        self._drop_if_over(peer)
+
+    def _drop_if_over(self, peer: _Remote) -> None:
+        if peer.cut and not peer.reads and peer.blocks is not None:
+            self._release_list(peer)
+            # The same agent may have been met anew meanwhile; NIXL knows it by its name.
+            if not any(other.agent_name == peer.agent_name for other in self._remotes.values()):
+                self._agent.disconnect(peer.agent_name)
+
+    def _release_list(self, peer: _Remote) -> None:
+        self._agent.release(peer.blocks)
+        peer.blocks = None
+
+
+def _words(error: Exception) -> str:
+    return error.message if isinstance(error, PillionError) else repr(error)

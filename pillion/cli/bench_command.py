@@ -1,0 +1,253 @@
+"""`pillion bench`: load on a running service. What it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pillion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pillion.loadgen.figures import Record
+    from pillion.loadgen.run import Plan
+
+F = TypeVar("F", bound=Callable[..., Any])
+EXIT_FAILED = 1
+TABLE_WIDTH = 100
+
+
+class RunByDefault(click.Group):
+    """``pillion bench --rate 2`` is ``pillion bench run --rate 2``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Puts the command's name in where it was left out."""
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+def token_range(ctx: click.Context, param: click.Parameter, said: str) -> tuple[int, int]:
+    """LOW,HIGH."""
+    low, _, high = said.partition(",")
+    try:
+        return int(low), int(high)
+    except ValueError:
+        raise click.BadParameter(f"{said!r} is not LOW,HIGH, such as 1000,30000", ctx, param) from None
+
+
+def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
+    """An option with its default in the help."""
+    return click.option(name, default=default, show_default=default not in (None, ""), help=about, **more)
+
+
+BACKENDS, ENDPOINTS = click.Choice(("pillion", "openai")), click.Choice(("completions", "chat"))
+WORKLOADS, PROCESSES = click.Choice(("random", "chats", "trace")), click.Choice(("poisson", "constant", "gamma"))
+FILE = click.Path(dir_okay=False, path_type=Path)
+LENGTHS = "N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]"
+WHOM = (
+    option("--backend", "gRPC of Pillion, or OpenAI's HTTP.", "pillion", type=BACKENDS),
+    option("--target", "Gateway's HOST:PORT (grpcs:// for TLS), or a URL.  [default: port 50051 or 8000 here]"),
+    option("--model", "As the server calls it; may be left out where one model is served.", ""),
+    option("--endpoint", "Prompts as token ids or as messages.", "completions", type=ENDPOINTS),
+    option("--temperature", "0 is greedy.", 0.0),
+    option("--ignore-eos/--no-ignore-eos", "Whether answers go on to the length that was asked for.", True),
+    option("--ca", "PEM of the authorities that are trusted.", envvar="PILLION_CA"),
+    option("--cert", "PEM of a client certificate.", envvar="PILLION_CERT"),
+    option("--key", "PEM of its private key.", envvar="PILLION_KEY"),
+    option("--api-key-variable", "Environment's variable with the API key.", "PILLION_API_KEY"),
+    option("--timeout-s", "Longest time of one request.", 600.0),
+)  # fmt: skip
+LOAD = (
+    option("--workload", "Random prompts, chats of several turns, or a trace.", "random", type=WORKLOADS),
+    option("--rate", "Sessions a second (open loop); a trace is stretched to it.", type=float),
+    option("--arrivals", "Process of the arrivals.", "poisson", type=PROCESSES),
+    option("--burstiness", "Shape of gamma arrivals; below 1 is burstier than Poisson.", 1.0),
+    option("--requests", "Most requests of a run; the fewest of a run in a sweep.", 100),
+    option("--duration-s", "No arrivals after so many seconds.", type=float),
+    option("--max-concurrency", "Most requests under way at once; later ones wait, and that counts.", type=int),
+    option("--input-len", f"Tokens of a prompt, words of a chat's message: {LENGTHS}.", "256"),
+    option("--output-len", "Tokens of an answer, likewise.", "64"),
+    option("--system-prompts", "Of chats: how many there are.", 4),
+    option("--system-len", "Words of each.", "256"),
+    option("--turns", "Of a chat.", "uniform:2,5"),
+    option("--think-s", "Mean pause between an answer and the next turn.", 1.0),
+    option("--trace", "File: Mooncake's JSON lines, BurstGPT's or Azure's CSV.", ""),
+    option("--max-model-len", "Leave out rows of a trace that need more tokens.", type=int),
+    option("--token-range", "Token ids of random prompts.", "1000,30000", callback=token_range, metavar="LOW,HIGH"),
+    option("--seed", "All of the load follows from it.", 0),
+    option("--slo", "Objectives in seconds, such as ttft=1.0+0.002*n,itl_p99=0.1 (n: prompt tokens).", ""),
+    option("--warm-up", "Requests before the clock starts.", 0),
+)  # fmt: skip
+OUTPUT = (
+    option("--json", "Write the result there.", type=FILE, metavar="PATH"),
+    option("--plot", "Draw it there: .png, .svg or .pdf.", type=FILE, metavar="PATH"),
+    option("--progress/--no-progress", "Show a bar.", True),
+)  # fmt: skip
+
+
+def options(*groups: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
+    """In the order of the help."""
+
+    def add(function: F) -> F:
+        for one in reversed([one for group in groups for one in group]):
+            function = one(function)
+        return function
+
+    return add
+
+
+@click.group(cls=RunByDefault)
+def bench() -> None:
+    """Measure a running service under load: latencies, goodput, the highest rate that meets objectives.
+
+    Without a command it is `pillion bench run`; the options are in `pillion bench run --help`.
+    """
+
+
+@bench.command()
+@options(WHOM, LOAD)
+@option("--concurrency", "Sessions at any time (closed loop), instead of a rate.", type=int)
+@options(OUTPUT)
+@click.option("--records", is_flag=True, help="With --json: one object for each request too.")
+def run(**said: Any) -> int:
+    """One run. The exit status is 1 if a request failed."""
+    from pillion.loadgen import report
+
+    plan, path, picture = plan_of(said), said["json"], said["plot"]
+    if picture:
+        from pillion.loadgen.plots import check_plot, plot_run
+
+        check_plot(picture)
+    from pillion.loadgen.run import opened, run_plan, sessions_of, with_environment
+
+    console, sessions = _console(), sessions_of(plan)
+    requests = sum(len(session.turns) for session in sessions)
+
+    async def measure() -> Any:
+
+        async with opened(plan.server) as (target, about):
+            with _bar(said["progress"]) as begin:
+                found, result = await run_plan(target, plan, begin("requests", requests), sessions)
+        return found, with_environment(result, about)
+
+    found, result = asyncio.run(measure())
+    console.print(report.tables(result))
+    if path:
+        report.write_json(path, result | ({"records": report.records_of(found)} if said["records"] else {}))
+    if picture:
+        plot_run(picture, found.records, plan.objectives, title_of(plan))
+    return 0 if result["summary"]["ok"] == result["summary"]["requests"] else EXIT_FAILED
+
+
+@bench.command()
+@options(WHOM, LOAD)
+@option("--attainment", "Share of the requests that must meet all objectives.", 0.9)
+@option("--run-s", "Seconds of arrivals in each run, at least.", 30.0)
+@option("--max-runs", "Most runs.", 8, type=click.IntRange(1, 50))
+@option("--tolerance", "How near the answer is to be; 0.1 is 10 %.", 0.1)
+@options(OUTPUT)
+def sweep(**said: Any) -> int:
+    """Find the highest rate that meets --slo.
+
+    From --rate by doubling, then bisection, each run with its own seed. The exit status is 1 if no rate met them.
+    """
+    from pillion.loadgen import report
+
+    plan, path, picture = plan_of(said), said["json"], said["plot"]
+    if picture:
+        from pillion.loadgen.plots import check_plot, plot_sweep
+
+        check_plot(picture)
+    from pillion.loadgen.run import check_sweep, opened, run_sweep, with_environment
+
+    check_sweep(plan)
+    console = _console()
+
+    def tell(row: dict[str, Any]) -> None:
+        goodput, word = row["goodput"], "passed" if row["passed"] else "failed"
+        line = f"{row['rate']:.3g}/s: {goodput['attainment']:.1%} good, {goodput['requests_per_s']:.2f}/s: {word}"
+        console.print(f"{line}\n{row['warning']}" if row["warning"] else line, highlight=False)
+
+    async def measure() -> Any:
+        search = {name: said[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
+        async with opened(plan.server) as (target, about):
+            with _bar(said["progress"]) as begin:
+                found = await run_sweep(
+                    target, plan, on_run=lambda rate, count: begin(f"{rate:.3g}/s", count), on_result=tell, **search
+                )
+        return with_environment(found, about)
+
+    result = asyncio.run(measure())
+    console.print(report.sweep_table(result["runs"]))
+    best = result["best_rate"]
+    console.print(f"highest rate that meets the objectives: {best:.3g}/s" if best else "no rate met the objectives")
+    if path:
+        report.write_json(path, result)
+    if picture:
+        plot_sweep(picture, result["runs"], said["attainment"], f"{title_of(plan)}: {said['slo']}")
+    return 0 if best else EXIT_FAILED
+
+
+def plan_of(said: dict[str, Any]) -> Plan:
+    """What the options ask for. Raises ConfigError."""
+    from dataclasses import fields
+
+    from pillion.loadgen.load import LoadConfig
+    from pillion.loadgen.run import Plan, Server
+    from pillion.loadgen.slo import parse_slo
+
+    def part(cls: type) -> dict[str, Any]:
+        return {f.name: said[f.name] for f in fields(cls) if f.name in said and said[f.name] is not None}
+
+    try:
+        objectives = parse_slo(said["slo"])
+    except ValueError as error:
+        raise ConfigError(f"--slo: {error}") from None
+    return Plan(
+        server=Server(**part(Server)),
+        load=LoadConfig(**part(LoadConfig)),
+        objectives=objectives,
+        max_concurrency=said["max_concurrency"],
+        warm_up_requests=said["warm_up"],
+    )
+
+
+def title_of(plan: Plan) -> str:
+    """Of a picture."""
+    load = plan.load
+    pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"
+    pace = f"{load.concurrency} at a time" if load.concurrency else pace
+    return f"{plan.server.backend}, {load.workload}, {pace}, seed {load.seed}"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_WIDTH)
+    return console
+
+
+@contextmanager
+def _bar(wanted: bool) -> Iterator[Callable[[str, int], Callable[[Record], None]]]:
+    """Gives what begins a bar of a title and a length, which gives what moves it on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Once a second: what draws it shares a core with what measures.
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, disable=not wanted) as progress:
+
+        def begin(title: str, total: int) -> Callable[[Record], None]:
+            for old in progress.task_ids:
+                progress.remove_task(old)
+            task = progress.add_task(title, total=total)
+            return lambda record: progress.advance(task)
+
+        yield begin

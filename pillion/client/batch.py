@@ -1,0 +1,207 @@
+"""Many requests side by side, never more than a bound at once, results in the order of the prompts.
+
+prompts --> [ concurrency streams at once ] --> results, by index          a bar in the terminal, if wanted
+              Overloaded --waits as told, then asks again, OVERLOAD_RETRIES times
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from pillion.client.outputs import Collector, RequestOutput
+from pillion.errors import Cancelled, Overloaded, PillionError
+from pillion.types import Delta, GenerateRequest, SamplingParams
+
+DEFAULT_CONCURRENCY = 32
+MAX_CONCURRENCY = 1024
+# How often an item that was refused for load is asked again.
+OVERLOAD_RETRIES = 10
+MAX_OVERLOAD_WAIT_MS = 10_000
+
+Result = RequestOutput | PillionError
+
+
+def check_concurrency(concurrency: int) -> None:
+    """Raises ValueError."""
+    if not 1 <= concurrency <= MAX_CONCURRENCY:
+        raise ValueError(f"concurrency {concurrency} is not in [1, {MAX_CONCURRENCY}]")
+
+
+def one_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    """The sampling of each of ``count`` prompts. Raises ValueError where there are as many as fit no prompts."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise ValueError(f"{count} prompts and {len(sampling)} sampling parameters: give one, or one for each")
+    return list(sampling)
+
+
+class ThreadBatch:
+    """A batch of the blocking client: one thread for each stream under way.
+
+    Args:
+        start: begins a request's call, which has ``cancel()``.
+        read: the deltas of a call; raises PillionError.
+    """
+
+    def __init__(
+        self, start: Callable[[GenerateRequest], Any], read: Callable[[Any], Iterator[Delta]], raise_errors: bool
+    ) -> None:
+        self._start = start
+        self._read = read
+        self._raise_errors = raise_errors
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: set[Any] = set()
+        self._done: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
+
+    def run(self, requests: Sequence[GenerateRequest], concurrency: int, progress: bool) -> list[Result]:
+        """Returns when no thread of it lives; an error, or Ctrl-C, cancels what runs."""
+        results: list[Result | None] = [None] * len(requests)
+        todo = iter(enumerate(requests))
+        threads = [
+            threading.Thread(target=self._work, args=(todo,), name=f"pillion-batch-{n}", daemon=True)
+            for n in range(min(concurrency, len(requests)))
+        ]
+        try:
+            with progress_bar(len(requests), progress) as advance:
+                for thread in threads:
+                    thread.start()
+                for _ in requests:
+                    index, result = self._done.get()
+                    if isinstance(result, RequestOutput) or (
+                        isinstance(result, PillionError) and not self._raise_errors
+                    ):
+                        results[index] = result
+                        advance()
+                    else:
+                        raise result
+        finally:
+            self._end()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        return [result for result in results if result is not None]
+
+    def _work(self, todo: Iterator[tuple[int, GenerateRequest]]) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                index, request = next(todo, (-1, None))
+            if request is None:
+                return
+            try:
+                result: Result | BaseException = self._ask(request)
+            except BaseException as error:  # noqa: BLE001  (whoever waits for it is to hear it)
+                result = error
+            self._done.put((index, result))
+
+    def _ask(self, request: GenerateRequest) -> RequestOutput:
+        for attempt in range(OVERLOAD_RETRIES + 1):
+            collector = collector_of(request)
+            call = self._start(request)
+            with self._lock:
+                self._calls.add(call)
+                if self._stop.is_set():
+                    call.cancel()
+            try:
+                for delta in self._read(call):
+                    collector.add(delta)
+                return collector.output()
+            except Overloaded as error:
+                if attempt == OVERLOAD_RETRIES:
+                    raise
+                if self._stop.wait(wait_s(error)):
+                    break
+            finally:
+                with self._lock:
+                    self._calls.discard(call)
+        raise Cancelled("the batch has ended")
+
+    def _end(self) -> None:
+        with self._lock:
+            self._stop.set()
+            for call in self._calls:
+                call.cancel()
+
+
+async def run_async(
+    stream: Callable[[GenerateRequest], AsyncIterator[Delta]],
+    requests: Sequence[GenerateRequest],
+    concurrency: int,
+    progress: bool,
+    raise_errors: bool,
+) -> list[Result]:
+    """The same on an event loop; cancelling it cancels what runs."""
+    results: list[Result | None] = [None] * len(requests)
+    todo = iter(enumerate(requests))
+
+    async def work() -> None:
+        for index, request in todo:
+            try:
+                results[index] = await _ask(stream, request)
+            except PillionError as error:
+                if raise_errors:
+                    raise
+                results[index] = error
+            advance()
+
+    with progress_bar(len(requests), progress) as advance:
+        tasks = [asyncio.create_task(work()) for _ in range(min(concurrency, len(requests)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return [result for result in results if result is not None]
+
+
+async def _ask(stream: Callable[[GenerateRequest], AsyncIterator[Delta]], request: GenerateRequest) -> RequestOutput:
+    for attempt in range(OVERLOAD_RETRIES + 1):
+        collector = collector_of(request)
+        try:
+            async for delta in stream(request):
+                collector.add(delta)
+            return collector.output()
+        except Overloaded as error:
+            if attempt == OVERLOAD_RETRIES:
+                raise
+            await asyncio.sleep(wait_s(error))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def collector_of(request: GenerateRequest) -> Collector:
+    """Empty, for its deltas."""
+    return Collector(request.text or None, request.token_ids or None, request.sampling.logprobs is not None)
+
+
+def wait_s(error: Overloaded) -> float:
+    """As long as the server says, within bounds."""
+    return min(max(error.retry_after_ms, 100), MAX_OVERLOAD_WAIT_MS) / 1000
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """A bar on standard error while the block runs; gives what to call for each item that is done."""
+    if not wanted:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,184 @@
+"""Sends sessions at their times and notes what comes back.
+
+    open loop     a session begins at its time, whatever the server does; a cap may hold its requests back
+    closed loop   so many sessions at any time; the next begins when one ends
+    turns         the next is due a pause after the answer before it ended: a person reads first
+
+The clock's zero is the run's begin. Nothing waits for ever: a request ends with its deadline, and with it its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pillion.loadgen.figures import OK, Record
+from pillion.loadgen.load import Session, Turn, text_of
+from pillion.loadgen.target import Ask, Counted, Message, Target, TargetError
+
+STALL_PERIOD_S = 0.05
+NO_CAP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of it.
+
+    Attributes:
+        records: in order of their intended arrival.
+        duration_s: from the begin to the end of the last answer.
+        cpu_s: processor time of this process meanwhile.
+        stalls_s: how late a timer of the event loop was, each 50 ms.
+        unsent: turns that were not sent because the one before them failed.
+    """
+
+    records: tuple[Record, ...]
+    duration_s: float
+    cpu_s: float
+    stalls_s: tuple[float, ...]
+    unsent: int = 0
+
+
+class Driver:
+    """One run over one target; use once.
+
+    Args:
+        concurrency: of a closed loop; None: the sessions' own times.
+        max_concurrency: most requests under way at once; None for no cap.
+        timeout_s: of one request, from when it was sent.
+        as_chat: token ids are sent as a message of words.
+        on_done: called after each request.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        sessions: Sequence[Session],
+        *,
+        concurrency: int | None = None,
+        max_concurrency: int | None = None,
+        timeout_s: float = 600.0,
+        as_chat: bool = False,
+        on_done: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self._target = target
+        self._sessions = sessions
+        self._concurrency = concurrency
+        self._cap = asyncio.Semaphore(max_concurrency or NO_CAP)
+        self._timeout_s = timeout_s
+        self._as_chat = as_chat
+        self._on_done = on_done
+        self._records: list[Record] = []
+        self._begin = 0.0
+
+    async def run(self) -> Run:
+        """Returns when every request has ended; cancelling it ends all of them."""
+        stalls: list[float] = []
+        watching = asyncio.create_task(_watch_loop(stalls))
+        cpu, self._begin = time.process_time(), time.perf_counter()
+        try:
+            await (self._open() if self._concurrency is None else self._closed(self._concurrency))
+            duration_s, cpu_s = self._now(), time.process_time() - cpu
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+        asked = sum(len(session.turns) for session in self._sessions)
+        records = tuple(sorted(self._records, key=lambda record: (record.due_s, record.session, record.turn)))
+        return Run(records, duration_s, cpu_s, tuple(stalls), asked - len(records))
+
+    async def _open(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number, session in enumerate(self._sessions):
+                await self._sleep_until(session.at_s)
+                group.create_task(self._session(number, session, session.at_s))
+
+    async def _closed(self, concurrency: int) -> None:
+        waiting = iter(enumerate(self._sessions))
+
+        async def client() -> None:
+            for number, session in waiting:
+                await self._session(number, session, self._now())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(client())
+
+    async def _session(self, number: int, session: Session, due_s: float) -> None:
+        history: list[Message] = [{"role": "system", "content": session.system}] if session.system else []
+        for turn_number, turn in enumerate(session.turns):
+            if turn_number:
+                due_s += turn.think_s
+                await self._sleep_until(due_s)
+            ask = self._ask(turn, history)
+            record, text = await self._request(number, turn_number, ask, due_s)
+            self._records.append(record)
+            self._on_done(record)
+            if not record.ok:
+                return
+            due_s = record.ended_s
+            history = [*ask.messages, {"role": "assistant", "content": text}]
+
+    def _ask(self, turn: Turn, history: list[Message]) -> Ask:
+        if turn.ids and not self._as_chat:
+            return Ask(turn.output_tokens, ids=turn.ids)
+        message = {"role": "user", "content": turn.text or text_of(turn.ids)}
+        return Ask(turn.output_tokens, messages=(*history, message))
+
+    async def _request(self, session: int, turn: int, ask: Ask, due_s: float) -> tuple[Record, str]:
+        messages: list[tuple[float, int]] = []
+        texts: list[str] = []
+        counted: Counted | None = None
+        status, error = OK, ""
+        arrived_s = self._now()
+        async with self._cap:
+            sent_s = self._now()
+            try:
+                async with asyncio.timeout(self._timeout_s), contextlib.aclosing(self._target.ask(ask)) as stream:
+                    async for piece in stream:
+                        if piece.tokens:
+                            messages.append((self._now(), piece.tokens))
+                        texts.append(piece.text)
+                        counted = piece.counted or counted
+            except TargetError as failure:
+                status, error = failure.status, failure.message
+            except TimeoutError:
+                status, error = "timeout", f"no whole answer within {self._timeout_s:g} s"
+            if status == OK and not messages:
+                status, error = "empty", "the answer has no token"
+        seen = sum(tokens for _, tokens in messages)
+        record = Record(
+            number=len(self._records),
+            session=session,
+            turn=turn,
+            due_s=due_s,
+            held_s=sent_s - arrived_s,
+            sent_s=sent_s,
+            ended_s=self._now(),
+            messages=tuple(messages),
+            prompt_tokens=counted.prompt if counted else len(ask.ids),
+            cached_tokens=counted.cached if counted else 0,
+            output_tokens=counted.output if counted else seen,
+            asked_tokens=ask.output_tokens,
+            status=status,
+            error=error,
+        )
+        return record, "".join(texts)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begin
+
+    async def _sleep_until(self, at_s: float) -> None:
+        # Also when it is late: requests that were made are to go out before more are.
+        await asyncio.sleep(max(0.0, at_s - self._now()))
+
+
+async def _watch_loop(stalls: list[float]) -> None:
+    """Notes how late this timer is: what a message that arrives meanwhile has to wait."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(STALL_PERIOD_S)
+        stalls.append(max(0.0, time.perf_counter() - before - STALL_PERIOD_S))

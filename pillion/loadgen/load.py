@@ -1,0 +1,186 @@
+"""From a config to sessions: who arrives when, and asks what. Everything follows from the seed.
+
+random   one request a session: token ids, no two prompts alike
+trace    one request a session: a row of a recorded trace
+chats    several turns a session: one of a few system prompts that many share (Zipf), then the user's messages; each
+         turn sends the whole history, with the answers that the server really gave
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pillion.errors import ConfigError
+from pillion.loadgen.arrivals import arrival_times, burstiness_of
+from pillion.loadgen.lengths import parse_lengths
+from pillion.loadgen.traces import PromptMaker, TraceRequest, read_trace
+
+WORKLOADS = ("random", "chats", "trace")
+MAX_REQUESTS = 1_000_000
+# Prompts are made before the clock starts, four bytes a token.
+MAX_PREPARED_TOKENS = 200_000_000
+# One token each for the usual vocabularies; what a prompt really has, the server says.
+WORDS = (
+    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
+    *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
+    *("program", "question", "work", "number", "night", "point", "home", "water", "room", "mother", "area", "money"),
+    *("story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side"),
+    *("kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """What is asked for; see `pillion bench run --help`.
+
+    Attributes:
+        rate: sessions a second; None for a closed loop, or for a trace's own times.
+        concurrency: sessions at any time in a closed loop.
+        requests: at most so many; ``duration_s``: arrivals up to then.
+        token_range: ids of random prompts, the second one not included.
+        max_model_len: rows of a trace that need more tokens are left out.
+    """
+
+    workload: str = "random"
+    arrivals: str = "poisson"
+    burstiness: float = 1.0
+    rate: float | None = None
+    concurrency: int | None = None
+    requests: int = 100
+    duration_s: float | None = None
+    input_len: str = "256"
+    output_len: str = "64"
+    system_prompts: int = 4
+    system_len: str = "256"
+    turns: str = "uniform:2,5"
+    think_s: float = 1.0
+    trace: str = ""
+    max_model_len: int | None = None
+    token_range: tuple[int, int] = (1000, 30_000)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session: token ids, or the user's next message after a pause of ``think_s``."""
+
+    output_tokens: int
+    ids: Sequence[int] = ()
+    text: str = ""
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """``at_s``: its arrival, seconds from the begin. ``system``: a chat's first message."""
+
+    at_s: float
+    turns: tuple[Turn, ...]
+    system: str = ""
+
+
+def make_sessions(config: LoadConfig) -> list[Session]:
+    """All of them, in order of arrival. Raises ConfigError for a config that cannot be."""
+    try:
+        return _make(config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """A word for each id: prompts that begin with the same ids begin with the same text."""
+    return " ".join(WORDS[token % len(WORDS)] for token in ids)
+
+
+def _make(config: LoadConfig) -> list[Session]:
+    if config.workload not in WORKLOADS:
+        raise ValueError(f"workload {config.workload!r} is none of {', '.join(WORKLOADS)}")
+    if not 1 <= config.requests <= MAX_REQUESTS:
+        raise ValueError(f"{config.requests} requests are not within 1 and {MAX_REQUESTS}")
+    if config.concurrency is not None and (config.rate is not None or config.concurrency < 1):
+        raise ValueError("a closed loop has a concurrency of at least 1 and no rate: --max-concurrency caps a rate")
+    if config.workload == "trace":
+        return _from_trace(config)
+    if config.rate is None and config.concurrency is None:
+        raise ValueError("say --rate for an open loop or --concurrency for a closed one")
+    sessions = list(_chats(config) if config.workload == "chats" else _random(config))
+    if config.rate is None:
+        return sessions
+    burstiness = burstiness_of(config.arrivals, config.burstiness)
+    times = arrival_times(config.rate, burstiness, config.seed, len(sessions), config.duration_s)
+    return [replace(session, at_s=at_s) for session, at_s in zip(sessions, times, strict=False)]
+
+
+def _vocabulary(config: LoadConfig) -> list[int]:
+    low, high = config.token_range
+    if not 0 <= low < high <= 1 << 31:
+        raise ValueError(f"token ids {low},{high} are no range")
+    return list(range(low, high))
+
+
+def _random(config: LoadConfig) -> Iterator[Session]:
+    inputs, outputs = parse_lengths(config.input_len), parse_lengths(config.output_len)
+    lengths = random.Random(f"lengths {config.seed}")
+    vocabulary = _vocabulary(config)
+    drawn = [(inputs.draw(lengths), outputs.draw(lengths)) for _ in range(config.requests)]
+    _check_room(sum(asked for asked, _ in drawn))
+    for number, (asked, answered) in enumerate(drawn):
+        draw = random.Random(f"prompt {config.seed} {number}")
+        yield Session(0.0, (Turn(answered, array("I", draw.choices(vocabulary, k=asked))),))
+
+
+def _check_room(tokens: int) -> None:
+    if tokens > MAX_PREPARED_TOKENS:
+        raise ValueError(f"the prompts have more than {MAX_PREPARED_TOKENS} tokens together: fewer --requests")
+
+
+def _chats(config: LoadConfig) -> Iterator[Session]:
+    asks, answers = parse_lengths(config.input_len), parse_lengths(config.output_len)
+    turns, systems = parse_lengths(config.turns), parse_lengths(config.system_len)
+    if config.system_prompts < 1 or config.think_s < 0:
+        raise ValueError("--system-prompts is at least 1 and --think-s not negative")
+    draw = random.Random(f"chats {config.seed}")
+    prompts = [" ".join(draw.choices(WORDS, k=systems.draw(draw))) for _ in range(config.system_prompts)]
+    weights = [1 / rank for rank in range(1, len(prompts) + 1)]
+    left, words = config.requests, 0
+    while left > 0:
+        made = []
+        for turn in range(min(left, turns.draw(draw))):
+            asked = asks.draw(draw)
+            words += asked
+            _check_room(words)
+            pause = draw.expovariate(1 / config.think_s) if turn and config.think_s else 0.0
+            made.append(Turn(answers.draw(draw), text=" ".join(draw.choices(WORDS, k=asked)), think_s=pause))
+        left -= len(made)
+        yield Session(0.0, tuple(made), draw.choices(prompts, weights)[0])
+
+
+def _from_trace(config: LoadConfig) -> list[Session]:
+    if not config.trace:
+        raise ValueError("the workload trace needs --trace FILE")
+    rows = [row for row in read_trace(Path(config.trace)) if fits(row, config.max_model_len)][: config.requests]
+    if not rows:
+        raise ValueError(f"{config.trace} has no request that fits")
+    times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
+    if config.rate is not None and times[-1]:
+        # The pattern stays, the mean rate is the one that was asked for.
+        factor = (len(rows) - 1) / times[-1] / config.rate
+        times = [at_s * factor for at_s in times]
+    maker, sessions, tokens = PromptMaker(config.seed, _vocabulary(config)), [], 0
+    for number, (at_s, row) in enumerate(zip(times, rows, strict=True)):
+        if config.duration_s is not None and at_s > config.duration_s:
+            break
+        tokens += row.input_length
+        _check_room(tokens)
+        at_s = 0.0 if config.concurrency else at_s
+        sessions.append(Session(at_s, (Turn(row.output_length, maker.prompt_of(number, row)),)))
+    return sessions
+
+
+def fits(row: TraceRequest, max_model_len: int | None) -> bool:
+    """Whether prompt and answer are within ``max_model_len`` tokens; None for no limit."""
+    return max_model_len is None or row.input_length + row.output_length <= max_model_len

@@ -1,0 +1,152 @@
+"""A run as JSON (``schema`` 1) and as tables."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from pillion._version import VERSION
+from pillion.loadgen.drive import Run
+from pillion.loadgen.figures import bottleneck, client_figures, summarize
+from pillion.loadgen.slo import Objective, good
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+SCHEMA = 1
+LATENCIES = (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("e2e", "e2e_ms"))
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
+    """Everything that one run says, ready for JSON. The key ``warning`` is empty where nothing is to be said."""
+    summary = summarize(run.records, run.duration_s)
+    if config["load"]["concurrency"]:
+        # In a closed loop the server's pace is the load's.
+        summary["offered_requests_per_s"] = None
+    client = client_figures(run.records, run.cpu_s, run.duration_s, run.stalls_s)
+    met = good(objectives, run.records)
+    attainment = sum(met) / len(met) if met else 0.0
+    why = bottleneck(client, summary["ttft_ms"])
+    return {
+        "schema": SCHEMA,
+        "config": config,
+        "summary": {**summary, "unsent_turns": run.unsent},
+        "goodput": {
+            "objectives": [asdict(objective) for objective in objectives],
+            "good": sum(met),
+            "attainment": attainment,
+            "requests_per_s": sum(met) / max(run.duration_s, 1e-9),
+            "met": {o.measure: sum(o.met(record) for record in run.records) for o in objectives},
+        },
+        "client": client,
+        "warning": f"the client may have been the bottleneck: {why}" if why else "",
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Where the client ran."""
+    cpuinfo, names = Path("/proc/cpuinfo"), []
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    return {
+        "pillion": VERSION,
+        "grpcio": grpc.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def records_of(run: Run) -> list[dict[str, Any]]:
+    """One object for each request, times in seconds since the begin."""
+    return [asdict(record) for record in run.records]
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def tables(result: dict[str, Any]) -> Group:
+    """What the terminal shows of a run."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    latency = Table(title="latency, ms, from the intended arrival")
+    latency.add_column("")
+    for column in COLUMNS:
+        latency.add_column(column, justify="right")
+    for name, key in LATENCIES:
+        found = result["summary"][key]
+        latency.add_row(name, *(f"{found[column]:,.1f}" if found else "-" for column in COLUMNS))
+    shown = [latency, _totals(result)]
+    lines = [
+        f"{status}: {failure['count']} ({failure['first']})" for status, failure in result["summary"]["errors"].items()
+    ]
+    lines += [f"warning: {result['warning']}"] if result["warning"] else []
+    return Group(*shown, *(Text(line, style="bold red") for line in lines))
+
+
+def _totals(result: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    summary, goodput, client = result["summary"], result["goodput"], result["client"]
+    rows = {
+        "requests": f"{summary['ok']} of {summary['requests']} answered in {summary['duration_s']:.1f} s",
+        "rate": f"{summary['requests_per_s']:.2f} requests/s"
+        + (f", {summary['offered_requests_per_s']:.2f} offered" if summary["offered_requests_per_s"] else ""),
+        "tokens in": f"{summary['input_tokens']:,}, {summary['input_tokens_per_s']:,.0f} tokens/s, "
+        f"{summary['hit_rate']:.1%} cached",
+        "tokens out": f"{summary['output_tokens']:,}, {summary['output_tokens_per_s']:,.0f} tokens/s",
+    }
+    if summary["short_answers"]:
+        rows["short answers"] = f"{summary['short_answers']} ended before the length that was asked for"
+    if goodput["objectives"]:
+        single = ", ".join(f"{measure} {count}" for measure, count in goodput["met"].items())
+        rows["goodput"] = f"{goodput['requests_per_s']:.2f} requests/s, {goodput['attainment']:.1%} met all ({single})"
+    if client["held_requests"]:
+        rows["held by the cap"] = f"{client['held_requests']} requests, p99 {client['held_ms']['p99']:,.0f} ms"
+    per_token = client["cpu_us_per_token"]
+    lag = client["lag_ms"] or {"p99": 0.0, "max": 0.0}
+    rows["client"] = (
+        f"late by {lag['p99']:.1f} ms (p99), {lag['max']:.1f} (max); {client['cpu_share']:.0%} of a core"
+        + (f", {per_token:.0f} µs a token" if per_token else "")
+    )
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One row a run, in order of the rate."""
+    from rich.table import Table
+
+    table = Table(title="rate and goodput")
+    for heading in ("rate/s", "goodput/s", "met", "TTFT p99 ms", "ITL p99 ms", "errors", ""):
+        table.add_column(heading, justify="right")
+    for row in sorted(rows, key=lambda row: float(row["rate"])):
+        summary, goodput = row["summary"], row["goodput"]
+        table.add_row(
+            f"{row['rate']:.3g}",
+            f"{goodput['requests_per_s']:.2f}",
+            f"{goodput['attainment']:.1%}",
+            *(f"{summary[key]['p99']:,.0f}" if summary[key] else "-" for key in ("ttft_ms", "itl_ms")),
+            str(summary["requests"] - summary["ok"]),
+            "passed" if row["passed"] else "failed",
+        )
+    return table

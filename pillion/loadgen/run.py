@@ -1,0 +1,180 @@
+"""One run, or a sweep of them, against one server: target -> warm-up -> sessions -> driver -> result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pillion.errors import ConfigError, Unavailable
+from pillion.loadgen.drive import Driver, Run
+from pillion.loadgen.figures import Record
+from pillion.loadgen.load import LoadConfig, Session, make_sessions
+from pillion.loadgen.report import SCHEMA, environment, result_of
+from pillion.loadgen.slo import Objective
+from pillion.loadgen.sweep import Tried, best_rate, next_rate
+from pillion.loadgen.target import PillionTarget, Target, TargetError
+
+BACKENDS = ("pillion", "openai")
+DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
+# Of a run: far from those of the seeds beside it.
+WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
+MAX_WARM_UP_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Who is asked, and how. ``api_key_variable`` names the environment's variable with the key."""
+
+    backend: str = "pillion"
+    target: str = ""
+    model: str = ""
+    endpoint: str = "completions"
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    api_key_variable: str = "PILLION_API_KEY"
+    timeout_s: float = 600.0
+
+    def open(self) -> Target:
+        """Nothing is connected yet. Raises ConfigError."""
+        where = self.target or DEFAULT_TARGETS[self.backend]
+        reach: dict[str, Any] = {"target": where, "ca": self.ca, "cert": self.cert, "key": self.key}
+        reach["api_key"] = os.environ.get(self.api_key_variable, "")
+        if self.backend == "pillion":
+            return PillionTarget(self.model, self.ignore_eos, self.temperature, **reach)
+        from pillion.loadgen.openai_target import OpenAITarget
+
+        return OpenAITarget(self.model, self.ignore_eos, self.temperature, **reach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run: what load, on whom, and what counts as good."""
+
+    server: Server
+    load: LoadConfig
+    objectives: tuple[Objective, ...] = ()
+    max_concurrency: int | None = None
+    warm_up_requests: int = 0
+
+    def described(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "server": asdict(self.server),
+            "load": asdict(self.load),
+            "max_concurrency": self.max_concurrency,
+            "warm_up_requests": self.warm_up_requests,
+        }
+
+
+@asynccontextmanager
+async def opened(server: Server) -> AsyncIterator[tuple[Target, dict[str, Any]]]:
+    """The server, and what it says of itself. Raises Unavailable where it does not answer."""
+    target = server.open()
+    try:
+        try:
+            said = await target.describe()
+        except TargetError as error:
+            if server.backend == "pillion" or not server.model:
+                raise Unavailable(f"{server.target or DEFAULT_TARGETS[server.backend]}: {error}") from None
+            said = {}
+        yield target, said
+    finally:
+        await target.aclose()
+
+
+def sessions_of(plan: Plan) -> list[Session]:
+    """What a run sends. Raises ConfigError for a plan that cannot be."""
+    if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
+        raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
+    if plan.max_concurrency is not None and plan.max_concurrency < 1:
+        raise ConfigError("--max-concurrency is at least 1")
+    if plan.server.timeout_s <= 0:
+        raise ConfigError("--timeout-s is above 0")
+    return make_sessions(plan.load)
+
+
+async def run_plan(
+    target: Target,
+    plan: Plan,
+    on_done: Callable[[Record], None] = lambda record: None,
+    sessions: Sequence[Session] | None = None,
+) -> tuple[Run, dict[str, Any]]:
+    """The run and its result; ``sessions`` where they are made already. Raises ConfigError."""
+    sessions = sessions_of(plan) if sessions is None else sessions
+    common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
+    if plan.warm_up_requests:
+        # Its prompts are others: what it leaves in a cache is not found.
+        seed = plan.load.seed + WARM_UP_SEED
+        warm = replace(plan.load, requests=plan.warm_up_requests, seed=seed, concurrency=None, duration_s=None)
+        closed = replace(warm, rate=None, concurrency=1)
+        await Driver(target, make_sessions(closed), concurrency=1, **common).run()
+    driver = Driver(
+        target,
+        sessions,
+        concurrency=plan.load.concurrency,
+        max_concurrency=plan.max_concurrency,
+        on_done=on_done,
+        **common,
+    )
+    run = await driver.run()
+    return run, {"kind": "run", **result_of(run, plan.objectives, plan.described())}
+
+
+def check_sweep(plan: Plan) -> float:
+    """The rate to begin with. Raises ConfigError for a plan without a rate or objectives, or that cannot be."""
+    if plan.load.rate is None or not plan.objectives:
+        raise ConfigError("a sweep needs --rate, where it begins, and --slo")
+    sessions_of(replace(plan, load=replace(plan.load, requests=1)))
+    return plan.load.rate
+
+
+async def run_sweep(
+    target: Target,
+    plan: Plan,
+    *,
+    attainment: float,
+    run_s: float,
+    max_runs: int,
+    tolerance: float,
+    on_run: Callable[[float, int], Callable[[Record], None]],
+    on_result: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Searches the highest rate at which ``attainment`` of the requests meet all objectives.
+
+    Args:
+        plan: its rate is the first one; its requests are the fewest of a run.
+        run_s: arrivals of each run, at least.
+        on_run: told a run's rate and its number of requests, gives its ``on_done``.
+        on_result: told each run's row.
+
+    Raises ConfigError, as :func:`check_sweep`.
+    """
+    start = check_sweep(plan)
+    tried: list[Tried] = []
+    rows: list[dict[str, Any]] = []
+    while (rate := next_rate(tried, start, tolerance, max_runs)) is not None:
+        count = max(plan.load.requests, round(rate * run_s))
+        load = replace(plan.load, rate=rate, requests=count, seed=plan.load.seed + RUN_SEEDS * (len(tried) + 1))
+        warm_up = 0 if tried else plan.warm_up_requests
+        _, result = await run_plan(target, replace(plan, load=load, warm_up_requests=warm_up), on_run(rate, count))
+        tried.append(Tried(rate, result["goodput"]["attainment"] >= attainment))
+        rows.append({"rate": rate, "passed": tried[-1].passed, **result})
+        on_result(rows[-1])
+    return {
+        "schema": SCHEMA,
+        "kind": "sweep",
+        "config": plan.described() | {"attainment": attainment, "run_s": run_s, "tolerance": tolerance},
+        "best_rate": best_rate(tried),
+        "runs": rows,
+    }
+
+
+def with_environment(result: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """The result with where it was measured, client and server."""
+    return {**result, "environment": environment(), "server": said}

@@ -1,0 +1,111 @@
+"""Who is asked: one interface over Pillion's gRPC API and OpenAI's HTTP API (:mod:`pillion.loadgen.openai_target`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from pillion.client.client import AsyncClient
+from pillion.errors import PillionError
+from pillion.types import SamplingParams
+
+Message = dict[str, str]
+
+
+class TargetError(Exception):
+    """A request that failed: ``status`` is its kind ("Overloaded", "HTTP 429"), ``message`` what was said."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: token ids, or a conversation."""
+
+    output_tokens: int
+    ids: Sequence[int] = ()
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Tokens as the server counts them; ``cached`` are those of the prompt."""
+
+    prompt: int
+    cached: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A message of an answer: ``tokens`` new ones (1 where the server does not say), and at the end the count."""
+
+    text: str
+    tokens: int
+    counted: Counted | None = None
+
+
+class Target(Protocol):
+    """A server under load."""
+
+    def ask(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        """Streams one answer. Raises TargetError."""
+        ...
+
+    async def describe(self) -> dict[str, Any]:
+        """What it says of itself, for the report. Raises TargetError where it does not answer."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends all connections."""
+        ...
+
+
+class PillionTarget:
+    """A gateway's gRPC port.
+
+    Args:
+        ignore_eos: answers have exactly the length that was asked for.
+        reach: for :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
+    """
+
+    def __init__(self, model: str, ignore_eos: bool, temperature: float, **reach: Any) -> None:
+        self._client = AsyncClient(**reach)
+        self._model = model
+        self._ignore_eos = ignore_eos
+        self._temperature = temperature
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        sampling = SamplingParams(
+            max_tokens=ask.output_tokens, temperature=self._temperature, ignore_eos=self._ignore_eos
+        )
+        try:
+            if ask.messages:
+                stream = self._client.chat(ask.messages, model=self._model, sampling=sampling)
+            else:
+                stream = self._client.generate(ask.ids, model=self._model, sampling=sampling)
+            async with contextlib.aclosing(stream):
+                async for delta in stream:
+                    usage = delta.usage
+                    counted = None
+                    if usage is not None:
+                        counted = Counted(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+                    yield Piece(delta.text, len(delta.token_ids), counted)
+        except PillionError as error:
+            raise TargetError(type(error).__name__, error.message) from None
+
+    async def describe(self) -> dict[str, Any]:
+        try:
+            models, status = await self._client.models(), await self._client.status()
+        except PillionError as error:
+            raise TargetError(type(error).__name__, error.message) from None
+        parts = [{"part": part.part_id, "role": part.role, "kernels": part.kernels} for part in status.parts]
+        return {"version": status.version, "models": [asdict(model) for model in models], "parts": parts}
+
+    async def aclose(self) -> None:
+        await self._client.close()

@@ -1,0 +1,281 @@
+"""gRPC habits of every part: limits, keepalive, health, reflection, and the one place where errors become statuses.
+
+Idle streams survive: clients ping every KEEPALIVE_TIME_MS, with or without calls and data, and servers allow a ping
+every MIN_PING_INTERVAL_MS, so no load balancer's idle timeout above that ends a stream that waits for its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from pillion.errors import Internal, InvalidRequest, PillionError, Unavailable
+from pillion.net import tls
+from pillion.wire.errors import from_rpc_error as from_rpc_error
+from pillion.wire.errors import to_status as to_status
+
+log = logging.getLogger("pillion.net.rpc")
+
+# A 128K-token prompt is 0.5 MB of varints; a megabyte of text tokenizes to less than that.
+MAX_MESSAGE_BYTES = 16 * 2**20
+KEEPALIVE_TIME_MS = 30_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+# Servers answer faster pings with GOAWAY too_many_pings; ours allow what our clients send.
+MIN_PING_INTERVAL_MS = 10_000
+# Of one server. A connection has to say what it is within the time, TLS included.
+MAX_CONNECTIONS = 4096
+HANDSHAKE_TIMEOUT_MS = 20_000
+# Bit 0: messages as they are. gRPC decompresses a message before it looks at its size, and half a megabyte of gzip may
+# be half a gigabyte.
+UNCOMPRESSED = 1
+
+Options = list[tuple[str, Any]]
+
+
+def _options(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Else pings stop after two of them without data between: the stream that waits longest would lose them.
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """Of every channel."""
+    return [
+        *_options(max_message_bytes),
+        # Parts restart: find them again within a second rather than after gRPC's two minutes of backoff.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # Also the time that one attempt to connect may take; a loaded machine needs more than the backoff.
+        ("grpc.min_reconnect_backoff_ms", 5000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
+    """Of every server."""
+    return [
+        *_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        # Two servers on one port share its connections at random. Where that is not meant, a taken port is an error.
+        ("grpc.so_reuseport", int(share_port)),
+    ]
+
+
+# Who this process is to the other parts of its cluster. Set once, before the first channel.
+_identity: tls.Identity | None = None
+
+
+def use_identity(identity: tls.Identity | None) -> None:
+    """From now on channels to other parts, and servers for them, use mutual TLS; None: plain text."""
+    global _identity
+    _identity = identity
+
+
+def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
+    """What a service for other parts has on this address; None is plain text, as on every Unix socket."""
+    return None if _identity is None or listen.startswith("unix:") else tls.server_credentials(_identity)
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel to another part at ``host:port`` or ``unix:path``. The caller closes it."""
+    if _identity is None or target.startswith("unix:"):
+        return grpc.aio.insecure_channel(target, options=client_options())
+    return tls.PartChannel(target, _identity, client_options())
+
+
+def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
+    """What a call that ended in ``cancelled`` is to raise. Closing a channel cancels its calls, and grpc.aio reports
+    that as it reports a cancelled caller; without this the caller's task would end in silence, and nobody be told."""
+    task = asyncio.current_task()
+    return cancelled if task is None or task.cancelling() else Unavailable("the connection was closed")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status, so that servicers only raise."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        method = details.method
+        try:
+            handler = await continuation(details)
+        except PillionError as error:
+            # As a stream of requests: of one that is refused by its headers no message is read.
+            return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
+        if handler is None:
+            return None
+        if handler.response_streaming:
+            many = handler.request_streaming
+            make = grpc.stream_stream_rpc_method_handler if many else grpc.unary_stream_rpc_method_handler
+            wrapped: Any = _stream_guard(handler.stream_stream if many else handler.unary_stream, method)
+        else:
+            many = handler.request_streaming
+            make = grpc.stream_unary_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
+            wrapped = _unary_guard(handler.stream_unary if many else handler.unary_unary, method)
+        read = handler.request_deserializer if many else _reading(handler.request_deserializer)
+        return make(wrapped, read, handler.response_serializer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a message that is no protobuf of its kind: gRPC itself would call that a defect of the server."""
+
+    said: str
+
+
+def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(raw: bytes) -> Any:
+        try:
+            return deserialize(raw)
+        except Exception as error:  # noqa: BLE001
+            return _Unreadable(str(error))
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    if isinstance(request, _Unreadable):
+        raise InvalidRequest(f"the message cannot be read: {request.said[:200]}")
+    return request
+
+
+def _unary_guard(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            result = inner(_readable(request), context)
+            return await result if isinstance(result, Awaitable) else result
+        except Exception as error:  # noqa: BLE001
+            await _abort(context, error, method)
+
+    return call
+
+
+def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            result = inner(_readable(request), context)
+            if isinstance(result, Awaitable):
+                # A handler that writes to the context itself, as Health.Watch does.
+                await result
+                return
+            async for message in result:
+                yield message
+        except Exception as error:  # noqa: BLE001
+            await _abort(context, error, method)
+
+    return call
+
+
+def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
+    async def call(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await _abort(context, error, method)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, grpc.aio.AioRpcError):
+        error = from_rpc_error(error)
+    if not isinstance(error, PillionError):
+        log.exception("%s failed", method, exc_info=error)
+        error = Internal("internal error; the server's log says more")
+    status = to_status(error)
+    # Trailers that the handler has set stay, beside the error's own.
+    trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+    await context.abort(status.code, status.details, trailers)
+
+
+@dataclass(slots=True)
+class RunningServer:
+    """A started server. ``address`` is where it really listens (port 0 resolved)."""
+
+    server: grpc.aio.Server
+    address: str
+    health: Any
+    services: tuple[str, ...]
+
+    async def tell(self, serving: bool) -> None:
+        """What health says from now on, of every service."""
+        from grpc_health.v1 import health_pb2
+
+        said = health_pb2.HealthCheckResponse
+        for name in ("", *self.services):
+            await self.health.set(name, said.SERVING if serving else said.NOT_SERVING)
+
+    async def not_serving(self) -> None:
+        """Health says NOT_SERVING from now on, of every service; calls are still taken."""
+        await self.health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Says NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Those that watch the health
+        never finish by themselves."""
+        await self.not_serving()
+        await self.server.stop(grace_s)
+
+
+async def start_server(
+    listen: str,
+    services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]],
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_calls: int | None = None,
+    share_port: bool = False,
+    serving: bool = True,
+) -> RunningServer:
+    """Start a server with health, of each service and of all ("") together, and reflection.
+
+    Args:
+        listen: ``host:port`` (port 0: any) or ``unix:path``.
+        services: pairs of full service name and a function that adds the servicer to a server.
+        credentials: TLS; None for plain text.
+        interceptors: run inside the one that maps errors: what they raise becomes a status as well.
+        max_message_bytes: largest message that is taken or sent.
+        max_calls: at once; more are refused. A quarter of them may come over one connection. None: as many as come.
+        share_port: other servers of this user may listen on the same port; the system spreads connections over them.
+        serving: what health says at first.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    from grpc_health.v1 import health, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+
+    options = server_options(max_message_bytes, share_port=share_port)
+    if max_calls is not None:
+        options.append(("grpc.max_concurrent_streams", max_calls // 4))
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(), *interceptors], options=options, maximum_concurrent_rpcs=max_calls
+    )
+    checker = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    names = tuple(name for name, _ in services)
+    for _, add in services:
+        add(server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: {error}") from None
+    await server.start()
+    address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+    running = RunningServer(server, address, checker, names)
+    await running.tell(serving)
+    return running

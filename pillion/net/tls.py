@@ -1,0 +1,245 @@
+"""TLS at the edge and between parts, from PEM files that may be replaced while a process runs.
+
+    files --fit--> in use --other files (pillion.net.watched)--> read again --fit--> in use from the next handshake on
+      | no: ConfigError                                         | no: a warning, the old ones stay in use
+
+At the edge a server shows its certificate, and asks clients for theirs where it is told whose to accept. Between parts
+both sides show one, and what counts is that the cluster's own authority has signed it, not at which address its holder
+lives: every such certificate carries the name INTERNAL_NAME, which is the only one that is checked. So the authority of
+the parts must sign nothing else. A Unix socket is never encrypted: the rights of its folder are its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pillion.errors import ConfigError
+from pillion.net.watched import WATCH_INTERVAL_S, Watched
+
+log = logging.getLogger("pillion.net.tls")
+
+INTERNAL_NAME = "pillion.internal"
+Options = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files: a certificate chain, its private key, and the authorities whose certificates are accepted
+    from the other side ("" asks for none)."""
+
+    cert: str
+    key: str
+    ca: str = ""
+
+    def paths(self) -> tuple[str, ...]:
+        """Those that are named."""
+        return tuple(filter(None, (self.cert, self.key, self.ca)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One version of the files. ``context`` is for HTTP, and the proof that they fit together."""
+
+    version: int
+    cert: bytes
+    key: bytes
+    ca: bytes | None
+    context: ssl.SSLContext
+
+
+class Identity:
+    """Who this process is to the other side. Thread-safe: gRPC asks from threads of its own.
+
+    Raises ConfigError for files that cannot be read or do not belong together.
+    """
+
+    def __init__(self, files: TlsFiles, interval_s: float = WATCH_INTERVAL_S) -> None:
+        self._files = files
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._watched = Watched(files.paths())
+        self._looked_s = time.monotonic()
+        self._loaded = _load(files, 1)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the other side must show a certificate."""
+        return bool(self._files.ca)
+
+    def current(self) -> _Loaded:
+        """What is in use; the files are looked at once per interval."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._looked_s >= self._interval_s:
+                self._looked_s = now_s
+                version = self._loaded.version + 1
+                newer = self._watched.newer(lambda: _load(self._files, version))
+                if newer is not None:
+                    self._loaded = newer
+                    log.info("read %s again", self._files.cert)
+            return self._loaded
+
+    def fresh_context(self) -> ssl.SSLContext:
+        """One of its own, of the files as they are now. Raises ConfigError."""
+        return _context(self._files)
+
+
+def identity_of(cert: str, key: str, ca: str) -> Identity | None:
+    """The identity that three flags name; None where none is said. Raises ConfigError."""
+    return Identity(TlsFiles(cert, key, ca)) if cert or key or ca else None
+
+
+def server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    """Of a gRPC server; each handshake uses the certificate that is current then."""
+    first = identity.current()
+    told = first.version
+
+    def fetch() -> Any:
+        # None: the same as before.
+        nonlocal told
+        loaded = identity.current()
+        if loaded.version == told:
+            return None
+        told = loaded.version
+        return _configuration(loaded)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first), fetch, require_client_authentication=identity.asks
+    )
+
+
+def http_context(identity: Identity) -> ssl.SSLContext:
+    """Of an HTTP server. Each handshake is handed over to the context that is current then."""
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = identity.current().context
+
+    outer = identity.fresh_context()
+    outer.sni_callback = choose
+    return outer
+
+
+class PartChannel(grpc.aio.Channel):
+    """A channel to another part, over mutual TLS. A call that begins after the certificate changed uses the new one.
+
+    gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls under way stay
+    on theirs; the one before the last is closed.
+    """
+
+    def __init__(self, target: str, identity: Identity, options: Options) -> None:
+        self._target = target
+        self._identity = identity
+        self._options = [*options, ("grpc.ssl_target_name_override", INTERNAL_NAME)]
+        self._version = 0
+        self._channels: list[grpc.aio.Channel] = []
+        self._newest()
+
+    def unary_unary(self, *args: Any, **more: Any) -> Any:
+        return self._calling("unary_unary", *args, **more)
+
+    def unary_stream(self, *args: Any, **more: Any) -> Any:
+        return self._calling("unary_stream", *args, **more)
+
+    def stream_unary(self, *args: Any, **more: Any) -> Any:
+        return self._calling("stream_unary", *args, **more)
+
+    def stream_stream(self, *args: Any, **more: Any) -> Any:
+        return self._calling("stream_stream", *args, **more)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._newest().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._newest().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._newest().channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        for channel in self._channels:
+            await channel.close(grace)
+
+    async def __aenter__(self) -> PartChannel:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    def _newest(self) -> grpc.aio.Channel:
+        loaded = self._identity.current()
+        if loaded.version != self._version:
+            self._version = loaded.version
+            credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
+            self._channels.append(grpc.aio.secure_channel(self._target, credentials, self._options))
+            if len(self._channels) > 2:
+                # Closed when it is collected; what still ran on it has run for two lives of a certificate.
+                self._channels.pop(0)
+        return self._channels[-1]
+
+    def _calling(self, kind: str, *args: Any, **more: Any) -> Callable[..., Any]:
+        made: tuple[grpc.aio.Channel, Any] | None = None
+
+        def call(*said: Any, **options: Any) -> Any:
+            nonlocal made
+            channel = self._newest()
+            if made is None or made[0] is not channel:
+                made = (channel, getattr(channel, kind)(*args, **more))
+            return made[1](*said, **options)
+
+        return call
+
+
+def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], root_certificates=loaded.ca)
+
+
+def _load(files: TlsFiles, version: int) -> _Loaded:
+    if not files.cert or not files.key:
+        raise ConfigError("TLS needs a certificate and its key, both")
+    read = [_read(path) for path in (files.cert, files.key)]
+    ca = _read(files.ca) if files.ca else None
+    return _Loaded(version, read[0], read[1], ca, _context(files))
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # An encrypted key would ask on the terminal; with a wrong password it is an error.
+        context.load_cert_chain(files.cert, files.key, password="-")  # noqa: S106
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"TLS: {files.cert} and {files.key}: {_said(error)}") from None
+    if files.ca:
+        try:
+            context.load_verify_locations(files.ca)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"TLS: {files.ca}: {_said(error)}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A client that resumes a session shows no certificate again, even if its authority is not accepted any more.
+        # Without tickets there is nothing to resume; before TLS 1.3 a server remembers sessions by itself.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
+    return context
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"TLS: {path}: {error.strerror}") from error
+
+
+def _said(error: OSError) -> str:
+    reason = getattr(error, "reason", "") or error.strerror or str(error)
+    return str(reason).replace("_", " ").lower()

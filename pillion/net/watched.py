@@ -1,0 +1,86 @@
+"""Files that may be replaced while a process runs: keys and certificates.
+
+    in use --others, which have come to rest--> read --good--> in use
+                                                 | bad: a warning, once; what was read before stays in use
+                                                 | could not be read at all: tried again at the next look
+
+A file that is written in place is short for a moment, and half of a list of keys is a list too. So what changed is read
+when it is the same at two looks, or changed some time ago: nobody may have looked for long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pillion.errors import ConfigError
+
+log = logging.getLogger("pillion.net.watched")
+
+# How often a change is looked for.
+WATCH_INTERVAL_S = 1.0
+# A file that has not changed for so long is not being written.
+AT_REST_S = 2.0
+
+T = TypeVar("T")
+Signature = tuple[tuple[int, ...] | None, ...]
+
+
+class Watched:
+    """Some files that belong together. A rename over a file, a swapped link and new rights are changes too."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = tuple(paths)
+        self._used = self._seen = self._look()
+        self._complaint = ""
+
+    def newer(self, read: Callable[[], T]) -> T | None:
+        """One look at the files.
+
+        Args:
+            read: makes something of them. Raises ConfigError where they are bad, caused by an OSError where they could
+                not be read.
+
+        Returns:
+            What ``read`` made of other files than before; None where they are the same, still change, or are bad.
+        """
+        now = self._look()
+        at_rest = now == self._seen or all(file is None or _age_s(file) > AT_REST_S for file in now)
+        self._seen = now
+        if now == self._used or not at_rest:
+            return None
+        try:
+            found = read()
+        except ConfigError as error:
+            if error.message != self._complaint:
+                log.warning("%s; what was read before stays in use", error.message)
+            self._complaint = error.message
+            if not isinstance(error.__cause__, OSError):
+                self._used = now
+            return None
+        if self._look() != now:
+            # Perhaps a piece of the old ones and a piece of the new ones.
+            return None
+        self._used, self._complaint = now, ""
+        return found
+
+    def _look(self) -> Signature:
+        """What tells two versions of the files apart; None for one that cannot be looked at."""
+        return tuple(_signature(path) for path in self._paths)
+
+
+def _signature(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    # The time of change too: it is all that new rights alter.
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _age_s(file: tuple[int, ...]) -> float:
+    """Time since its last change, by the wall clock: the file system has no other one."""
+    return time.time() - file[-1] / 1e9

@@ -1,0 +1,146 @@
+"""Every metric that Pillion has: one list for code, dashboards and docs.
+
+Names and labels are OpenTelemetry's; Prometheus sees underscores for dots, a unit's name, and ``_total`` behind a
+counter: ``pillion.kv.evicted_blocks`` is ``pillion_kv_evicted_blocks_total`` there. ``gen_ai.server.*`` follow the
+semantic conventions for generative AI, bounds included. Labels have few values: models that are served, states,
+reasons; never what a client wrote.
+"""
+
+from __future__ import annotations
+
+from pillion.observability.metrics import Labels, Metric
+
+MODEL = "gen_ai.request.model"
+OPERATION = "gen_ai.operation.name"
+
+# Seconds. The conventions' own bounds for the first three.
+TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
+TPOT_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+ITL_BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
+STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+SHARE_BOUNDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+CATALOG: list[Metric] = []
+
+
+def _metric(metric: Metric) -> Metric:
+    CATALOG.append(metric)
+    return metric
+
+
+def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return _metric(Metric(name, "counter", unit, text, labels))
+
+
+def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return _metric(Metric(name, "gauge", unit, text, labels))
+
+
+def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], labels: Labels = ()) -> Metric:
+    return _metric(Metric(name, "histogram", unit, text, labels, bounds))
+
+
+# Of every part.
+
+BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "part")
+
+# Of the gateway: requests.
+
+TTFT = _histogram(
+    "gen_ai.server.time_to_first_token",
+    "s",
+    "From a request's arrival to its first token.",
+    TTFT_BOUNDS,
+    (OPERATION, MODEL),
+)
+TPOT = _histogram(
+    "gen_ai.server.time_per_output_token",
+    "s",
+    "Of each answer: time after its first token, by the tokens after it.",
+    TPOT_BOUNDS,
+    (OPERATION, MODEL),
+)
+DURATION = _histogram(
+    "gen_ai.server.request.duration",
+    "s",
+    "From a request's arrival to its end; error.type is empty where it went well.",
+    DURATION_BOUNDS,
+    (OPERATION, MODEL, "error.type"),
+)
+ITL = _histogram("pillion.inter_token_latency", "s", "Between two tokens of a stream.", ITL_BOUNDS, (MODEL,))
+QUEUE_TIME = _histogram(
+    "pillion.request.queue_time",
+    "s",
+    "Time that a request waited: in the tenants' line, for KV memory, and in the decode worker's line.",
+    DURATION_BOUNDS,
+    (MODEL,),
+)
+SPLIT = _histogram(
+    "pillion.request.split_fraction",
+    "1",
+    "Share of a prompt's uncached tokens that prefill workers computed.",
+    SHARE_BOUNDS,
+    (MODEL,),
+)
+PROMPT_TOKENS = _counter(
+    "pillion.prompt_tokens",
+    "{token}",
+    "Tokens of prompts by where their KV came from: pool, fetched (other nodes), restored (disk), prefill, remnant.",
+    MODEL,
+    "source",
+)
+GENERATED_TOKENS = _counter("pillion.generated_tokens", "{token}", "Tokens that were generated.", MODEL)
+REQUESTS = _counter(
+    "pillion.requests", "{request}", "Ended requests: stop, length, cancelled, or the error's code.", MODEL, "outcome"
+)
+REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests refused at the edge.", "reason")
+REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a part was lost.", MODEL)
+REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
+INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
+
+# Of workers: steps.
+
+STEP_DURATION = _histogram("pillion.step.duration", "s", "Of a step: forward pass and sampling.", STEP_BOUNDS)
+STEP_BUDGET = _counter(
+    "pillion.step.budget_tokens",
+    "{token}",
+    "What filled the steps' token budgets: decode, remnant, prefill, speculative, and idle for what stayed free.",
+    "use",
+)
+STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
+ACCEPTED = _counter("pillion.step.accepted_tokens", "{token}", "Guessed tokens that were right.")
+PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Streams that gave up their memory for a while.")
+SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
+SEATS = _gauge("pillion.free_seats", "{sequence}", "How many more sequences would run at once.")
+QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
+
+# Of KV nodes.
+
+KV_BLOCKS = _gauge(
+    "pillion.kv.blocks",
+    "{block}",
+    "Slots: free, leased, committed, quarantined. They add up to the pool.",
+    "state",
+)
+KV_HELD = _gauge("pillion.kv.held_blocks", "{block}", "Committed blocks that are pinned; reserved slots.", "state")
+KV_USAGE = _gauge(
+    "pillion.kv.usage", "1", "Share of the pool that a new prompt cannot have: leased, quarantined, pinned, reserved."
+)
+KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
+KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
+KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets that are held, and that wait for memory.", "state")
+KV_FENCED = _gauge("pillion.kv.fenced_parts", "{part}", "Workers that are fenced now.")
+KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Blocks that were sealed.")
+KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
+KV_MOVED = _counter(
+    "pillion.kv.moved_blocks",
+    "{block}",
+    "Blocks fetched from nodes, served to nodes, restored, spilled.",
+    "way",
+)
+KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
+KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")
+KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from other nodes or from disk.", "source")
+KV_FETCH_TIME = _histogram("pillion.kv.fetch_time", "s", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
+KV_TICKET_WAIT = _histogram("pillion.kv.ticket_wait", "s", "From asking for a ticket to having it.", TTFT_BOUNDS)

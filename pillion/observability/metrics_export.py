@@ -1,0 +1,198 @@
+"""Where a part's metrics go: a page for Prometheus, and the OTLP push where the standard variables ask for it.
+
+    scrape (thread of the page's server, or the gateway's own HTTP) --+
+    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on the part's loop --> families
+
+Both read the same cells (:mod:`pillion.observability.metrics`). Names on the page follow OpenTelemetry's rules for
+Prometheus; beside
+them stand vLLM's names (:mod:`pillion.observability.metrics_prometheus`), which autoscalers and dashboards already
+know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+import prometheus_client
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from pillion._version import VERSION
+from pillion.errors import ConfigError
+from pillion.observability import metric_catalog as names
+from pillion.observability import metrics, telemetry
+from pillion.observability.metrics import Family, Meters, Snapshot
+from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
+
+log = logging.getLogger("pillion.observability.metrics")
+
+# Longest wait for the part's loop; a part that is busier than that has a scrape missing, which is a sign too.
+COLLECT_TIMEOUT_S = 2.0
+# As the specification says: the push is on where there is an endpoint for it.
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+Collect = Callable[[], list[Family]]
+
+
+class Page(Collector):
+    """What one part shows to Prometheus. ``collect_all`` may be called on any thread."""
+
+    def __init__(self, collect_all: Collect, *, vllm_names: bool) -> None:
+        self._collect_all = collect_all
+        self._vllm_names = vllm_names
+
+    def collect(self) -> Iterator[Metric]:
+        """For the client library. Raises TimeoutError where the part does not answer."""
+        families = self._collect_all()
+        yield from to_prometheus(families)
+        if self._vllm_names:
+            yield from to_vllm(families)
+
+    def registry(self) -> prometheus_client.CollectorRegistry:
+        """With this page, and what the process uses: memory, files, processor time."""
+        registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        prometheus_client.ProcessCollector(registry=registry)
+        return registry
+
+
+class Exports:
+    """Of one part, from its start to its end. Made on its event loop.
+
+    Args:
+        part_id, role: what the part is called.
+        port: of the page; 0 where there is none.
+        host: that it listens on.
+        vllm_names: whether the page has vLLM's names too.
+
+    Raises ConfigError where the port is taken.
+    """
+
+    def __init__(self, meters: Meters, part_id: str, role: str, *, host: str, port: int, vllm_names: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._meters = meters
+        meters.watch(lambda: [(names.BUILD, (VERSION, role, part_id), 1.0)])
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self._reader = push(self._collect, telemetry.resource(part_id, role)) if push_wanted() else None
+        if port:
+            registry = Page(self._collect, vllm_names=vllm_names).registry()
+            try:
+                self._server = prometheus_client.start_http_server(port, host, registry)
+            except OSError as error:
+                raise ConfigError(f"the metrics page cannot listen on {host}:{port}: {error}") from None
+            log.info("metrics at http://%s:%d/metrics", host, port)
+
+    def close(self) -> None:
+        """Sends what is left. Not on the event loop, which is to answer meanwhile. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server[0].shutdown()
+            server[0].server_close()
+            server[1].join()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.shutdown()
+
+    def _collect(self) -> list[Family]:
+        async def here() -> list[Family]:
+            return self._meters.collect()
+
+        future = asyncio.run_coroutine_threadsafe(here(), self._loop)
+        try:
+            return future.result(COLLECT_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise
+
+
+def push_wanted() -> bool:
+    """Whether the environment asks for OTLP metrics."""
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    off = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").lower() == "none"
+    return not disabled and not off and any(os.environ.get(name) for name in ENDPOINTS)
+
+
+def push(collect: Collect, resource: Any) -> Any:
+    """The SDK's periodic reader over an OTLP exporter; ``shutdown()`` sends the last state."""
+    from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+
+    began_ns = time.time_ns()
+
+    def read(reader: object, timeout_millis: float = 0) -> Any:
+        try:
+            return to_otlp(collect(), resource, began_ns)
+        except Exception as error:  # noqa: BLE001
+            log.debug("no metrics are sent: %s", error)
+            return None
+
+    exporter: MetricExporter
+    if telemetry.protocol("METRICS") == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+        exporter = GrpcExporter()
+    else:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
+
+        exporter = HttpExporter()
+    reader = PeriodicExportingMetricReader(exporter)
+    # Where a MeterProvider would give its instruments to the reader.
+    reader._set_collect_callback(read)
+    return reader
+
+
+def to_otlp(families: Iterable[Family], resource: Any, began_ns: int) -> Any:
+    """In the SDK's data model, cumulative since ``began_ns``."""
+    from opentelemetry.sdk.metrics.export import (
+        AggregationTemporality,
+        Gauge,
+        Histogram,
+        HistogramDataPoint,
+        MetricsData,
+        NumberDataPoint,
+        ResourceMetrics,
+        ScopeMetrics,
+        Sum,
+    )
+    from opentelemetry.sdk.metrics.export import Metric as OtlpMetric
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    now_ns, cumulative = time.time_ns(), AggregationTemporality.CUMULATIVE
+
+    def point_of(labels: tuple[str, ...], metric: metrics.Metric, value: float | Snapshot) -> Any:
+        attributes = dict(zip(metric.labels, labels, strict=True))
+        if isinstance(value, Snapshot):
+            return HistogramDataPoint(
+                attributes=attributes,
+                start_time_unix_nano=began_ns,
+                time_unix_nano=now_ns,
+                count=value.count,
+                sum=value.total,
+                bucket_counts=value.counts,
+                explicit_bounds=value.bounds,
+                min=value.smallest,
+                max=value.largest,
+            )
+        return NumberDataPoint(attributes, began_ns, now_ns, value)
+
+    made = []
+    for family in families:
+        metric = family.metric
+        points = [point_of(point.labels, metric, point.value) for point in family.points]
+        data: Any
+        if metric.kind == "histogram":
+            data = Histogram(points, cumulative)
+        elif metric.kind == "counter":
+            data = Sum(points, cumulative, is_monotonic=True)
+        else:
+            data = Gauge(points)
+        made.append(OtlpMetric(metric.name, metric.help, metric.unit, data))
+    scope = ScopeMetrics(InstrumentationScope("pillion"), made, "")
+    return MetricsData([ResourceMetrics(resource, [scope], "")])

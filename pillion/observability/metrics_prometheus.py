@@ -1,0 +1,155 @@
+"""A part's metrics as a page for Prometheus: under their own names, and under vLLM's.
+
+Own names follow OpenTelemetry's rules for Prometheus: underscores for dots, the unit behind the name, ``_total`` behind
+a counter. vLLM's names are there for autoscalers, dashboards and endpoint pickers that know those; each is one of ours
+with ``model_name`` as its only label where vLLM has it. A part shows what it knows: the gateway requests and tokens,
+workers their lines and steps, KV nodes the use of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+from pillion.observability import metric_catalog as names
+from pillion.observability import metrics
+from pillion.observability.metrics import Family, Point, Snapshot
+
+# The client library's own way of writing bounds.
+_go_string: Callable[[float], str] = floatToGoString
+_UNITS = {"s": "seconds", "By": "bytes"}
+
+
+def prometheus_name(metric: metrics.Metric) -> str:
+    """The metric's name on the page, without a counter's ``_total``."""
+    name = metric.name.replace(".", "_")
+    unit = "ratio" if metric.unit == "1" and metric.kind == "gauge" else _UNITS.get(metric.unit, "")
+    return f"{name}_{unit}" if unit and not name.endswith(unit) else name
+
+
+def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
+    """Everything that a query may ask for."""
+    name = prometheus_name(metric)
+    if metric.kind == "histogram":
+        return tuple(f"{name}_{part}" for part in ("bucket", "sum", "count"))
+    return (f"{name}_total",) if metric.kind == "counter" else (name,)
+
+
+def to_prometheus(families: Iterable[Family]) -> Iterator[Metric]:
+    """In the client library's terms."""
+    for family in families:
+        metric = family.metric
+        labels = [label.replace(".", "_") for label in metric.labels]
+        yield _family(prometheus_name(metric), metric, labels, ((p.labels, p.value) for p in family.points))
+
+
+def _family(
+    name: str, metric: metrics.Metric, labels: list[str], points: Iterable[tuple[tuple[str, ...], float | Snapshot]]
+) -> Metric:
+    kind: Any = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[
+        metric.kind
+    ]
+    made = kind(name, metric.help, labels=labels)
+    for values, value in points:
+        if isinstance(value, Snapshot):
+            made.add_metric(values, _buckets(value), value.total)
+        else:
+            made.add_metric(values, value)
+    finished: Metric = made
+    return finished
+
+
+def _buckets(found: Snapshot) -> list[tuple[str, float]]:
+    """(upper bound, how many are at most that), the last bound being infinity."""
+    made, below = [], 0
+    for bound, count in zip((*found.bounds, float("inf")), found.counts, strict=True):
+        below += count
+        made.append((_go_string(bound), float(below)))
+    return made
+
+
+Chosen = Callable[[Mapping[str, str]], bool]
+
+
+def _every(labels: Mapping[str, str]) -> bool:
+    return True
+
+
+def _with(label: str, *values: str) -> Chosen:
+    return lambda labels: labels.get(label) in values
+
+
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    """``chosen`` points of ``metric``, summed by model and by ``label``, which vLLM calls ``called``."""
+
+    name: str
+    metric: metrics.Metric
+    chosen: Chosen = field(default=_every)
+    label: str = ""
+    called: str = ""
+
+
+ALIASES = (
+    _Alias("vllm:num_requests_running", names.REQUESTS_NOW, _with("state", "running")),
+    _Alias("vllm:num_requests_waiting", names.REQUESTS_NOW, _with("state", "waiting")),
+    _Alias("vllm:num_requests_running", names.SEQUENCES, _with("state", "running")),
+    _Alias("vllm:num_requests_waiting", names.SEQUENCES, _with("state", "waiting")),
+    _Alias("vllm:kv_cache_usage_perc", names.KV_USAGE),
+    _Alias("vllm:prompt_tokens", names.PROMPT_TOKENS),
+    _Alias("vllm:generation_tokens", names.GENERATED_TOKENS),
+    _Alias("vllm:prefix_cache_queries", names.PROMPT_TOKENS),
+    _Alias("vllm:prefix_cache_hits", names.PROMPT_TOKENS, _with("source", "pool", "fetched", "restored")),
+    _Alias("vllm:num_preemptions", names.PREEMPTIONS),
+    _Alias(
+        "vllm:request_success",
+        names.REQUESTS,
+        _with("outcome", "stop", "length", "cancelled"),
+        "outcome",
+        "finished_reason",
+    ),
+    _Alias("vllm:spec_decode_num_draft_tokens", names.STEP_BUDGET, _with("use", "speculative")),
+    _Alias("vllm:spec_decode_num_accepted_tokens", names.ACCEPTED),
+    _Alias("vllm:time_to_first_token_seconds", names.TTFT),
+    _Alias("vllm:inter_token_latency_seconds", names.ITL),
+    _Alias("vllm:request_time_per_output_token_seconds", names.TPOT),
+    _Alias("vllm:e2e_request_latency_seconds", names.DURATION, _with("error.type", "")),
+    _Alias("vllm:request_queue_time_seconds", names.QUEUE_TIME),
+)
+
+
+def to_vllm(families: Iterable[Family]) -> Iterator[Metric]:
+    """What of ``families`` vLLM has a name for."""
+    by_metric = {family.metric: family for family in families}
+    for alias in ALIASES:
+        family = by_metric.get(alias.metric)
+        if family is not None:
+            yield _aliased(alias, family)
+
+
+def _aliased(alias: _Alias, family: Family) -> Metric:
+    metric = family.metric
+    labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
+    summed: dict[tuple[str, ...], float | Snapshot] = {}
+    for point in family.points:
+        said = dict(zip(metric.labels, point.labels, strict=True))
+        if alias.chosen(said):
+            model = (said[names.MODEL],) if names.MODEL in said else ()
+            key = (*model, said[alias.label]) if alias.called else model
+            summed[key] = _plus(summed[key], point) if key in summed else point.value
+    return _family(alias.name, metric, labels, summed.items())
+
+
+def _plus(before: float | Snapshot, point: Point) -> float | Snapshot:
+    more = point.value
+    if isinstance(before, Snapshot) and isinstance(more, Snapshot):
+        counts = tuple(a + b for a, b in zip(before.counts, more.counts, strict=True))
+        smallest, largest = min(before.smallest, more.smallest), max(before.largest, more.largest)
+        return Snapshot(before.bounds, counts, before.total + more.total, smallest, largest)
+    assert not isinstance(before, Snapshot)
+    assert not isinstance(more, Snapshot)
+    return before + more

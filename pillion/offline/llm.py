@@ -1,0 +1,272 @@
+"""Offline use: :class:`LLM` runs the engine in this process, without servers, in vLLM's call shape.
+
+    from pillion import LLM, SamplingParams
+
+    with LLM("demo") as llm:
+        for output in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0, max_tokens=32)):
+            print(output.prompt, output.outputs[0].text)
+
+What differs from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
+Pillion's flags; what is not supported (LoRA, guided decoding, images, pooling) is not accepted in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib
+import queue
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any
+
+from pillion.client.batch import one_each
+from pillion.client.client_requests import Ask, Message, to_pb
+from pillion.client.outputs import Collector, RequestOutput
+from pillion.config import OfflineFlags
+from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
+from pillion.offline.offline_line import Line, LineThread
+from pillion.types import GenerateRequest, SamplingParams
+from pillion.wire.public import request_from_pb
+
+# A text, token ids, or vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" if you like.
+OfflinePrompt = str | Sequence[int] | Mapping[str, Any]
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+
+
+class LLM:
+    """A model in this process: a decode worker, its KV pool and the gateway's logic, on threads of their own.
+
+    It may be used from any thread, by several at once, and inside a running event loop (a notebook). Prefixes are
+    cached across calls. It ends with :meth:`close`, as a context manager, with its last reference, or with the
+    interpreter; nothing is left behind. While it lives, torch's own operators use one thread in this process.
+
+    Args:
+        model: Hugging Face folder, GGUF file, hub id, or "demo".
+        options: fields of :class:`pillion.config.OfflineFlags`, such as ``dtype``, ``max_model_len``,
+            ``kv_pool_bytes="2GiB"``, ``max_num_seqs`` and ``enable_prefix_caching``.
+
+    Raises:
+        ConfigError: a model or option that cannot work, or server packages that are not installed.
+        TypeError: an option that does not exist.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.flags = read_options(model, options)
+        from pillion.supervisor.parts import require_server_packages
+
+        require_server_packages()
+        self._thread = LineThread(self.flags)
+        # A method of the thread's, not of ours: it must not keep this object alive.
+        self._finalizer = weakref.finalize(self, self._thread.close)
+        self._finalizer.atexit = False
+
+    def generate(
+        self,
+        prompts: OfflinePrompt | Sequence[OfflinePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """The whole answers to one prompt or many, in the prompts' order.
+
+        Args:
+            prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+            sampling_params: one for all prompts, or one for each.
+            use_tqdm: show a bar; a callable is used in tqdm's place.
+            priority: smaller is more urgent; one for all, or one for each.
+
+        Raises:
+            PillionError: of the first prompt that cannot be answered; the others are cancelled. A note says which.
+            ValueError: not as many sampling parameters or priorities as prompts.
+        """
+        listed = _listed(prompts)
+        requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(listed)]
+        return self._run(requests, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """The assistant's next message in one conversation or many; the model's own template makes the prompts.
+
+        ``messages``: ``{"role": ..., "content": ...}`` or ChatMessage. The rest is as in :meth:`generate`.
+        """
+        one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
+        conversations: Any = [messages] if one else messages
+        requests = [Ask().of_chat(conversation) for conversation in conversations]
+        return self._run(requests, sampling_params, use_tqdm, priority)
+
+    def close(self) -> None:
+        """Cancels what runs, ends all threads, processes and sockets, and frees the memory. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        requests: list[GenerateRequest],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        priority: int | Sequence[int],
+    ) -> list[RequestOutput]:
+        priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(requests):
+            raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
+        complete = [
+            _checked(replace(request, priority=urgency), said)
+            for request, said, urgency in zip(requests, one_each(sampling, len(requests)), priorities, strict=True)
+        ]
+        done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
+        work = self._thread.submit(_answer_all(self._thread, complete, done))
+        work.add_done_callback(lambda _: done.put(None))
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            with _progress(len(complete), use_tqdm) as advance:
+                while (item := done.get()) is not None:
+                    outputs[item[0]] = item[1]
+                    advance(item[1])
+            work.result()
+        except concurrent.futures.CancelledError:
+            raise Cancelled("the LLM was closed") from None
+        finally:
+            # Ctrl-C, too: nothing of this call runs on.
+            work.cancel()
+        return [outputs[n] for n in range(len(complete))]
+
+
+async def _answer_all(
+    thread: LineThread, requests: Sequence[GenerateRequest], done: queue.SimpleQueue[tuple[int, RequestOutput] | None]
+) -> None:
+    """All requests, as many at once as there is room for; the first error ends the others and is raised."""
+    line = thread.line
+    assert line is not None
+    running: set[asyncio.Task[None]] = set()
+
+    async def answer(index: int, request: GenerateRequest, room: contextlib.AsyncExitStack) -> None:
+        async with room:
+            try:
+                done.put((index, await _answer(line, request)))
+            except Exception as error:
+                error.add_note(f"prompt {index} of {len(requests)}")
+                raise
+
+    try:
+        for index, request in enumerate(requests):
+            async with contextlib.AsyncExitStack() as room:
+                await room.enter_async_context(line.room.holding(_answers(request)))
+                running.add(asyncio.create_task(answer(index, request, room.pop_all())))
+            ended = {task for task in running if task.done()}
+            running -= ended
+            for task in ended:
+                task.result()
+        await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _answer(line: Line, request: GenerateRequest) -> RequestOutput:
+    generation = await line.generate(request)
+    try:
+        ids = list(generation.job.prompt)
+        text = request.text or (line.prompt_text(ids) if request.messages else None)
+        collector = Collector(text, ids, request.sampling.logprobs is not None, line.token_text)
+        async for delta in generation:
+            collector.add(delta)
+        return collector.output()
+    finally:
+        generation.cancel()
+
+
+def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
+    """Raises TypeError for an option that does not exist, ConfigError for a value that cannot be meant."""
+    known = {field.name: field for field in fields(OfflineFlags) if field.name != "model"}
+    said: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"LLM has no option {name!r}; it has: {', '.join(sorted(known))}")
+        about = known[name].metadata
+        kind, wanted = about["kind"], type(known[name].default)
+        try:
+            value = kind(value) if isinstance(value, str) and kind is not bool else value
+        except ValueError:
+            raise ConfigError(f"{name} {value!r} is no {wanted.__name__}") from None
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ConfigError(f"{name} {value!r} is no {wanted.__name__}")
+        if about["choices"] and value not in about["choices"]:
+            raise ConfigError(f"{name} {value!r} is not one of {', '.join(about['choices'])}")
+        said[name] = value
+    return OfflineFlags(model=str(model), **said)
+
+
+def _listed(prompts: Any) -> Sequence[Any]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+
+
+def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
+    """Raises InvalidRequest, naming ``where``."""
+    if not isinstance(prompt, Mapping):
+        return Ask().of_prompt(prompt)
+    unknown = sorted(set(prompt) - _PROMPT_KEYS)
+    if unknown:
+        raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
+    ask = Ask(cache_salt=prompt.get("cache_salt") or "")
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if (ids is None) == (text is None):
+        raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
+    return ask.of_prompt(list(ids) if ids is not None else str(text))
+
+
+def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> GenerateRequest:
+    """As a gateway would read it from the wire: the same types and roundings, and the same refusals."""
+    said = Ask(sampling=sampling).of_prompt(()).sampling
+    return request_from_pb(to_pb(replace(request, sampling=said)))
+
+
+def _answers(request: GenerateRequest) -> int:
+    return request.sampling.best_of or request.sampling.n or 1
+
+
+@contextlib.contextmanager
+def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[RequestOutput], None]]:
+    """vLLM's bar: finished prompts, and tokens per second in and out."""
+    if not use_tqdm:
+        yield lambda _: None
+        return
+    make: Any = use_tqdm
+    if use_tqdm is True:
+        make = importlib.import_module("tqdm.auto").tqdm
+    began, tokens = time.monotonic(), [0, 0]
+    with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
+
+        def advance(output: RequestOutput) -> None:
+            if output.usage is not None:
+                tokens[0] += output.usage.prompt_tokens
+                tokens[1] += output.usage.completion_tokens
+            rate_in, rate_out = (count / max(time.monotonic() - began, 1e-9) for count in tokens)
+            bar.set_postfix_str(f"in: {rate_in:.1f} toks/s, out: {rate_out:.1f} toks/s", refresh=False)
+            bar.update(1)
+
+        yield advance

@@ -1,0 +1,225 @@
+"""`pillion demo`: the real cluster, three questions, and a table of where each prompt's tokens went."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pillion.cli.console import Notices
+from pillion.config import ServeFlags
+from pillion.errors import Unavailable
+from pillion.observability.log_format import set_up_logging
+from pillion.supervisor.local_cluster import LocalCluster
+from pillion.supervisor.parts import require_server_packages, stop_on_signals
+from pillion.types import ChatMessage, Timings, Usage
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pillion.client.client import AsyncClient
+
+QUESTION = "What is the capital of France?"
+FOLLOW_UP = "Write one sentence about that city."
+LONG_PROMPT_CHARACTERS = 5000
+SHORT_ANSWER_TOKENS = 64
+LONG_ANSWER_TOKENS = 48
+# A request of a cluster that has just started; the model may still be paged in.
+REQUEST_TIMEOUT_S = 300.0
+# Where the output is no terminal, the table gets the width it needs.
+TABLE_WIDTH = 100
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as its client saw it. ``token_times_s`` has one entry per token, monotonic."""
+
+    title: str
+    text: str = ""
+    token_times_s: list[float] = field(default_factory=list)
+    began_s: float = 0.0
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    @property
+    def first_token_ms(self) -> float:
+        """From the call to the first token."""
+        return (self.token_times_s[0] - self.began_s) * 1000 if self.token_times_s else 0.0
+
+    @property
+    def inter_token_ms(self) -> float:
+        """Median of the pauses between tokens; 0 where there are fewer than two."""
+        pauses = [after - before for before, after in itertools.pairwise(self.token_times_s)]
+        return statistics.median(pauses) * 1000 if pauses else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the decode: the first token belongs to the prompt."""
+        times = self.token_times_s
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+
+
+class Stages:
+    """Times the stages of the demonstration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the block's time under ``name``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def describe(self) -> str:
+        """One line."""
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+
+def run_demo(flags: ServeFlags) -> int:
+    """Returns the exit status. Raises PillionError."""
+    require_server_packages()
+    set_up_logging(flags.log_level)
+    return asyncio.run(_demo(flags, Notices()))
+
+
+async def _demo(flags: ServeFlags, notices: Notices) -> int:
+    stop, stages = asyncio.Event(), Stages()
+    stop_on_signals(stop)
+    cluster = LocalCluster(flags, notices)
+    work = asyncio.create_task(_run(cluster, notices, stages))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+            return 130
+        answers = work.result()
+    finally:
+        with stages.stage("stop"):
+            await cluster.stop()
+    print_table(answers)
+    left = cluster.left_behind()
+    notices.say(f"times: {stages.describe()}")
+    if left:
+        notices.say(f"left behind: {', '.join(left)}", "bold red")
+        return 1
+    notices.say("stopped: no process, shared memory or file is left behind", "bold green")
+    return 0
+
+
+async def _run(cluster: LocalCluster, notices: Notices, stages: Stages) -> list[Answer]:
+    from pillion.client.client import AsyncClient
+
+    with stages.stage("model ready"):
+        await cluster.prepare()
+    notices.say(cluster.describe(), "bold")
+    with stages.stage("cluster ready"), notices.progress("starting redis, kvnode, prefill, decode and gateway"):
+        await cluster.start()
+    notices.say(f"cluster ready after {stages.seconds['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
+    with stages.stage("answers"):
+        async with AsyncClient(cluster.target) as client:
+            asking = asyncio.create_task(_converse(client))
+            assert cluster.supervisor is not None
+            failed = asyncio.create_task(cluster.supervisor.failed())
+            try:
+                await asyncio.wait({asking, failed}, return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    raise Unavailable(failed.result())
+                return asking.result()
+            finally:
+                asking.cancel()
+                failed.cancel()
+                await asyncio.wait({asking})
+
+
+async def _converse(client: AsyncClient) -> list[Answer]:
+    first = [ChatMessage("user", QUESTION)]
+    one = await ask(client, "first turn", first, SHORT_ANSWER_TOKENS)
+    second = [*first, ChatMessage("assistant", one.text), ChatMessage("user", FOLLOW_UP)]
+    two = await ask(client, "second turn", second, SHORT_ANSWER_TOKENS)
+    text = str(importlib.metadata.metadata("pillion").json["description"])[:LONG_PROMPT_CHARACTERS]
+    prompt = f"{text}\n\nSay in one sentence what this text describes."
+    three = await ask(client, "long prompt", [ChatMessage("user", prompt)], LONG_ANSWER_TOKENS)
+    return [one, two, three]
+
+
+async def ask(
+    client: AsyncClient,
+    title: str,
+    messages: list[ChatMessage],
+    max_tokens: int,
+    write: Callable[[str], object] = sys.stdout.write,
+) -> Answer:
+    """One greedy chat request, its text written as it comes. Raises PillionError."""
+    asked = messages[-1].content
+    shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
+    write(f"\n> {shown}\n")
+    answer = Answer(title, began_s=time.monotonic())
+    async for delta in client.chat(messages, temperature=0.0, max_tokens=max_tokens, timeout_s=REQUEST_TIMEOUT_S):
+        now = time.monotonic()
+        answer.token_times_s += [now] * len(delta.token_ids)
+        answer.text += delta.text
+        answer.usage, answer.timings = delta.usage or answer.usage, delta.timings or answer.timings
+        write(delta.text)
+        sys.stdout.flush()
+    write("\n")
+    return answer
+
+
+def print_table(answers: list[Answer]) -> None:
+    """To standard output."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_WIDTH)
+    console.print()
+    console.print(table_of(answers))
+
+
+def table_of(answers: list[Answer]) -> Table:
+    """One row per request: prompt = cached + prefilled + remnant, and its latencies."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="Where each prompt's tokens went", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for name in (
+        "\nprompt",
+        "\n= cached",
+        "\n+ prefilled",
+        "\n+ remnant",
+        "\nanswer",
+        "first\ntoken",
+        "between\ntokens",
+        "tokens\nper s",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for answer in answers:
+        t, usage = answer.timings or Timings(), answer.usage or Usage(0, 0, 0)
+        chunks = f"{t.prefilled_tokens} in {t.prefill_chunks} chunk{'s' * (t.prefill_chunks > 1)}"
+        table.add_row(
+            answer.title,
+            str(usage.prompt_tokens),
+            str(t.cached_tokens),
+            chunks if t.prefill_chunks else "0",
+            str(t.remnant_tokens),
+            str(usage.completion_tokens),
+            f"{answer.first_token_ms:.0f} ms",
+            f"{answer.inter_token_ms:.1f} ms",
+            f"{answer.tokens_per_s:.1f}",
+        )
+    return table

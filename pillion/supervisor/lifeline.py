@@ -1,0 +1,62 @@
+"""A child's tie to its supervisor: when the supervisor dies, however it dies, the child dies too.
+
+On Linux the kernel does it (PR_SET_PDEATHSIG, kept across execve); elsewhere somebody has to look. As a program
+(``python -m pillion.supervisor.lifeline PARENT_PID COMMAND ...``) it ties a command that knows nothing of this, such
+as Redis.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+# Set by the supervisor to its own process id.
+PARENT_PID_VARIABLE = "PILLION_PARENT_PID"
+PARENT_POLL_MS = 500
+_PR_SET_PDEATHSIG = 1
+KERNEL_TIES = sys.platform.startswith("linux")
+
+
+def parent_pid() -> int:
+    """The supervisor's process id, 0 where there is none."""
+    text = os.environ.get(PARENT_PID_VARIABLE, "")
+    return int(text) if text.isdigit() else 0
+
+
+def tie_to_parent(pid: int | None = None) -> None:
+    """Die with process ``pid`` (default: the supervisor's), which must be the parent. Does nothing without one."""
+    pid = parent_pid() if pid is None else pid
+    if not pid:
+        return
+    if KERNEL_TIES:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before prctl: then nobody sends the signal any more.
+    if os.getppid() != pid:
+        os._exit(1)
+
+
+def run_tied(pid: int, command: list[str]) -> int:
+    """Run ``command`` so that it ends when ``pid``, this process's parent, does. Does not return on Linux."""
+    tie_to_parent(pid)
+    if KERNEL_TIES:
+        os.execvp(command[0], command)  # noqa: S606
+    return watch(pid, command)
+
+
+def watch(pid: int, command: list[str]) -> int:
+    """The portable way: stay between parent and command, pass SIGTERM on, kill the command once the parent is gone."""
+    child = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    while child.poll() is None:
+        if os.getppid() != pid:
+            child.kill()
+        time.sleep(PARENT_POLL_MS / 1000)
+    return child.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run_tied(int(sys.argv[1]), sys.argv[2:]))

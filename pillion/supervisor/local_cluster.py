@@ -1,0 +1,269 @@
+"""The local cluster of `pillion serve` and `pillion demo`: which processes, with which flags, in which order.
+
+checked -> model prepared -> pool fits, ports free -> runtime directory -> redis -> kvnode -> workers -> gateway
+and back in the opposite order, from wherever a start failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pillion.cli.checks import check_flags
+from pillion.cli.console import Notices
+from pillion.cli.flags import env_name, subset, to_argv, without_flags
+from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.cores import parse_cores, usable_cores
+from pillion.errors import ConfigError
+from pillion.supervisor import embedded_redis as redis
+from pillion.supervisor import probes
+from pillion.supervisor.child import Child
+from pillion.supervisor.fence_watch import watch_fences
+from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs, part_argv
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.parts import STOP_GRACE_S, require_server_packages
+from pillion.supervisor.pool_fit import Fit, fit_pool
+from pillion.supervisor.runtime_dir import RuntimeDir
+from pillion.supervisor.supervisor import PartSpec, Supervisor
+
+PREPARE_STOP_GRACE_S = 2.0
+NODE_SOCKET = "kvnode-0.sock"
+# How often a waiting OpenMP thread looks before it sleeps. Two workers of two threads on two cores, milliseconds for
+# the same GEMMs alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
+GOMP_SPIN_COUNT = 1000
+
+
+class LocalCluster:
+    """Use as an async context manager, or ``await start()`` and, whatever happened, ``await stop()``."""
+
+    def __init__(self, flags: ServeFlags, notices: Notices) -> None:
+        self.flags = flags
+        self.notices = notices
+        self.supervisor: Supervisor | None = None
+        self.runtime: RuntimeDir | None = None
+        self.model_name = ""
+        self.fit: Fit | None = None
+        self._redis_binary: Path | None = None
+        self._fences: asyncio.Task[None] | None = None
+        self._ports = PublicPorts()
+
+    @property
+    def target(self) -> str:
+        """Address of the public gRPC service, as a client on this machine reaches it."""
+        return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
+
+    def describe(self) -> str:
+        """Model and pool in one line, once they are prepared."""
+        pool = self.fit.describe() if self.fit is not None else "what --gpu-memory-utilization leaves"
+        return f"model {self.model_name} on {self.flags.device}, KV pool {pool}"
+
+    async def prepare(self) -> None:
+        """Everything that can be refused, and the model. Raises ConfigError; nothing needs to be stopped yet."""
+        check_flags(self.flags)
+        require_server_packages()
+        self.flags = resolved_flags(self.flags)
+        self._redis_binary = None if self.flags.redis_url else redis.find_redis()
+        self.flags = self._ports.take(self.flags)
+        with self.notices.progress(f"preparing model {self.flags.model}") as step:
+            await prepare_in_child(self.flags, step)
+        self.model_name, self.fit = describe_model(self.flags)
+
+    async def start(self) -> None:
+        """Returns when a request would be served. Raises PillionError; call :meth:`stop` then too."""
+        self.runtime = RuntimeDir.create()
+        specs = part_specs(self.flags, self.runtime.path, self._redis_binary)
+        self.supervisor = Supervisor(specs, self.notices)
+        await self.supervisor.start()
+        node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
+        watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_part, self.notices)
+        self._fences = asyncio.create_task(watching, name="fences")
+
+    async def stop(self) -> None:
+        """Idempotent; leaves nothing behind, also after a start that failed half-way."""
+        try:
+            if self._fences is not None:
+                self._fences.cancel()
+                await asyncio.gather(self._fences, return_exceptions=True)
+            if self.supervisor is not None:
+                await self.supervisor.stop()
+        finally:
+            self._ports.close()
+            if self.runtime is not None:
+                self.runtime.remove()
+
+    def left_behind(self) -> list[str]:
+        """What still exists after :meth:`stop`: process groups and files; empty as it should be."""
+        left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
+        if self.runtime is not None and self.runtime.path.exists():
+            left.append(str(self.runtime.path))
+        return left
+
+
+def resolved_flags(flags: ServeFlags) -> ServeFlags:
+    """Without "auto": by what this machine has. Raises ConfigError."""
+    from pillion.engine.backends.devices import resolved
+
+    return resolved(flags)
+
+
+def node_device(flags: ServeFlags) -> str:
+    """Where the KV node keeps its pool, for resolved flags."""
+    from pillion.engine.backends.devices import pool_device
+
+    return pool_device(flags.device)
+
+
+def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[PartSpec]:
+    """Every process of the cluster. ``redis_binary`` is None where ``flags.redis_url`` names a running Redis."""
+    redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
+    environ = child_environ(os.environ, redis_url)
+    cores = parse_cores(flags.cpu_affinity)
+    threads = flags.cpu_threads or threads_per_worker(flags, len(cores) or usable_cores())
+    bound = cores_by_worker(flags, cores, threads)
+    compute = environ | compute_environ(threads)
+    attach = str(folder / "attach.sock")
+    specs = []
+    if redis_binary is not None:
+        path = folder / "redis.sock"
+        command = redis.command(redis_binary, path)
+        # Redis greets with warnings about persistence, which it does not have here.
+        probed = _spec("redis", 0, command, environ, lambda: redis.answers(path))
+        specs.append(replace(probed, quiet=flags.log_level != "debug"))
+    # Pages of metrics: the gateways' first, then one port after the other.
+    pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
+    here = {"attach_socket": attach}
+    own = {"node_listen": f"unix:{folder}/{NODE_SOCKET}", "kv_device": node_device(flags)}
+    node = subset(KVNodeFlags, flags, metrics_port=next(pages), **own, **here)
+    specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
+    kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
+    for role, cls, count in kinds:
+        for number in range(count):
+            part_id = f"{role}-{number}"
+            listen = f"unix:{folder}/{part_id}.sock"
+            # The gateway drains before its workers: nothing is left to wait for when their turn comes.
+            mine = {"cpu_threads": threads, "cpu_affinity": next(bound), "drain_timeout_s": STOP_GRACE_S}
+            mine |= {"part_id": part_id, "listen": listen, "metrics_port": next(pages)}
+            worker = subset(cls, flags, **here, **mine)
+            # A worker without a node ends at once; the gateway waits for both by itself.
+            specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
+    return specs + gateway_specs(flags, folder, environ, level=3)
+
+
+def _part(role: str, part_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str) -> PartSpec:
+    return _spec(part_id, level, part_argv(role, flags), environ, lambda: probes.is_serving(address))
+
+
+def _spec(
+    part_id: str, level: int, argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
+) -> PartSpec:
+    return PartSpec(part_id=part_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
+
+
+def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
+    """What every part of this supervisor sees: no flags but the Redis URL, nothing that phones home."""
+    return without_flags(environ) | {
+        env_name("redis_url"): redis_url,
+        PARENT_PID_VARIABLE: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        # Parts start programs, but never use gRPC in a forked child; its fork handlers only log that they were skipped.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+    }
+
+
+def compute_environ(threads: int) -> dict[str, str]:
+    """OpenMP for a worker that shares the machine with others: its own threads, and a short spin when they wait."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": str(GOMP_SPIN_COUNT),
+        "KMP_BLOCKTIME": "0",
+    }
+
+
+def threads_per_worker(flags: ServeFlags, cores: int) -> int:
+    """A worker's share of ``cores``: of those that compute at the same time. Co-located, prefill workers are idle."""
+    prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
+    return max(1, cores // (prefill_workers + flags.decode_workers))
+
+
+def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
+    """``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
+
+    Co-located, prefill workers share those of the first decode worker: they do not compute at the same time. Raises
+    ConfigError where there are not enough.
+    """
+    shared = flags.split_policy == "colocated"
+    workers = flags.prefill_workers + flags.decode_workers
+    needed = threads * (flags.decode_workers if shared else workers)
+    if cores and len(cores) < needed:
+        raise ConfigError(f"--cpu-affinity names {len(cores)} cores, the workers' threads need {needed}")
+    for number in range(workers):
+        first = number * threads
+        if shared:
+            first = max(0, number - flags.prefill_workers) * threads
+        yield ",".join(map(str, cores[first : first + threads]))
+
+
+async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:
+    """Make the model ready in a process of its own: what it imports goes with it, and Ctrl-C ends it at once.
+
+    Raises ConfigError with the child's last line.
+    """
+    lines: list[str] = []
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        step(line)
+
+    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
+    # Only its own lines are progress, not the libraries' warnings and bars.
+    environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+    child = await Child.start(argv, environ, hear)
+    try:
+        code = await child.wait()
+    finally:
+        await child.stop(PREPARE_STOP_GRACE_S)
+    if code:
+        raise ConfigError(lines[-1].removeprefix("pillion: ") if lines else f"preparing the model ended with {code}")
+
+
+def describe_model(flags: ServeFlags) -> tuple[str, Fit | None]:
+    """Name of the prepared model and what fits; None where a GPU decides that once the weights are there.
+
+    Raises ConfigError.
+    """
+    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+
+    prepared = prepare(subset(ModelFlags, flags))
+    if not flags.kv_pool_bytes:
+        return prepared.name, None
+    fit = fit_pool(
+        kv_pool_bytes=flags.kv_pool_bytes,
+        block_bytes=kv_layout(prepared, flags.block_size).block_bytes,
+        block_size_tokens=flags.block_size,
+        max_model_len_tokens=prepared.max_model_len,
+        decode_reserve_percent=flags.decode_reserve_percent,
+        decode_workers=flags.decode_workers,
+    )
+    return prepared.name, fit
+
+
+async def run_until_signal(cluster: LocalCluster, stop: asyncio.Event) -> str:
+    """Waits for a signal (empty answer) or for the cluster's own end (why)."""
+    assert cluster.supervisor is not None
+    failed = asyncio.create_task(cluster.supervisor.failed())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return failed.result() if failed.done() else ""
+    finally:
+        failed.cancel()
+        stopped.cancel()

@@ -1,0 +1,165 @@
+"""Runs one part in this process, until a signal or the part's own end.
+
+starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
+   |             |
+   |             +---> the part failed by itself (its KV node went away, say) ---> stopping ---> exit 1
+   +---> ConfigError ---> one line, exit 2           a second signal ---> exit 130 at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import signal
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pillion.errors import ConfigError
+from pillion.observability.log_format import set_up_logging
+from pillion.supervisor import lifeline
+
+if TYPE_CHECKING:
+    from pillion.observability.metrics import Meters
+    from pillion.observability.metrics_export import Exports
+
+log = logging.getLogger("pillion.part")
+
+# What a part imports first of what the SDK does without.
+SERVER_PACKAGES = ("torch", "transformers", "msgspec", "redis", "tokenizers", "starlette", "safetensors")
+# Role -> module and function that start it.
+ROLES = {
+    "kvnode": ("pillion.kvstore.node.kv_node", "start_kvnode"),
+    "prefill": ("pillion.prefill_service.prefill_server", "start_prefill"),
+    "decode": ("pillion.decode_service.decode_server", "start_decode"),
+    "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
+}
+# Time for what runs, where no flag (--drain-timeout-s) says another, and for what is to be done after it.
+STOP_GRACE_S = 2.0
+STOP_TIMEOUT_S = 2.0
+EXIT_HURRIED = 130
+
+
+def require_server_packages() -> None:
+    """Raises ConfigError, in one line, where only the SDK's own dependencies are installed."""
+    missing = [name for name in SERVER_PACKAGES if not _is_installed(name)]
+    if missing:
+        raise ConfigError(f"servers need {', '.join(missing)}: pip install 'pillion[server]'")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def use_internal_tls(flags: Any) -> None:
+    """What this process is to other parts. Raises ConfigError for certificates that cannot be used."""
+    from pillion.net import rpc, tls
+
+    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
+
+
+def name_of(role: str, flags: Any) -> str:
+    """What the part is called in traces and logs."""
+    said = getattr(flags, "part_id", "") or getattr(flags, "node_id", "")
+    if isinstance(said, str) and said:
+        return said
+    # Process ids alone are alike in containers: the first process of each is number 1, or the one after its init.
+    return f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+
+def run_part(role: str, flags: Any) -> int:
+    """Blocks until the part has ended; returns the exit status. Raises ConfigError."""
+    from pillion.cli.checks import check_flags
+    from pillion.observability import telemetry
+
+    check_flags(flags)
+    require_server_packages()
+    name = name_of(role, flags)
+    set_up_logging(flags.log_level, flags.log_format, name)
+    use_internal_tls(flags)
+    # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
+    if role != "gateway" and getattr(flags, "part_id", name) != name:
+        flags = replace(flags, part_id=name)
+    telemetry.setup(name, role)
+    module, function = ROLES[role]
+    start = getattr(importlib.import_module(module), function)
+    try:
+        return asyncio.run(_run(name, role, start, flags))
+    finally:
+        telemetry.shutdown()
+
+
+async def _run(name: str, role: str, start: Any, flags: Any) -> int:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    watcher = asyncio.create_task(_watch_supervisor(stop))
+    starting: asyncio.Future[Any] = asyncio.ensure_future(start(flags))
+    stopped = asyncio.create_task(stop.wait())
+    failed: asyncio.Task[str] | None = None
+    exports: Exports | None = None
+    try:
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
+            return 0
+        part = starting.result()
+        exports = _export(part.meters, name, role, flags)
+        log.info("%s ready at %s", name, part.address)
+        failed = asyncio.create_task(part.wait_failed())
+        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        reason = failed.result() if failed.done() else ""
+        if reason:
+            log.error("%s stops: %s", name, reason)
+        # What failed has nobody left to wait for.
+        await _stop_within(name, part, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
+        return 1 if reason else 0
+    finally:
+        for task in (watcher, stopped, failed):
+            if task is not None:
+                task.cancel()
+        if exports is not None:
+            await asyncio.to_thread(exports.close)
+
+
+def _export(meters: Meters, name: str, role: str, flags: Any) -> Exports:
+    from pillion.observability.metrics_export import Exports
+
+    page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
+    return Exports(meters, name, role, **page)
+
+
+async def _stop_within(name: str, part: Any, grace_s: float) -> None:
+    try:
+        await asyncio.wait_for(part.stop(grace_s), grace_s + STOP_TIMEOUT_S)
+    except TimeoutError:
+        log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set ``stop``; the second one ends the process at once."""
+
+    def hear() -> None:
+        if stop.is_set():
+            os._exit(EXIT_HURRIED)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hear)
+
+
+async def _watch_supervisor(stop: asyncio.Event) -> None:
+    """Where the kernel does not kill us with our supervisor, see it die and stop."""
+    pid = lifeline.parent_pid()
+    while pid and os.getppid() == pid:  # noqa: ASYNC110  (the kernel sends no event)
+        await asyncio.sleep(lifeline.PARENT_POLL_MS / 1000)
+    if pid:
+        stop.set()

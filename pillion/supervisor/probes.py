@@ -1,0 +1,42 @@
+"""Whether a part is ready, asked over gRPC; every question is answered within a second."""
+
+from __future__ import annotations
+
+PROBE_TIMEOUT_S = 1.0
+
+
+def reachable_host(host: str) -> str:
+    """Where a client on this machine reaches a server that listens on ``host``."""
+    known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}  # noqa: S104
+    if host in known:
+        return known[host]
+    return f"[{host}]" if ":" in host else host
+
+
+async def is_serving(target: str, ca: str | None = None) -> bool:
+    """Whether the standard health service at ``target`` says SERVING. ``grpcs://`` is a public port with TLS, whose
+    authority is in the file ``ca`` or known to the system; everything else is a part, see :func:`rpc.open_channel`."""
+    return bool(await _health(target, ca))
+
+
+async def answers(target: str) -> bool:
+    """Whether the part at ``target`` says anything about its health, be it good or bad."""
+    return await _health(target) is not None
+
+
+async def _health(target: str, ca: str | None = None) -> bool | None:
+    """None where nobody answers."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from pillion.client.connection import connect
+    from pillion.net.rpc import open_channel
+
+    public = target.startswith("grpcs://")
+    async with connect(target, ca=ca).open_async() if public else open_channel(target) as channel:
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

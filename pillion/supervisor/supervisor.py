@@ -1,0 +1,228 @@
+"""Keeps a set of processes alive: started in order, restarted when they die, stopped in order, none left behind.
+
+Life of a part, tended by one task each:
+
+    waiting ----------> starting ---------> ready ---------> dead ---> waiting (after a delay, for what it needs)
+     lower levels        spawned, probed      probe said yes;   |
+     are not ready       until it is ready    killed when it    +----> the whole cluster stops (RestartPolicy gave up)
+                                              is silent for long
+
+Before the cluster was ready once, a death is final: what cannot start will not start better the third time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pillion.cli.console import Notices
+from pillion.errors import Unavailable
+from pillion.supervisor.child import Child
+from pillion.supervisor.restarts import GiveUp, RestartPolicy
+
+# Loading a large model is most of it.
+START_TIMEOUT_S = 600.0
+PROBE_INTERVAL_MS = 50
+STOP_GRACE_S = 5.0
+# A part that says nothing to so many questions in a row hangs. Each is given a second: together some twenty.
+ALIVE_INTERVAL_S = 1.0
+MAX_SILENCES = 10
+# Of a quiet part's output.
+MAX_KEPT_LINES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpec:
+    """One process to keep.
+
+    Attributes:
+        level: parts of a lower level are ready before this one starts, and stop after it.
+        environ: the child's whole environment.
+        needs: parts that must be ready before it is started again; the first start waits for all lower levels.
+        probe: whether the part is ready; called again and again until it is, must not raise.
+        quiet: its output is kept back and shown only where it dies by itself.
+        drain_s: time that it takes to stop beside the usual grace, for what is under way in it.
+        alive: whether it answers at all, asked while it runs; None: only its death tells. Must not raise.
+    """
+
+    part_id: str
+    level: int
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    probe: Callable[[], Awaitable[bool]]
+    needs: tuple[str, ...] = ()
+    quiet: bool = False
+    drain_s: float = 0.0
+    alive: Callable[[], Awaitable[bool]] | None = None
+
+
+@dataclass(slots=True)
+class _Tended:
+    spec: PartSpec
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    child: Child | None = None
+
+
+class Supervisor:
+    """Use: ``await start()``, then ``await failed()`` until you like, then ``await stop()``, always."""
+
+    def __init__(
+        self,
+        specs: Sequence[PartSpec],
+        notices: Notices,
+        policy: RestartPolicy | None = None,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        stop_grace_s: float = STOP_GRACE_S,
+        alive_interval_s: float = ALIVE_INTERVAL_S,
+    ) -> None:
+        self._parts = [_Tended(spec) for spec in specs]
+        self._notices = notices
+        self._policy = policy or RestartPolicy()
+        self._start_timeout_s = start_timeout_s
+        self._stop_grace_s = stop_grace_s
+        self._alive_interval_s = alive_interval_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._was_ready = False
+        self._children: list[Child] = []
+
+    async def start(self) -> None:
+        """Returns once every part is ready. Raises Unavailable, naming the part that is not; then stop, too."""
+        self._tasks = [asyncio.create_task(self._tend(part), name=part.spec.part_id) for part in self._parts]
+        waits = {asyncio.create_task(self._ready(lambda part: True)), asyncio.create_task(self._failed())}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._failure.done():
+            raise Unavailable(self._failure.result())
+        self._was_ready = True
+
+    async def failed(self) -> str:
+        """Waits until the cluster cannot be kept alive; returns why."""
+        return await asyncio.shield(self._failure)
+
+    async def stop(self) -> None:
+        """Highest level first. Returns when every process is gone; idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for level in sorted({part.spec.level for part in self._parts}, reverse=True):
+            ending = [(part.child, part.spec) for part in self._parts if part.spec.level == level and part.child]
+            await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
+
+    def kill(self) -> None:
+        """SIGKILL to everything, for somebody who does not want to wait for :meth:`stop`."""
+        for part in self._parts:
+            if part.child:
+                part.child.kill()
+
+    def kill_part(self, part_id: str) -> bool:
+        """SIGKILL to one part, which is then started again as after any death. False where it does not run."""
+        for part in self._parts:
+            if part.spec.part_id == part_id and part.child in self._children:
+                part.child.kill()
+                return True
+        return False
+
+    def living(self) -> list[int]:
+        """Process groups ever started that still live; empty after :meth:`stop`."""
+        return [child.pid for child in self._children if not child.gone()]
+
+    def pid_of(self, part_id: str) -> int | None:
+        """Process id of a part that runs, None while it does not."""
+        for part in self._parts:
+            if part.spec.part_id == part_id and part.child in self._children:
+                return part.child.pid if part.child else None
+        return None
+
+    async def _tend(self, part: _Tended) -> None:
+        name = part.spec.part_id
+        await self._ready(lambda other: other.level < part.spec.level)
+        while not self._failure.done():
+            await self._ready(lambda other: other.part_id in part.spec.needs)
+            try:
+                code = await self._run_once(part)
+            except OSError as error:
+                return self._fail(f"{name} cannot be started: {error}")
+            if not self._was_ready:
+                return self._fail(f"{name} {describe_exit(code)} before it was ready")
+            decision = self._policy.died(name, code, time.monotonic())
+            if isinstance(decision, GiveUp):
+                return self._fail(decision.reason)
+            self._notices.say(
+                f"{name} {describe_exit(code)}; starting it again in {decision.delay_s:g} s", "bold yellow"
+            )
+            await asyncio.sleep(decision.delay_s)
+        return None
+
+    async def _run_once(self, part: _Tended) -> int:
+        spec = part.spec
+        kept: deque[str] = deque(maxlen=MAX_KEPT_LINES)
+
+        def show(line: str) -> None:
+            self._notices.part(spec.part_id, line)
+
+        child = await Child.start(spec.argv, spec.environ, kept.append if spec.quiet else show)
+        part.child = child
+        self._children.append(child)
+        probing = asyncio.create_task(self._until_ready(part, child))
+        try:
+            code = await child.wait()
+        finally:
+            probing.cancel()
+            part.ready.clear()
+        child.kill()
+        self._children.remove(child)
+        for line in kept:
+            show(line)
+        return code
+
+    async def _until_ready(self, part: _Tended, child: Child) -> None:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await part.spec.probe():  # noqa: ASYNC110  (nobody sends an event)
+                    await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
+        except TimeoutError:
+            self._notices.say(f"{part.spec.part_id} was not ready within {self._start_timeout_s:g} s", "bold red")
+            child.kill()
+            return
+        part.ready.set()
+        if part.spec.alive is not None:
+            await self._until_silent(part.spec.alive)
+            self._notices.say(f"{part.spec.part_id} hangs: no answer to {MAX_SILENCES} questions", "bold red")
+            child.kill()
+
+    async def _until_silent(self, alive: Callable[[], Awaitable[bool]]) -> None:
+        silences = 0
+        while silences < MAX_SILENCES:
+            await asyncio.sleep(self._alive_interval_s)
+            silences = 0 if await alive() else silences + 1
+
+    async def _failed(self) -> None:
+        await self.failed()
+
+    async def _ready(self, chosen: Callable[[PartSpec], bool]) -> None:
+        for part in self._parts:
+            if chosen(part.spec):
+                await part.ready.wait()
+
+    def _fail(self, reason: str) -> None:
+        if not self._failure.done():
+            self._failure.set_result(reason)
+
+
+def describe_exit(code: int) -> str:
+    """``-9`` -> ``was ended by SIGKILL``."""
+    if code < 0:
+        try:
+            return f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was ended by signal {-code}"
+    return f"ended with status {code}"

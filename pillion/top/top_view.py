@@ -1,0 +1,337 @@
+"""The frame that `pillion top` shows: a pure function of two looks at the cluster.
+
+    looks --> :mod:`pillion.top.top_figures` --> frame(): header, parts, steps, pool, flow, notes --> rich
+
+Sans-IO (I9). What nobody told is a dash. Bars differ by glyph as well as by colour, so that a frame reads without any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from pillion.observability import metric_catalog as names
+from pillion.top.top_figures import SOURCES, USES, Flow, Look, Quantiles, Steps, flow, steps
+from pillion.types import PartStatus
+
+# A part that has been silent for so long is shown as late; a few seconds later its record is gone from the registry.
+LATE_MS = 3000
+COLOURS = ("green", "cyan", "blue", "magenta", "bright_black")
+GLYPHS, ASCII_GLYPHS = "█▓▒◆·", "#+=*."
+MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 60
+# Lines of a frame that are no rows of parts: the header, three tables' heads and the flow's four lines.
+FIXED_LINES = 8
+MAX_NOTES = 3
+ROLES = ("gateway", "kvnode", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How to draw: ``height_lines`` is None where a frame may be as long as it likes."""
+
+    height_lines: int | None = None
+    ascii_only: bool = False
+
+    @property
+    def glyphs(self) -> str:
+        """Five, as a bar's segments."""
+        return ASCII_GLYPHS if self.ascii_only else GLYPHS
+
+    @property
+    def dash(self) -> str:
+        """For what nobody told."""
+        return "-" if self.ascii_only else "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Segments in the place that there is. ``shares`` add up to 1, or are empty."""
+
+    shares: Sequence[float]
+    glyphs: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(MIN_BAR_CELLS, min(MAX_BAR_CELLS, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = Text(no_wrap=True, overflow="crop")
+        for cells, glyph, colour in zip(self.cells(options.max_width), self.glyphs, COLOURS, strict=False):
+            text.append(glyph * cells, colour)
+        yield text
+
+    def cells(self, width: int) -> list[int]:
+        """Of each segment. What there is can be seen, however little it is; the largest give the room."""
+        found = [max(1, round(share * width)) if share > 0 else 0 for share in self.shares]
+        while found and sum(found) != width:
+            found[found.index(max(found))] += 1 if sum(found) < width else -1
+        return found
+
+
+def frame(before: Look | None, now: Look, target: str, clock: str, style: Style) -> RenderableType:
+    """What a person sees.
+
+    Args:
+        before: an earlier look, which rates are taken from; None on the first frame.
+        clock: the time of day.
+    """
+    streams = flow(before, now) if before else Flow(False, 0)
+    notes = _notes(before, now, streams)
+    fences = _fences(now)
+    parts = sorted((*now.status.parts, *fences.gone), key=lambda part: _urgency(part, fences.named))
+    workers = [part for part in parts if part.role in ("prefill", "decode")]
+    nodes = [part for part in parts if part.role == "kvnode"]
+    room = None if style.height_lines is None else style.height_lines - FIXED_LINES - len(notes)
+    rows = _share_out(room, [len(parts), len(workers), len(nodes)])
+    return Group(
+        _header(before, now, target, clock),
+        _parts_table(parts, rows[0], now, fences.named, style),
+        _steps_table(workers, rows[1], before, now, style),
+        _pool_table(nodes, rows[2], now, style),
+        *_flow_lines(streams, style),
+        *(Text(_clean(note), "yellow", no_wrap=True, overflow=_overflow(style)) for note in notes),
+    )
+
+
+def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
+    """Rows for each table, so that all of them fit: the longest gives first, and each keeps one."""
+    given = list(wanted)
+    while room is not None and sum(given) > room and max(given) > 1:
+        given[given.index(max(given))] -= 1
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class _Fences:
+    """``named``: who is fenced. ``gone``: those of them whose record has run out, as far as their node knows them."""
+
+    named: frozenset[str]
+    gone: tuple[PartStatus, ...]
+
+
+def _fences(now: Look) -> _Fences:
+    known = {part.part_id for part in now.status.parts}
+    nodes = {name: node.part_id for node in now.status.parts for name in node.fenced_parts}
+    gone = tuple(PartStatus(part_id=name, role="", node_id=node) for name, node in nodes.items() if name not in known)
+    return _Fences(frozenset(nodes), gone)
+
+
+def _urgency(part: PartStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
+    """What needs a look comes first, then roles in the order of a request's way."""
+    calm = part.part_id not in fenced and part.heartbeat_age_ms < LATE_MS
+    return calm, ROLES.index(part.role) if part.role in ROLES else len(ROLES), part.part_id
+
+
+def _header(before: Look | None, now: Look, target: str, clock: str) -> Table:
+    line = Table.grid(expand=True)
+    line.add_column(no_wrap=True, overflow="crop")
+    line.add_column(no_wrap=True, justify="right")
+    over = f", rates over {now.at_s - before.at_s:.0f} s" if before else ""
+    said = f"  {_clean(target)}, {now.status.active_requests} active{over}"
+    line.add_row(Text.assemble((f"pillion {_clean(now.status.version)}", "bold"), said), clock)
+    return line
+
+
+def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False) -> Table:
+    """A borderless table: a name, a bar where one is wanted, which takes the room that is left, and the columns, each
+    with whether it is justified to the right."""
+    table = Table(box=None, expand=bar, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column(first, no_wrap=True, overflow=_overflow(style), max_width=20)
+    if bar:
+        table.add_column("", ratio=1)
+    for heading, right in columns:
+        table.add_column(heading, no_wrap=True, overflow=_overflow(style), justify="right" if right else "left")
+    return table
+
+
+def _parts_table(parts: Sequence[PartStatus], rows: int, now: Look, fenced: frozenset[str], style: Style) -> Table:
+    right = ("running", "waiting", "queued tok", "seats", "heartbeat")
+    headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
+    table = _table(style, "part", headings)
+    for part in parts[: _shown(rows, parts)]:
+        late, is_fenced = part.heartbeat_age_ms >= LATE_MS, part.part_id in fenced
+        worker = part.role in ("prefill", "decode")
+        # The worker's page is fresher than its heartbeat.
+        seats = now.gauge(part.part_id, names.SEATS)
+        queued = now.gauge(part.part_id, names.QUEUED_TOKENS)
+        table.add_row(
+            _clean(part.part_id),
+            _clean(part.role) or style.dash,
+            _clean(part.node_id) if part.node_id != part.part_id else "",
+            *(
+                [f"{part.running_requests:,}", f"{part.waiting_requests:,}"]
+                if worker or part.role == "gateway"
+                else ["", ""]
+            ),
+            _count(part.queued_tokens if queued is None else queued, style) if worker else "",
+            _count(part.free_seqs if seats is None else seats, style) if worker else "",
+            f"{part.heartbeat_age_ms / 1000:.1f} s" if part.role else style.dash,
+            "FENCED" if is_fenced else "late" if late else "",
+            style="bold red" if is_fenced else "yellow" if late else "",
+        )
+    return _with_rest(table, parts, rows)
+
+
+def _steps_table(workers: Sequence[PartStatus], rows: int, before: Look | None, now: Look, style: Style) -> Table:
+    """The step budget's bar of each worker: a share of the budgets of the steps that ran."""
+    short = ("decode", "remnant", "prefill", "spec.", "idle")
+    table = _table(
+        style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
+    )
+    for worker in workers[: _shown(rows, workers)]:
+        found = steps(before, now, worker.part_id) if before else None
+        if found is None:
+            table.add_row(_clean(worker.part_id), "", *[style.dash] * 8)
+        elif not found.shares:
+            table.add_row(_clean(worker.part_id), Text("no step ran", "dim"), *[style.dash] * 5, "0", style.dash, "0%")
+        else:
+            table.add_row(_clean(worker.part_id), *_steps_cells(found, style))
+    return _with_rest(table, workers, rows)
+
+
+def _steps_cells(found: Steps, style: Style) -> list[RenderableType]:
+    shares = [found.shares[use] for use in USES]
+    cells = [_percent(share) for share in shares]
+    return [
+        Bar(shares, style.glyphs),
+        *cells,
+        _rate(found.per_second, style),
+        _time(found.p50_s, names.STEP_BOUNDS[-1]),
+        _percent(found.busy),
+    ]
+
+
+def _pool_table(nodes: Sequence[PartStatus], rows: int, now: Look, style: Style) -> Table:
+    """Blocks of each pool by state. Pinned blocks are committed ones; the bar shows them once, as pinned."""
+    short = ("cached", "pinned", "leased", "quar.", "free")
+    table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
+    for node in nodes[: _shown(rows, nodes)]:
+        pinned = now.gauge(node.part_id, names.KV_HELD, "pinned")
+        disk = now.gauge(node.part_id, names.KV_DISK_BLOCKS)
+        told = min(pinned or 0, node.committed_blocks)
+        blocks = (
+            node.committed_blocks - told,
+            told,
+            node.leased_blocks,
+            node.quarantined_blocks,
+            node.free_blocks,
+        )
+        total = node.total_blocks
+        table.add_row(
+            _clean(node.part_id),
+            Bar([count / total for count in blocks] if total else (), style.glyphs),
+            f"{node.committed_blocks:,}",
+            _count(pinned, style),
+            *(f"{count:,}" for count in (node.leased_blocks, node.quarantined_blocks, node.free_blocks, total)),
+            _count(disk, style),
+        )
+    return _with_rest(table, nodes, rows)
+
+
+def _flow_lines(streams: Flow, style: Style) -> list[Text]:
+    """Where prompts' KV came from, latencies, rates, refusals."""
+    first, later = _quantiles(streams.first_token, style), _quantiles(streams.between_tokens, style)
+    times = f"first token {first}   next tokens {later}"
+    requests = streams.requests
+    kinds = ("answered", "cancelled", "failed")
+    ended = ", ".join(
+        f"{kind} {_rate(requests.get(kind, 0.0) if requests is not None else None, style)}" for kind in kinds
+    )
+    rates = f"tokens/s generated {_rate(streams.generated, style)}, prompts {_rate(streams.prompt, style)}"
+    refused = streams.refused
+    worst = sorted((refused or {}).items(), key=lambda item: -item[1])
+    reasons = ", ".join(f"{_clean(reason)} {_rate(rate, style)}" for reason, rate in worst if rate)
+    total = _rate(sum(refused.values()) if refused is not None else None, style)
+    lines = (
+        ("hits      ", _hits(streams, style)),
+        ("latency   ", times),
+        ("flow      ", rates),
+        ("requests/s", f"{ended}, refused {total}{f' ({reasons})' if reasons else ''}"),
+    )
+    return [Text.assemble((name, "bold"), " ", said, no_wrap=True, overflow=_overflow(style)) for name, said in lines]
+
+
+def _hits(streams: Flow, style: Style) -> str:
+    """Percentages of the tokens of prompts."""
+    prompt, sources = streams.prompt, streams.sources
+    if prompt == 0:
+        return "no prompt ended"
+    found = style.dash if streams.cached is None or prompt is None else _percent(streams.cached / prompt)
+    shares = {name: tokens / prompt * 100 for name, tokens in sources.items()} if sources and prompt else {}
+    told = [f"{name} {f'{shares[name]:.0f}' if shares else style.dash}" for name in SOURCES]
+    return f"found {found} = {' + '.join(told[:3])}; {', '.join(told[3:])}"
+
+
+def _notes(before: Look | None, now: Look, streams: Flow) -> list[str]:
+    """What a person must know to read the rest, the worst first."""
+    notes = [] if now.status.index_available else ["Redis does not answer: no prefix hits"]
+    notes += now.troubles
+    gateways = sum(part.role == "gateway" for part in now.status.parts)
+    if before and not streams.from_pages:
+        notes.append("no gateway's page: tokens are counted when their request ends")
+    elif 0 < streams.gateways < gateways:
+        notes.append(f"hits, latency and flow are those of {streams.gateways} of {gateways} gateways")
+    rest = len(notes) - MAX_NOTES
+    return notes if rest <= 0 else [*notes[: MAX_NOTES - 1], f"and {rest + 1} notes more"]
+
+
+def _legend(short: Iterable[str], style: Style) -> list[tuple[RenderableType, bool]]:
+    """A bar's glyphs, as headings of the columns that say its numbers."""
+    return [
+        (Text.assemble((glyph, colour), name), True)
+        for glyph, colour, name in zip(style.glyphs, COLOURS, short, strict=True)
+    ]
+
+
+def _shown(rows: int, items: Sequence[object]) -> int:
+    """Where not all fit, the last row says so."""
+    return len(items) if rows >= len(items) else rows - 1
+
+
+def _with_rest(table: Table, items: Sequence[PartStatus], rows: int) -> Table:
+    hidden = len(items) - _shown(rows, items)
+    if hidden:
+        table.add_row(f"and {hidden} more", style="dim")
+    return table
+
+
+def _overflow(style: Style) -> OverflowMethod:
+    return "crop" if style.ascii_only else "ellipsis"
+
+
+def _clean(text: str) -> str:
+    """What a part or a page said must not steer the terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _count(value: float | None, style: Style) -> str:
+    return style.dash if value is None else f"{value:,.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _rate(value: float | None, style: Style) -> str:
+    if value is None:
+        return style.dash
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}" if value >= 0.1 else f"{value:.2f}"
+
+
+def _time(seconds: float, last_bound: float) -> str:
+    """Three digits are enough. What is beyond the histogram's last bound is known to be that only."""
+    beyond, seconds = (">", last_bound) if math.isinf(seconds) else ("", seconds)
+    if seconds >= 1:
+        return f"{beyond}{seconds:.1f} s"
+    return f"{beyond}{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{beyond}{seconds * 1000:.1f} ms"
+
+
+def _quantiles(found: Quantiles | None, style: Style) -> str:
+    if found is None:
+        return f"p50 {style.dash} p99 {style.dash}"
+    return f"p50 {_time(found.p50, found.last_bound)} p99 {_time(found.p99, found.last_bound)}"
