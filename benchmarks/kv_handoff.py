@@ -1,7 +1,8 @@
 """`python -m benchmarks.kv_handoff`: from the last chunk's commit on a prefill worker to the first step on the decode
 worker, in the real cluster. No block is copied on the way: the pool is one memory, and slot numbers change hands.
 
-The times are the parts' own, from the trace: the end of the last kv.commit to the start of decode.remnant. The cluster
+The times are the parts' own, from the trace: the end of the last kv.commit to the start of decode.prompt tail. The
+cluster
 is idle but for one request at a time, so nothing else is in the step. Beside it stands a floor of the same run: three
 empty calls between processes, for the way holds three (the worker's word, the gateway's submit, the decode worker's
 adopt).
@@ -38,7 +39,7 @@ def handoffs_ms(receiver: Receiver) -> list[float]:
     found = []
     for trace in receiver.traces().values():
         committed = [s.end_time_unix_nano for name, s in trace if (name, s.name) == ("pillion-prefill", "kv.commit")]
-        began = [span.start_time_unix_nano for _, span in trace if span.name == "decode.remnant"]
+        began = [span.start_time_unix_nano for _, span in trace if span.name == "decode.prompt_tail"]
         if committed and began:
             found.append((began[0] - max(committed)) / 1e6)
     return found

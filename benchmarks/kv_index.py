@@ -26,7 +26,7 @@ from pillion.kvstore.index.announcer import BATCH_BLOCKS
 from pillion.kvstore.index.index import Index, Registry
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS, IndexWriter, SweepPlace
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 from tests.support.redis import RedisServer, running_redis
 from tests.support.redis_kinds import running_cluster
 
@@ -71,7 +71,7 @@ def hashing(rounds: int) -> dict[str, float]:
 async def one_server(blocks: int, lookups: int) -> dict[str, Any]:
     """Everything about one Redis that holds ``blocks``."""
     with running_redis() as redis:
-        async with parts(redis.url) as (index, writer, registry):
+        async with components(redis.url) as (index, writer, registry):
             entry = await register(registry, "a", 1)
             empty = used_bytes(redis)
             redis.command("CONFIG", "RESETSTAT")
@@ -125,7 +125,7 @@ async def sweeping(redis: RedisServer, registry: Registry, writer: IndexWriter) 
 async def one_beginning(blocks: int) -> dict[str, Any]:
     """Memory where all chains share their first blocks, and with them a bucket."""
     with running_redis() as redis:
-        async with parts(redis.url) as (_, writer, registry):
+        async with components(redis.url) as (_, writer, registry):
             entry = await register(registry, "a", 1)
             empty, chains = used_bytes(redis), blocks // OWN_BLOCKS
             common = [random.randrange(VOCAB) for _ in range(SHARED_BLOCKS)]
@@ -148,7 +148,7 @@ async def one_beginning(blocks: int) -> dict[str, Any]:
 async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
     """Look-ups in a Cluster: a call for every segment, pipelined to each shard."""
     with running_cluster() as servers:
-        async with parts("redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)) as made:
+        async with components("redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)) as made:
             index, writer, registry = made
             entry = await register(registry, "a", 1)
             begun = time.perf_counter()
@@ -164,7 +164,7 @@ async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def parts(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Registry]]:
+async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Registry]]:
     """A gateway's side, a node's side, and the registry."""
     made = (Index(url), IndexWriter(url), Registry(url, TTL_MS))
     yield made
@@ -174,7 +174,7 @@ async def parts(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Registry]]:
 
 async def register(registry: Registry, node_id: str, boot_epoch: int) -> bytes:
     """The node's entry."""
-    record = PartRecord(part_id=node_id, role="kvnode", address="x", node_id=node_id, boot_epoch=boot_epoch)
+    record = ComponentRecord(component_id=node_id, role="kvnode", address="x", node_id=node_id, boot_epoch=boot_epoch)
     return (await registry.beat(record)).node_number + struct.pack(">I", boot_epoch)
 
 

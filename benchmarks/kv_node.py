@@ -112,7 +112,7 @@ def running_node() -> Iterator[str]:
 async def measure(folder: str, rounds: int) -> dict[str, Any]:
     """All figures."""
     worker = await asyncio.to_thread(
-        attach, f"{folder}/attach.sock", part_id="bench", role="decode", block_bytes=BLOCK_BYTES, timeout_s=20.0
+        attach, f"{folder}/attach.sock", component_id="bench", role="decode", block_bytes=BLOCK_BYTES, timeout_s=20.0
     )
     client = NodeClient(worker.node_address, "bench")
     session = await client.open_session()

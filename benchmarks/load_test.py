@@ -85,12 +85,12 @@ def part_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
     """The living process of ``role``; Redis shows a title of its own in the place of its command line."""
     if role == "redis-server":
         return next((process for process in cluster.processes() if process.name() == role), None)
-    return cluster.part(role)
+    return cluster.component(role)
 
 
 def pids(cluster: ServedCluster) -> dict[str, int | None]:
     """Of the parts, by role."""
-    return {role: part.pid if (part := part_of(cluster, role)) else None for role in ROLES}
+    return {role: component.pid if (component := part_of(cluster, role)) else None for role in ROLES}
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
@@ -124,7 +124,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
     if said.returncode:
         return [f"pillion status ends with {said.returncode}: {said.stderr.strip()}"]
     status = json.loads(said.stdout)
-    roles = {part["role"] for part in status["parts"]}
+    roles = {component["role"] for component in status["parts"]}
     missing = [f"pillion status shows no {role}" for role in ("kvnode", "prefill", "decode") if role not in roles]
     return missing + ([] if status["index_available"] else ["pillion status: the index does not answer"])
 

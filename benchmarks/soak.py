@@ -92,7 +92,7 @@ class Watch:
         sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
         self._node = NodeClient(f"unix:{next(path for path in sockets if path.name.startswith('kvnode'))}", "soak")
         self._redis = Redis(unix_socket_path=str(next(path for path in sockets if path.name.startswith("redis"))))
-        self._parts = {role: part for role in ROLES if (part := part_of(cluster, role))}
+        self._components = {role: component for role in ROLES if (component := part_of(cluster, role))}
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:
@@ -103,18 +103,18 @@ class Watch:
 
     async def sample(self) -> None:
         """One point of each series."""
-        for role, part in self._parts.items():
-            memory = part.memory_info()
+        for role, component in self._components.items():
+            memory = component.memory_info()
             # The pool is shared and mapped by all: it fills as it should.
             self._add("memory MiB", role, (memory.rss - getattr(memory, "shared", 0)) / 2**20)
-            self._add("open files", role, part.num_fds())
+            self._add("open files", role, component.num_fds())
         books = await self._node.status()
         self._add("held blocks", "kvnode", books.total_blocks - books.free_blocks - books.committed_blocks)
         self._add("tickets", "kvnode", books.tickets + books.waiting_tickets)
         self._add("redis keys", "redis-server", await self._redis.dbsize())
 
-    def _add(self, kind: str, part: str, value: float) -> None:
-        self.series.setdefault((kind, part), []).append((time.monotonic(), float(value)))
+    def _add(self, kind: str, component: str, value: float) -> None:
+        self.series.setdefault((kind, component), []).append((time.monotonic(), float(value)))
 
     async def aclose(self) -> None:
         """Ends both connections."""
@@ -154,12 +154,12 @@ async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> t
 def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each series, and a complaint for each that grew."""
     rows, wrong = [], []
-    for (kind, part), points in sorted(series.items()):
+    for (kind, component), points in sorted(series.items()):
         grew, allowed = verdict(kind, points)
         last = points[-1][1]
-        rows.append({"part": part, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points})
+        rows.append({"part": component, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points})
         if grew > allowed:
-            wrong.append(f"{part}: {kind} grew by {grew:.1f} to {last:.1f}, allowed are {allowed:.1f}")
+            wrong.append(f"{component}: {kind} grew by {grew:.1f} to {last:.1f}, allowed are {allowed:.1f}")
     return rows, wrong
 
 
@@ -179,8 +179,8 @@ def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
     charts = []
     for kind in ("memory MiB", "open files", "redis keys"):
         lines = {
-            part: [((at - first) / 60, value) for at, value in points]
-            for (of, part), points in series.items()
+            component: [((at - first) / 60, value) for at, value in points]
+            for (of, component), points in series.items()
             if of == kind
         }
         charts.append(Chart(kind, "minutes", kind, lines))

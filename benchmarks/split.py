@@ -73,13 +73,13 @@ async def step_costs(redis_url: str) -> dict[str, Any]:
     """What the workers say that their steps cost, by role."""
     registry = Registry(redis_url, 5000)
     try:
-        parts = await registry.parts()
+        components = await registry.components()
     finally:
         await registry.aclose()
     return {
-        part.role: {"step_cost_s": part.step_cost_s, "max_step_tokens": part.max_step_tokens}
-        for part in parts
-        if part.role in ("prefill", "decode")
+        component.role: {"step_cost_s": component.step_cost_s, "max_step_tokens": component.max_step_tokens}
+        for component in components
+        if component.role in ("prefill", "decode")
     }
 
 

@@ -26,7 +26,7 @@ from pillion.gateway.planning.plan_auto import Leanings
 from pillion.gateway.planning.plan_cost import Demand
 from pillion.gateway.planning.planner import Picture, Plan, parse_policy, plan
 from pillion.types import SamplingParams
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 512
@@ -45,7 +45,7 @@ WARM_UP_S = 60.0
 # A request that has no first token this long after the last arrival never gets one.
 PATIENCE_S = 120.0
 ROOT = b"\7" * 32
-NODE = PartRecord(part_id="kv-0", role="kvnode", address="x", node_id="kv-0")
+NODE = ComponentRecord(component_id="kv-0", role="kvnode", address="x", node_id="kv-0")
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
@@ -84,7 +84,7 @@ class Flow:
 class SimWorker:
     """A worker around a real scheduler. ``on_chunk`` and ``on_update`` are the gateway's."""
 
-    def __init__(self, clock: Clock, record: PartRecord, cost_s: tuple[float, ...], seed: int) -> None:
+    def __init__(self, clock: Clock, record: ComponentRecord, cost_s: tuple[float, ...], seed: int) -> None:
         self.record = record
         self._clock = clock
         self._weights = np.array(cost_s) * SCALES
@@ -196,7 +196,7 @@ class SimGateway:
     def __init__(self, clock: Clock, policy: str, workers: list[SimWorker], number: int, gateways: int) -> None:
         self._clock = clock
         self._policy = parse_policy(policy)
-        self._workers = {worker.record.part_id: worker for worker in workers}
+        self._workers = {worker.record.component_id: worker for worker in workers}
         self._streams: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._leanings = Leanings()
@@ -217,7 +217,7 @@ class SimGateway:
             model="m",
             prompt_tokens=request.prompt_tokens,
             hits={},
-            parts=(NODE, *(self._aged(worker.record) for worker in self._workers.values())),
+            components=(NODE, *(self._aged(worker.record) for worker in self._workers.values())),
             policy=self._policy,
             block_size=BLOCK_SIZE,
             chunk_tokens=CHUNK_TOKENS,
@@ -234,30 +234,30 @@ class SimGateway:
         self._demand.note(self._clock.now, bool(decided.chunks))
         flow = Flow(request, decided, self._clock.now, self)
         self.flows.append(flow)
-        self._streams[decided.decode.part_id] += 1
-        self._tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
+        self._streams[decided.decode.component_id] += 1
+        self._tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
         if decided.prefill is not None and decided.chunks:
-            self._tokens[decided.prefill.part_id] += sum(decided.chunks)
-            prefill = self._workers[decided.prefill.part_id]
+            self._tokens[decided.prefill.component_id] += sum(decided.chunks)
+            prefill = self._workers[decided.prefill.component_id]
             self._clock.after(2 * CALL_S, lambda: prefill.add(flow))
         else:
             self._submit(flow)
 
-    def _aged(self, record: PartRecord) -> PartRecord:
+    def _aged(self, record: ComponentRecord) -> ComponentRecord:
         return replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
 
     def _submit(self, flow: Flow) -> None:
-        decode = self._workers[flow.plan.decode.part_id]
+        decode = self._workers[flow.plan.decode.component_id]
         self._clock.after(2 * CALL_S, lambda: decode.add(flow))
 
     def _acked(self, flow: Flow, chunk: ChunkDone) -> None:
         assert flow.plan.prefill is not None
-        self._tokens[flow.plan.prefill.part_id] -= flow.plan.chunks[chunk.index]
+        self._tokens[flow.plan.prefill.component_id] -= flow.plan.chunks[chunk.index]
         if chunk.end_tokens == flow.plan.split_tokens:
             self._submit(flow)
 
     def _told(self, flow: Flow, update: Update) -> None:
-        decode = flow.plan.decode.part_id
+        decode = flow.plan.decode.component_id
         now = self._clock.now
         for _ in update.token_ids:
             if flow.first_s:
@@ -286,8 +286,8 @@ class Cluster:
         kinds += [("decode", self.decode_cost_s, DECODE_STEP_TOKENS, self.target_itl_ms)] * self.decodes
         found = []
         for number, (role, cost_s, tokens, target_ms) in enumerate(kinds):
-            record = PartRecord(
-                part_id=f"{role}-{number}",
+            record = ComponentRecord(
+                component_id=f"{role}-{number}",
                 role=role,
                 address="x",
                 node_id="kv-0",

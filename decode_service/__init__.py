@@ -1,1 +1,1 @@
-"""The decode service: remnants and decodes under one token budget, streams out."""
+"""The decode service: prompt tails and decodes under one token budget, streams out."""

@@ -6,10 +6,10 @@ from pillion.config import DecodeFlags
 from pillion.decode_service.decode_servicer import SERVICE_NAME, DecodeServicer
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.worker.worker import Worker
-from pillion.engine.worker.worker_server import WorkerPart, serve
+from pillion.engine.worker.worker_server import WorkerServer, serve
 
 
-async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = load_model) -> WorkerPart:
+async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
     """Start a decode worker. Raises ConfigError for what cannot work."""
     worker = await Worker.start(
         flags,

@@ -1,6 +1,6 @@
 """One gateway's connection: its streams, and what is to be said of them next.
 
-    submit --> checked --> ticket adopted --> queued, remnant, decode --> finished | failed
+    submit --> checked --> ticket adopted --> queued, prompt tail, decode --> finished | failed
                   |              |                     |
                   +--------------+------error----------+-----> last delta       cancel or the connection's end: silence
 
@@ -208,7 +208,9 @@ class DecodeSession:
         if submit.forks and submit.prompt_tokens != len(submit.token_ids):
             raise InvalidRequest("only a prompt without an answer forks")
         if len(worker.owners) + sum(self._adopting.values()) + len(submit.forks) >= self._max_streams:
-            raise Overloaded(f"{worker.part_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)")
+            raise Overloaded(
+                f"{worker.component_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)"
+            )
 
     async def _start(self, stream: _Stream) -> None:
         """Adopt the ticket and queue the stream. Never cancelled: what was adopted must end up somewhere."""
@@ -288,8 +290,8 @@ def _error_of(error: PillionError) -> DecodeError:
 
 def _timings_of(marks: Marks) -> DecodeTimings:
     return DecodeTimings(
-        remnant_tokens=marks.remnant_tokens,
-        remnant_steps=marks.remnant_steps,
+        tail_tokens=marks.tail_tokens,
+        tail_steps=marks.tail_steps,
         queue_ms=max(0.0, (marks.first_step_s or marks.ended_s) - marks.arrived_s) * 1000,
         preemptions=marks.preemptions,
     )

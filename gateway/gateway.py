@@ -225,8 +225,8 @@ class Gateway:
             served = self._cluster.served(name, self._models[name].fingerprint)
         except Unavailable as error:
             return error.message
-        nodes = {part.node_id for part in served.parts if part.role == "kvnode"}
-        if not any(part.role == "decode" and part.node_id in nodes for part in served.parts):
+        nodes = {component.node_id for component in served.components if component.role == "kvnode"}
+        if not any(component.role == "decode" and component.node_id in nodes for component in served.components):
             return f"no KV node lives for the decode workers of model {name!r}"
         return ""
 
@@ -249,7 +249,7 @@ class Gateway:
         prompts, cached, completions = self.totals()
         return ClusterStatus(
             version=VERSION,
-            parts=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
+            components=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
             active_requests=self._admission.requests + sum(one.running_requests for one in others),
             prompt_tokens=prompts + sum(one.prompt_tokens for one in others),
             cached_tokens=cached + sum(one.cached_tokens for one in others),

@@ -36,7 +36,7 @@ from pillion.net.addresses import is_local
 from pillion.net.watched import WATCH_INTERVAL_S
 from pillion.served_models import other_models
 from pillion.v1 import gateway_pb2_grpc
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -58,12 +58,12 @@ class Ports:
     probe: rpc.RunningServer | None = None
 
 
-class GatewayPart:
+class GatewayServer:
     """A running gateway. ``address`` and ``grpc_address`` are the same; ``http_address`` is the other port."""
 
     def __init__(
         self,
-        record: PartRecord,
+        record: ComponentRecord,
         gateway: Gateway,
         cluster: Cluster,
         registry: Registry,
@@ -72,7 +72,7 @@ class GatewayPart:
         heartbeat_s: float,
         keys: KeyFile | None = None,
     ) -> None:
-        self.part_id = record.part_id
+        self.component_id = record.component_id
         self.address = self.grpc_address = ports.grpc.address
         self.http_address = ports.http.address
         self.gateway = gateway
@@ -94,7 +94,7 @@ class GatewayPart:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
-            await self._registry.leave(self.part_id)
+            await self._registry.leave(self.component_id)
         except PillionError as error:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
@@ -135,7 +135,7 @@ class GatewayPart:
             await asyncio.sleep(heartbeat_s)
 
 
-async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayPart:
+async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayServer:
     """Starts both ports. ``prepared`` spares the preparation of --model where the caller has done it.
 
     Raises:
@@ -151,9 +151,9 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     _warn(flags)
     entries = await asyncio.to_thread(_entries, flags, prepared)
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
-    part_id = flags.part_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+    component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
-    cluster = Cluster(part_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
+    cluster = Cluster(component_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
     options = EdgeOptions(
         policy=policy,
         # No span is longer than the longest prompt: that is one chunk.
@@ -175,8 +175,10 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         await gateway.aclose()
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
-    record = PartRecord(part_id=part_id, role="gateway", address=ports.grpc.address, model=", ".join(entries))
-    return GatewayPart(record, gateway, cluster, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
+    record = ComponentRecord(
+        component_id=component_id, role="gateway", address=ports.grpc.address, model=", ".join(entries)
+    )
+    return GatewayServer(record, gateway, cluster, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:

@@ -135,7 +135,7 @@ class KVNodeFlags(CommonFlags):
 class WorkerFlags(CommonFlags, ComputeFlags):
     """What prefill and decode workers share."""
 
-    part_id: str = flag("", "Name of this worker, unique in the cluster. Default: role, host name and process id.")
+    component_id: str = flag("", "Name of this worker, unique in the cluster. Default: role, host name and process id.")
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).")
     advertise: str = flag("", ADVERTISE)
     insecure_internal: bool = flag(False, INSECURE_INTERNAL)
@@ -156,7 +156,7 @@ class PrefillFlags(WorkerFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFlags(WorkerFlags):
-    """``pillion decode``: remnants and decodes under one token budget."""
+    """``pillion decode``: prompt tails and decodes under one token budget."""
 
     max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
     max_num_seqs: int = flag(64, "Most streams that run at once.")
@@ -197,7 +197,9 @@ class EdgeFlags(CommonFlags, ModelFlags):
 class GatewayFlags(EdgeFlags):
     """``pillion gateway``: the public edge."""
 
-    part_id: str = flag("", "Name of this gateway, unique in the cluster. Default: role, process id and a random part.")
+    component_id: str = flag(
+        "", "Name of this gateway, unique in the cluster. Default: role, process id and a random part."
+    )
     probe_listen: str = flag("", "Another address (host:port or unix:path) whose gRPC health says whether it is ready.")
     share_ports: bool = flag(False, "Let other processes of this user listen on the same public ports.")
 

@@ -108,8 +108,8 @@ class Timings:
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     prefill_chunks: int = 0
-    remnant_tokens: int = 0
-    remnant_steps: int = 0
+    tail_tokens: int = 0
+    tail_steps: int = 0
     admission_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_queue_ms: float = 0.0
@@ -150,15 +150,16 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartStatus:
+class ComponentStatus:
     """One part of the cluster as its last heartbeat described it; block counts are a KV node's.
 
     ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch". ``queued_tokens``, ``free_seqs``:
-    prompt tokens that a worker has yet to compute, and seats that are free. ``fenced_parts``: workers that a node has
+    prompt tokens that a worker has yet to compute, and seats that are free. ``fenced_components``: workers that a
+    node has
     fenced.
     """
 
-    part_id: str
+    component_id: str
     role: str
     model: str = ""
     node_id: str = ""
@@ -175,7 +176,7 @@ class PartStatus:
     kernels: str = ""
     queued_tokens: int = 0
     free_seqs: int = 0
-    fenced_parts: tuple[str, ...] = ()
+    fenced_components: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +184,7 @@ class ClusterStatus:
     """What ``pillion status`` shows."""
 
     version: str
-    parts: tuple[PartStatus, ...]
+    components: tuple[ComponentStatus, ...]
     active_requests: int
     prompt_tokens: int
     cached_tokens: int

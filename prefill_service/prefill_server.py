@@ -5,11 +5,11 @@ from __future__ import annotations
 from pillion.config import PrefillFlags
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.worker.worker import Worker
-from pillion.engine.worker.worker_server import WorkerPart, serve
+from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.prefill_service.prefill_servicer import SERVICE_NAME, PrefillServicer
 
 
-async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory = load_model) -> WorkerPart:
+async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
     """Start a prefill worker. Raises ConfigError for what cannot work."""
     worker = await Worker.start(
         flags,

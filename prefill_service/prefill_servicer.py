@@ -52,7 +52,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             max_model_len=worker.max_model_len,
         )
         if len(self._live) >= self._max_spans:
-            raise Overloaded(f"{worker.part_id} has {self._max_spans} spans (--max-waiting-spans)")
+            raise Overloaded(f"{worker.component_id} has {self._max_spans} spans (--max-waiting-spans)")
         run = SpanRun(worker, span, telemetry.extract(_metadata(context)))
         self._live.add(run)
         # Both: the callback hears of an end while an acknowledgement is on its way out, aclosing of all others.

@@ -47,7 +47,7 @@ from pillion.wire.decode import (
 )
 from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, ack_to_pb, span_from_pb, span_to_pb
 from pillion.wire.public import DeltaWriter, delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
-from pillion.wire.registry import STEP_COSTS, PartRecord
+from pillion.wire.registry import STEP_COSTS, ComponentRecord
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -167,24 +167,24 @@ def test_acks(ack: ChunkAck) -> None:
 COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)
 
 
-@given(built(PartRecord, step_cost_s=COSTS))
-def test_part_records(record: PartRecord) -> None:
+@given(built(ComponentRecord, step_cost_s=COSTS))
+def test_part_records(record: ComponentRecord) -> None:
     newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
-    assert PartRecord.from_json(newer) == record
+    assert ComponentRecord.from_json(newer) == record
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"part_id":"x"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"component_id":"x"}'])
 def test_what_is_no_part_record(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
-        PartRecord.from_json(text)
+        ComponentRecord.from_json(text)
 
 
 def test_protocols_of_neighbours() -> None:
     for protocol in (PROTOCOL, PROTOCOL + 1):
-        assert check_hello(common_pb2.Hello(protocol=protocol, part_id="x")) == "x"
+        assert check_hello(common_pb2.Hello(protocol=protocol, component_id="x")) == "x"
     for protocol in (0, PROTOCOL + 2):
         with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this part speaks {PROTOCOL}"):
-            check_hello(common_pb2.Hello(protocol=protocol, part_id="x"))
+            check_hello(common_pb2.Hello(protocol=protocol, component_id="x"))
     assert hello_to_pb("y").protocol == PROTOCOL
 
 

@@ -16,8 +16,8 @@ from deploy.grafana.model import Dashboard, Panel, Query, Variable, build
 FOLDER = pathlib.Path(__file__).resolve().parent / "dashboards"
 MODEL = 'gen_ai_request_model=~"$model"'
 TOKENS_PER_S = "suffix: tokens/s"
-# A series of a worker or node gets its part's name from the part's own line about itself.
-OWNER = '* on (job, instance) group_left (part) pillion_build_info{part=~"$part"}'
+# A series of a worker or node gets its component's name from the component's own line about itself.
+OWNER = '* on (job, instance) group_left (component) pillion_build_info{component=~"$component"}'
 _PARTS = ((0.5, "p50"), (0.99, "p99"))
 
 
@@ -42,21 +42,23 @@ def latency(title: str, metric: str, text: str, where: str = MODEL) -> Panel:
     return Panel(title, "s", queries, text)
 
 
-def latency_by_part(title: str, metric: str, text: str) -> Panel:
-    """The same for each part."""
-    inside = f"sum by (le, part) ({rate(f'{metric}_bucket')} {OWNER})"
-    queries = tuple(Query(f"histogram_quantile({part}, {inside})", f"{name} {{{{part}}}}") for part, name in _PARTS)
+def latency_by_component(title: str, metric: str, text: str) -> Panel:
+    """The same for each component."""
+    inside = f"sum by (le, component) ({rate(f'{metric}_bucket')} {OWNER})"
+    queries = tuple(
+        Query(f"histogram_quantile({part}, {inside})", f"{name} {{{{component}}}}") for part, name in _PARTS
+    )
     return Panel(title, "s", queries, text)
 
 
-def by_part(metric: str) -> str:
-    """A gauge of each part."""
-    return f"sum by (part) ({metric} {OWNER})"
+def by_component(metric: str) -> str:
+    """A gauge of each component."""
+    return f"sum by (component) ({metric} {OWNER})"
 
 
-def rate_by_part(metric: str, *labels: str) -> str:
-    """A counter's rate, by part or by other labels that are named."""
-    return f"sum by ({', '.join(labels or ('part',))}) ({rate(metric)} {OWNER})"
+def rate_by_component(metric: str, *labels: str) -> str:
+    """A counter's rate, by component or by other labels that are named."""
+    return f"sum by ({', '.join(labels or ('component',))}) ({rate(metric)} {OWNER})"
 
 
 def mean(metric: str, where: str) -> str:
@@ -127,7 +129,7 @@ def _service() -> Dashboard:
             "Prompt tokens by source",
             "percentunit",
             (Query(share, "{{source}}"),),
-            "pool, fetched and restored are hits; prefill and remnant were computed.",
+            "pool, fetched and restored are hits; prefill and prompt tail were computed.",
             stacked=True,
             maximum=1,
         ),
@@ -142,7 +144,7 @@ def _service() -> Dashboard:
             "Replays",
             "ops",
             (Query(rate_by("pillion_replays_total", "gen_ai_request_model", MODEL), "{{gen_ai_request_model}}"),),
-            "Answers that went on elsewhere after a part was lost.",
+            "Answers that went on elsewhere after a component was lost.",
         ),
     )
     models = "label_values(pillion_inter_token_latency_seconds_count, gen_ai_request_model)"
@@ -157,11 +159,11 @@ def _service() -> Dashboard:
 
 def _engine() -> Dashboard:
     uses = "pillion_step_budget_tokens_total"
-    by_use, budget = f"{rate(uses)} {OWNER}", rate_by_part(uses, "use")
+    by_use, budget = f"{rate(uses)} {OWNER}", rate_by_component(uses, "use")
     worked, guessed = rate(uses, 'use!="idle"'), rate(uses, 'use="speculative"')
-    share = f"{rate_by_part('pillion_step_accepted_tokens_total')} / sum by (part) ({guessed} {OWNER})"
+    share = f"{rate_by_component('pillion_step_accepted_tokens_total')} / sum by (component) ({guessed} {OWNER})"
     steps = (
-        latency_by_part(
+        latency_by_component(
             "Step duration",
             "pillion_step_duration_seconds",
             "Forward pass and sampling. A decode worker's step is the inter-token latency of everybody in it.",
@@ -170,7 +172,7 @@ def _engine() -> Dashboard:
             "Step budget by use",
             "percentunit",
             (Query(f"{budget} / ignoring (use) group_left () sum({by_use})", "{{use}}"),),
-            "Decodes go first, remnants ride in what is left. Much idle beside a long queue: no memory, or no seats.",
+            "Decodes go first, prompt tails fill what is left. Much idle beside a long queue: no memory or seats.",
             stacked=True,
             maximum=1,
         ),
@@ -184,36 +186,38 @@ def _engine() -> Dashboard:
         Panel(
             "Steps",
             "ops",
-            (Query(rate_by_part("pillion_steps_total", "part", "outcome"), "{{part}} {{outcome}}"),),
+            (Query(rate_by_component("pillion_steps_total", "component", "outcome"), "{{component}} {{outcome}}"),),
             "failed: the backend raised. Its streams are replayed elsewhere.",
         ),
         Panel(
             "Accepted guesses",
             "percentunit",
-            (Query(share, "{{part}}"),),
+            (Query(share, "{{component}}"),),
             "Of the guessed tokens. Below a tenth, --num-speculative-tokens costs more than it brings.",
             maximum=1,
         ),
         Panel(
             "Preemptions",
             "ops",
-            (Query(rate_by_part("pillion_preemptions_total"), "{{part}}"),),
+            (Query(rate_by_component("pillion_preemptions_total"), "{{component}}"),),
             "Streams that gave up their memory for a while: the pool is too small for what is let in.",
         ),
     )
-    states = f"sum by (part, state) (pillion_sequences {OWNER})"
+    states = f"sum by (component, state) (pillion_sequences {OWNER})"
     lines = (
         Panel(
             "Sequences",
             "short",
-            (Query(states, "{{part}} {{state}}"),),
+            (Query(states, "{{component}} {{state}}"),),
             "running holds decoding; the difference is prompts under way. waiting have no seat.",
         ),
-        Panel("Free seats", "short", (Query(by_part("pillion_free_seats"), "{{part}}"),), "0 long: add workers."),
+        Panel(
+            "Free seats", "short", (Query(by_component("pillion_free_seats"), "{{component}}"),), "0 long: add workers."
+        ),
         Panel(
             "Queued prompt tokens",
             "short",
-            (Query(by_part("pillion_queued_tokens"), "{{part}}"),),
+            (Query(by_component("pillion_queued_tokens"), "{{component}}"),),
             "Yet to be computed. What prefill workers are scaled by.",
         ),
     )
@@ -221,28 +225,37 @@ def _engine() -> Dashboard:
         "pillion-engine",
         "Pillion: engine",
         "What prefill and decode workers do, and what all but KV nodes use of their machines.",
-        (Variable("part", "Part", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, part)'),),
+        (
+            Variable(
+                "component", "Component", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, component)'
+            ),
+        ),
         (("Steps", steps), ("Lines", lines), ("Processes", _processes())),
     )
 
 
 def _processes() -> tuple[Panel, ...]:
-    cpu = rate_by_part("process_cpu_seconds_total")
+    cpu = rate_by_component("process_cpu_seconds_total")
     return (
         Panel(
             "Memory",
             "bytes",
-            (Query(by_part("process_resident_memory_bytes"), "{{part}}"),),
+            (Query(by_component("process_resident_memory_bytes"), "{{component}}"),),
             "Resident. The KV pool's pages are shared: each process that has touched one shows it.",
         ),
-        Panel("Processor", "short", (Query(cpu, "{{part}}"),), "Cores in use."),
-        Panel("Open files", "short", (Query(by_part("process_open_fds"), "{{part}}"),), "Connections are files too."),
+        Panel("Processor", "short", (Query(cpu, "{{component}}"),), "Cores in use."),
+        Panel(
+            "Open files",
+            "short",
+            (Query(by_component("process_open_fds"), "{{component}}"),),
+            "Connections are files too.",
+        ),
     )
 
 
 def _kv() -> Dashboard:
     state_of = f"sum by (state) (pillion_kv_blocks {OWNER})"
-    disk_bytes = f"sum by (part) (pillion_kv_disk_blocks * pillion_kv_block_size_bytes {OWNER})"
+    disk_bytes = f"sum by (component) (pillion_kv_disk_blocks * pillion_kv_block_size_bytes {OWNER})"
     pool = (
         Panel(
             "Blocks by state",
@@ -254,29 +267,29 @@ def _kv() -> Dashboard:
         Panel(
             "Usage",
             "percentunit",
-            (Query(by_part("pillion_kv_usage_ratio"), "{{part}}"),),
+            (Query(by_component("pillion_kv_usage_ratio"), "{{component}}"),),
             "What a new prompt cannot have. At 1 requests wait for tickets.",
             maximum=1,
         ),
         Panel(
             "Held blocks",
             "short",
-            (Query(f"sum by (part, state) (pillion_kv_held_blocks {OWNER})", "{{part}} {{state}}"),),
+            (Query(f"sum by (component, state) (pillion_kv_held_blocks {OWNER})", "{{component}} {{state}}"),),
             "Committed blocks that are pinned, and slots that are promised.",
         ),
         Panel(
             "Tickets",
             "short",
-            (Query(f"sum by (part, state) (pillion_kv_tickets {OWNER})", "{{part}} {{state}}"),),
+            (Query(f"sum by (component, state) (pillion_kv_tickets {OWNER})", "{{component}} {{state}}"),),
             "waiting: for memory.",
         ),
-        latency_by_part("Ticket wait", "pillion_kv_ticket_wait_seconds", "From asking to having."),
+        latency_by_component("Ticket wait", "pillion_kv_ticket_wait_seconds", "From asking to having."),
         Panel(
             "Committed and evicted",
             "suffix: blocks/s",
             (
-                Query(rate_by_part("pillion_kv_committed_blocks_total"), "committed {{part}}"),
-                Query(rate_by_part("pillion_kv_evicted_blocks_total"), "evicted {{part}}"),
+                Query(rate_by_component("pillion_kv_committed_blocks_total"), "committed {{component}}"),
+                Query(rate_by_component("pillion_kv_evicted_blocks_total"), "evicted {{component}}"),
             ),
             "Evicted as fast as committed, with few hits: what comes again is gone by then.",
         ),
@@ -285,30 +298,30 @@ def _kv() -> Dashboard:
         Panel(
             "Moved blocks",
             "suffix: blocks/s",
-            (Query(rate_by_part("pillion_kv_moved_blocks_total", "part", "way"), "{{part}} {{way}}"),),
+            (Query(rate_by_component("pillion_kv_moved_blocks_total", "component", "way"), "{{component}} {{way}}"),),
             "fetched and served between nodes; restored and spilled between pool and disk.",
         ),
         Panel(
             "Fetched bytes",
             "Bps",
-            (Query(rate_by_part("pillion_kv_fetched_bytes_total", "source"), "{{source}}"),),
+            (Query(rate_by_component("pillion_kv_fetched_bytes_total", "source"), "{{source}}"),),
             "From other nodes, and from disk.",
             stacked=True,
         ),
-        latency_by_part("Fetch time", "pillion_kv_fetch_time_seconds", "Of a fetch, whatever it brought."),
+        latency_by_component("Fetch time", "pillion_kv_fetch_time_seconds", "Of a fetch, whatever it brought."),
         Panel(
             "Short fetches",
             "ops",
-            (Query(rate_by_part("pillion_kv_short_fetches_total"), "{{part}}"),),
+            (Query(rate_by_component("pillion_kv_short_fetches_total"), "{{component}}"),),
             "Brought less than was asked: the rest is computed again. Some are normal, the index is a hint.",
         ),
         Panel(
             "Corrupt blocks",
             "suffix: blocks/s",
-            (Query(rate_by_part("pillion_kv_corrupt_blocks_total"), "{{part}}"),),
+            (Query(rate_by_component("pillion_kv_corrupt_blocks_total"), "{{component}}"),),
             "Did not fit their checksum, and were thrown away. More than none: memory, disk or network is bad.",
         ),
-        Panel("On disk", "bytes", (Query(disk_bytes, "{{part}}"),), "The disk tier's blocks."),
+        Panel("On disk", "bytes", (Query(disk_bytes, "{{component}}"),), "The disk tier's blocks."),
     )
     health = (
         Panel(
@@ -321,7 +334,7 @@ def _kv() -> Dashboard:
         Panel(
             "Fenced parts",
             "short",
-            (Query(by_part("pillion_kv_fenced_parts"), "{{part}}"),),
+            (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),
             "Workers that were silent too long; their slots are in quarantine until they are gone.",
         ),
     )
@@ -329,7 +342,7 @@ def _kv() -> Dashboard:
         "pillion-kv",
         "Pillion: KV store",
         "What KV nodes hold and move.",
-        (Variable("part", "Node", 'label_values(pillion_build_info{role="kvnode"}, part)'),),
+        (Variable("component", "Node", 'label_values(pillion_build_info{role="kvnode"}, component)'),),
         (("Pool", pool), ("Moves", moves), ("Health", health), ("Processes", _processes())),
     )
 

@@ -51,7 +51,7 @@ class Forks:
         copies: list[tuple[int, int]] = []
         if not any(s.parent is not None for s in self._lines.swapped):
             return pieces, copies
-        unseated = [s for s in self._lines.remnants(now) if s.state is not State.RUNNING]
+        unseated = [s for s in self._lines.prompt_tails(now) if s.state is not State.RUNNING]
         for child in unseated[: self._lines.free_seats]:
             parent, child.parent = child.parent, None
             if parent is None:

@@ -10,7 +10,7 @@ row among what the flight chooses (StepPlan.unknown). Who may be scheduled so (:
 * Not a stream whose unknown token will be its last one by length. A stop id cannot be foreseen: then the row that was
   launched meanwhile is void.
 * Not a stream whose next choice reads its history (penalties): it runs in every other step.
-* A remnant, and a span, behind their flying pieces: their tokens are known.
+* A prompt tail, and a span, behind their flying pieces: their tokens are known.
 
 A piece counts when it lands only if its sequence is still running under the same hold. Of one that was cancelled, has
 failed or stopped it is dropped; so it is of one that was preempted, whose token is chosen again, and is the same (I6).

@@ -1,6 +1,6 @@
 """Who runs, who comes back, who waits: the three lines of a scheduler, and the order in which it serves them.
 
-    running   has a seat in the batch: a decode, or a remnant that has begun
+    running   has a seat in the batch: a decode, or a prompt tail that has begun
     swapped   had one, or shares the prompt of one that has: preempted streams and further answers, back with a ticket
     waiting   has a ticket and nothing more
 
@@ -66,7 +66,7 @@ class Lines:
         sequence.state = State.RUNNING
         self.join(sequence)
 
-    def remnants(self, now: float) -> list[Sequence]:
+    def prompt_tails(self, now: float) -> list[Sequence]:
         """What has prompt left to launch, in the order of service; of those without a seat, as many as there are
         seats."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]

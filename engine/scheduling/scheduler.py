@@ -2,7 +2,7 @@
 
 One class serves both services: a decode worker's streams sample, a prefill worker's spans end when computed. A step is
 
-    plan = scheduler.schedule(now)             decodes, speculative tokens, then remnants, up to the budget exactly
+    plan = scheduler.schedule(now)             decodes, speculative tokens, then prompt tails, up to the budget exactly
     sampled = ...                              the backend's business
     outcome = scheduler.commit(plan, sampled, now)
 
@@ -35,7 +35,7 @@ from pillion.engine.scheduling.forks import Forks
 from pillion.engine.scheduling.in_flight import Flights
 from pillion.engine.scheduling.queues import Lines
 from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, State
-from pillion.engine.scheduling.step_cost import MIN_REMNANT_TOKENS, Budget
+from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, Budget
 from pillion.engine.scheduling.step_plan import Outcome, Piece, Sampled, StepPlan
 from pillion.engine.scheduling.updates import tell_end, tell_tokens
 from pillion.engine.worker.books import Books
@@ -175,14 +175,14 @@ class Scheduler:
         begun, copies = self._forks.seat(now, self._sequences)
         pieces += begun
         most = self.budget.max_tokens
-        remnants = self.lines.remnants(now)
+        prompt_tails = self.lines.prompt_tails(now)
         if self._drafter is not None:
-            spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(remnants)
+            spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(prompt_tails)
             pieces = speculate(self._drafter, pieces, spare)
-        if remnants:
-            left = self.budget.left(pieces, remnants[0].next_start)
+        if prompt_tails:
+            left = self.budget.left(pieces, prompt_tails[0].next_start)
             most = sum(piece.count for piece in pieces) + left
-            pieces += self._remnant_pieces(remnants, left, now)
+            pieces += self._tail_pieces(prompt_tails, left, now)
         self.budget.begin(pieces, now, len(self._flights))
         return StepPlan(tuple(pieces), tuple(copies), most, self._flights.unknown(pieces))
 
@@ -280,9 +280,9 @@ class Scheduler:
             if victim is sequence:
                 return False
 
-    def _remnant_pieces(self, remnants: Seq[Sequence], left: int, now: float) -> Iterator[Piece]:
+    def _tail_pieces(self, prompt_tails: Seq[Sequence], left: int, now: float) -> Iterator[Piece]:
         """In this order, cut to ``left`` tokens together: short ones packed, the last one split where it has to be."""
-        for sequence in remnants:
+        for sequence in prompt_tails:
             if left == 0:
                 return
             if sequence.state is not State.RUNNING and not self.lines.free_seats:
@@ -291,16 +291,16 @@ class Scheduler:
             if self._whole_prompts and wanted > left:
                 return
             count = min(left, wanted)
-            yield self._remnant_piece(sequence, count, now)
+            yield self._tail_piece(sequence, count, now)
             left -= count
 
-    def _remnant_piece(self, sequence: Sequence, count: int, now: float) -> Piece:
+    def _tail_piece(self, sequence: Sequence, count: int, now: float) -> Piece:
         if sequence.state is not State.RUNNING:
             self.lines.seat(sequence)
         start, marks = sequence.next_start, sequence.marks
         marks.first_step_s = marks.first_step_s or now
         if not marks.first_token_s:
-            marks.remnant_steps += 1
+            marks.tail_steps += 1
         if sequence.is_span:
             mark = sequence.chunk_at(start)
             mark.started_s = mark.started_s or now
@@ -308,11 +308,11 @@ class Scheduler:
             return Piece(sequence, start, count, 0)
         return Piece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
 
-    def _owed(self, remnants: Seq[Sequence]) -> int:
-        """Tokens that stay free of guesses for a remnant: some, or all that it lacks where prompts run whole."""
-        if not remnants:
+    def _owed(self, prompt_tails: Seq[Sequence]) -> int:
+        """Tokens that stay free of guesses for a prompt tail: some, or all that it lacks where prompts run whole."""
+        if not prompt_tails:
             return 0
-        return remnants[0].left_to_compute if self._whole_prompts else MIN_REMNANT_TOKENS
+        return prompt_tails[0].left_to_compute if self._whole_prompts else MIN_TAIL_TOKENS
 
     # Consequences.
 

@@ -118,8 +118,8 @@ class Marks:
     first_step_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
-    remnant_tokens: int = 0
-    remnant_steps: int = 0
+    tail_tokens: int = 0
+    tail_steps: int = 0
     token_steps: int = 0
     last_token_s: float = 0.0
     longest_gap_s: float = 0.0
@@ -185,7 +185,7 @@ class Sequence:
         # Of the last guess, how many tokens were right; at first, hope.
         self.right_guesses = MAX_SPECULATIVE_TOKENS
         self.hold(holding)
-        self.marks.remnant_tokens = self.num_tokens - self.num_computed
+        self.marks.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
 
     def fork(self, fork: ForkSpec, now: float) -> Sequence:
@@ -200,7 +200,7 @@ class Sequence:
         child.state = State.RESUMING
         child.marks.first_step_s = now
         child.marks.tokens_came(now)
-        child.marks.remnant_tokens = 0
+        child.marks.tail_tokens = 0
         return child
 
     def hold(self, holding: Holding) -> None:

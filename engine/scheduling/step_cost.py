@@ -36,8 +36,8 @@ MAX_SURPRISE = 2.0
 # nothing is known of yet is approached, not guessed.
 MAX_GROWTH = 2
 FIRST_STEP_TOKENS = 64
-# However late the decodes are, a remnant gets this much of each step, so that it is never starved.
-MIN_REMNANT_TOKENS = 16
+# However late the decodes are, a prompt tail gets this much of each step, so that it is never starved.
+MIN_TAIL_TOKENS = 16
 
 
 def features(pieces: Seq[Piece]) -> Float64:
@@ -95,7 +95,8 @@ class StepCost:
             self._factor = sorted(self._recent)[len(self._recent) // 2]
 
     def tokens_within(self, seconds: float, decodes: Seq[Piece], start: int, most: int) -> int:
-        """Most tokens, up to ``most``, of a remnant that begins at position ``start``, that fit beside ``decodes`` in a
+        """Most tokens, up to ``most``, of a prompt tail that begins at position ``start``, that fit beside
+        ``decodes`` in a
         step of ``seconds``. May be 0."""
         base = self.predict(features(decodes))
         tokens, sequences, reads, pairs = (self._factor * self._weights / SCALES)[1:]
@@ -127,7 +128,7 @@ def _not_negative(squares: Float64, products: Float64) -> Float64:
 class Budget:
     """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
 
-    A decode is never held back, and a remnant gets MIN_REMNANT_TOKENS of each step at least. ``cost`` learns with and
+    A decode is never held back, and a prompt tail gets MIN_TAIL_TOKENS of each step at least. ``cost`` learns with and
     without a target, for the planner is told of it, and of the largest step that it has seen.
     """
 
@@ -138,8 +139,9 @@ class Budget:
         self.largest_step_tokens = 0
         self._running: deque[tuple[Float64, float]] = deque()
 
-    def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_REMNANT_TOKENS) -> int:
-        """Tokens for remnants, the first of which begins at position ``start``, beside ``decodes``. ``least_tokens``
+    def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_TAIL_TOKENS) -> int:
+        """Tokens for prompt tails, the first of which begins at position ``start``, beside ``decodes``.
+        ``least_tokens``
         are given however late the decodes are."""
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used

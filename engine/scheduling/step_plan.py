@@ -39,7 +39,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decodes first, then remnants, oldest first.
+    """One step: decodes first, then prompt tails, oldest first.
 
     ``copies``: (source, target) slots to be copied before anything runs: the prompt's last, partial block, for an
     answer that is about to write behind it (copy-on-write). ``budget_tokens``: what the step might have taken.
@@ -110,7 +110,7 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """For the registry, and so for the planner; the fields as in PartRecord.
+    """For the registry, and so for the planner; the fields as in ComponentRecord.
 
     ``waiting``: without a seat. ``queued_tokens``: of prompts, begun or not, that are yet to be computed.
     ``context_tokens``: KV tokens that the ``decoding`` streams read in a step. ``cost_s``: see StepCost.weights_s.

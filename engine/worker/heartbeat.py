@@ -18,7 +18,7 @@ from pillion.engine.worker.node_line import describe as describe_error
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.index import Registry
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
 
@@ -63,7 +63,7 @@ class Heartbeat:
         epoch: int,
         lease: Lease,
         *,
-        describe: Callable[[], PartRecord],
+        describe: Callable[[], ComponentRecord],
         on_lost: Callable[[PillionError], None],
         on_fail: Callable[[str], None],
         on_renewed: Callable[[], None],
@@ -93,12 +93,12 @@ class Heartbeat:
         self.announcing = True
         self._announced.set()
 
-    async def leave(self, part_id: str) -> None:
+    async def leave(self, component_id: str) -> None:
         """Take the worker out of the registry."""
         self.announcing = False
         if self._registry is not None:
             try:
-                await self._registry.leave(part_id)
+                await self._registry.leave(component_id)
             except PillionError as error:
                 log.info("the registry does not answer: %s", error.message)
 

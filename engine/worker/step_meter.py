@@ -8,7 +8,7 @@ from pillion.engine.scheduling.step_plan import Load, Outcome, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
 
-DECODE, REMNANT, PREFILL, SPECULATIVE, IDLE = "decode", "remnant", "prefill", "speculative", "idle"
+DECODE, REMNANT, PREFILL, SPECULATIVE, IDLE = "decode", "tail", "prefill", "speculative", "idle"
 
 
 class StepMeter:

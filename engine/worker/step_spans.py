@@ -37,13 +37,13 @@ def record(
 
 
 def record_stream(parent: Context, marks: Marks, generated_tokens: int) -> None:
-    """The way of a stream through a decode worker: queue, remnant, decode. What it did not reach is left out."""
+    """The way of a stream through a decode worker: queue, prompt tail, decode. What it did not reach is left out."""
     end_s = marks.ended_s
     record("decode.queue", parent, marks.arrived_s, marks.first_step_s or end_s)
     if not marks.first_step_s:
         return
-    remnant = {"pillion.remnant.tokens": marks.remnant_tokens, "pillion.remnant.steps": marks.remnant_steps}
-    record("decode.remnant", parent, marks.first_step_s, marks.first_token_s or end_s, remnant)
+    prompt_tail = {"pillion.prompt_tail.tokens": marks.tail_tokens, "pillion.prompt_tail.steps": marks.tail_steps}
+    record("decode.prompt_tail", parent, marks.first_step_s, marks.first_token_s or end_s, prompt_tail)
     if marks.first_token_s:
         said = {
             "gen_ai.usage.output_tokens": generated_tokens,

@@ -36,7 +36,7 @@ from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.node.attach import Attachment, attach
 from pillion.observability.metrics import Meters
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
 
@@ -48,7 +48,7 @@ MAX_WARM_UP_TOKENS = 512
 
 
 class Worker:
-    """Made by :meth:`start`. Attributes are for reading: ``model``, ``part_id``, ``tenure``, ``meters``."""
+    """Made by :meth:`start`. Attributes are for reading: ``model``, ``component_id``, ``tenure``, ``meters``."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Worker:
     ) -> None:
         self.flags = flags
         self.role = role
-        self.part_id = flags.part_id or f"{role}-{os.getpid()}"
+        self.component_id = flags.component_id or f"{role}-{os.getpid()}"
         self.model = model
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
         self._attachment = attachment
         self._make_scheduler = make_scheduler
-        self._node = NodeClient(attachment.node_address, self.part_id)
+        self._node = NodeClient(attachment.node_address, self.component_id)
         self._address = ""
         self._ids = itertools.count(1)
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -108,7 +108,7 @@ class Worker:
         attachment = await asyncio.to_thread(
             attach,
             flags.attach_socket,
-            part_id=flags.part_id or f"{role}-{os.getpid()}",
+            component_id=flags.component_id or f"{role}-{os.getpid()}",
             role=role,
             block_bytes=model.backend.layout.block_bytes,
             namespace=model.namespace().hex(),
@@ -149,10 +149,10 @@ class Worker:
         self._address = address
         self.tenure.heartbeat.announce()
 
-    def _describe(self) -> PartRecord:
+    def _describe(self) -> ComponentRecord:
         prepared, tenure, load = self.model.prepared, self.tenure, self.load
-        return PartRecord(
-            part_id=self.part_id,
+        return ComponentRecord(
+            component_id=self.component_id,
             role=self.role,
             address=self._address,
             model=self.flags.served_model_name or prepared.name,
@@ -203,9 +203,9 @@ class Worker:
     def check_open(self) -> None:
         """Raises Unavailable when no new work is taken."""
         if self.draining or self._failure.done():
-            raise Unavailable(f"{self.part_id} is stopping")
+            raise Unavailable(f"{self.component_id} is stopping")
         if self.tenure.over:
-            raise Unavailable(f"{self.part_id} is taking a new epoch at its KV node")
+            raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
     def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
         """The sequence for :meth:`add`, of a ticket that :attr:`tickets` adopted.
@@ -237,7 +237,7 @@ class Worker:
         if self._failure.done():
             raise Unavailable(self._failure.result())
         if self.tenure.over:
-            raise Unavailable(f"{self.part_id} is taking a new epoch at its KV node")
+            raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
         self.tenure.add(sequence, owner, forks or {})
 
     def cancel(self, seq_id: int) -> None:
@@ -249,8 +249,8 @@ class Worker:
     def _epoch_lost(self, reason: str) -> None:
         if self.tenure.over:
             return
-        log.warning("%s stops its work and asks for a new epoch: %s", self.part_id, reason)
-        self.tenure.end(Unavailable(f"{self.part_id} lost its epoch: {reason}"))
+        log.warning("%s stops its work and asks for a new epoch: %s", self.component_id, reason)
+        self.tenure.end(Unavailable(f"{self.component_id} lost its epoch: {reason}"))
         if not self.draining:
             self._returning = asyncio.create_task(self._return(), name="new epoch")
 
@@ -259,7 +259,7 @@ class Worker:
         # After this long a silence the node has looked, too: it does so twice per heartbeat.
         silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
         try:
-            await old.heartbeat.leave(self.part_id)
+            await old.heartbeat.leave(self.component_id)
             await old.close()
             fresh = self._tenure_of(await new_epoch(self._node, old.epoch, silence_s))
         except Exception as error:  # noqa: BLE001  (also of a defect the process must hear)
@@ -270,7 +270,7 @@ class Worker:
         fresh.start()
         if self._address and not self.draining:
             fresh.heartbeat.announce()
-        log.info("%s serves again under a new epoch, %.1f s later", self.part_id, time.monotonic() - began_s)
+        log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
 
     # Life and death.
 
@@ -282,10 +282,10 @@ class Worker:
         """It may not go on: nothing is emitted or committed from now on, and every owner hears so."""
         if self._failure.done():
             return
-        log.error("%s cannot go on: %s", self.part_id, reason)
+        log.error("%s cannot go on: %s", self.component_id, reason)
         self._failure.set_result(reason)
         self._stop_returning()
-        self.tenure.end(Unavailable(f"{self.part_id} died: {reason}"))
+        self.tenure.end(Unavailable(f"{self.component_id} died: {reason}"))
 
     def _stop_returning(self) -> None:
         returning, self._returning = self._returning, None
@@ -295,7 +295,7 @@ class Worker:
     async def drain(self, grace_s: float) -> None:
         """Take no more work, and give what is there up to ``grace_s`` seconds."""
         self.draining = True
-        await self.tenure.heartbeat.leave(self.part_id)
+        await self.tenure.heartbeat.leave(self.component_id)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.tenure.deserted.wait(), grace_s)
 

@@ -38,7 +38,7 @@ from pillion.errors import Cancelled, Conflict, DeadlineExceeded, PillionError, 
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
 from pillion.wire.kvnode import CommitResult
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
 
@@ -79,7 +79,7 @@ class Tenure:
         epoch: int,
         scheduler: Scheduler,
         *,
-        describe: Callable[[], PartRecord],
+        describe: Callable[[], ComponentRecord],
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
         meter: StepMeter,

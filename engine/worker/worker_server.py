@@ -32,7 +32,7 @@ class Service(Protocol):
         """The worker has drained: say what there is to say, then end what clients keep open."""
 
 
-class WorkerPart:
+class WorkerServer:
     """A running worker that serves at ``address``."""
 
     def __init__(self, worker: Worker, service: Service, server: RunningServer) -> None:
@@ -58,7 +58,7 @@ class WorkerPart:
         await self.worker.close()
 
 
-async def serve(worker: Worker, listen: str, service_name: str, service: Service) -> WorkerPart:
+async def serve(worker: Worker, listen: str, service_name: str, service: Service) -> WorkerServer:
     """Serve and announce the worker. Raises ConfigError, with the worker closed, where ``listen`` is taken."""
     try:
         credentials = internal_credentials(listen)
@@ -78,5 +78,5 @@ async def serve(worker: Worker, listen: str, service_name: str, service: Service
         await worker.close()
         raise
     worker.announce(address)
-    log.info("%s serves at %s", worker.part_id, server.address)
-    return WorkerPart(worker, service, server)
+    log.info("%s serves at %s", worker.component_id, server.address)
+    return WorkerServer(worker, service, server)

@@ -14,11 +14,11 @@ from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.fences import Fences
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.gateway.planning.cluster_view import PartView
+from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import Leanings
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.kvstore.index.index import PrefixHit
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -32,12 +32,12 @@ SPARE_PLACES_SHARE = 0.25
 MIN_SPARE_PLACES = 16
 
 
-class Parts(Protocol):
+class Components(Protocol):
     """Who lives: :class:`pillion.kvstore.index.index.Registry`, or the list of a process that holds all parts
     itself.
     """
 
-    async def parts(self) -> list[PartRecord]:
+    async def components(self) -> list[ComponentRecord]:
         """Raises Unavailable."""
 
     async def aclose(self) -> None:
@@ -65,17 +65,17 @@ class Served:
     model: str
     namespace: bytes
     block_size: int
-    parts: tuple[PartRecord, ...]
+    components: tuple[ComponentRecord, ...]
 
-    def holding(self, tokens: int) -> tuple[PartRecord, ...]:
+    def holding(self, tokens: int) -> tuple[ComponentRecord, ...]:
         """The parts without those of nodes whose whole pool is smaller than one stream of so many tokens. Raises
         Unavailable where none is left."""
         too_small = {
-            part.node_id
-            for part in self.parts
-            if part.role == "kvnode" and 0 < part.total_blocks * self.block_size < tokens
+            component.node_id
+            for component in self.components
+            if component.role == "kvnode" and 0 < component.total_blocks * self.block_size < tokens
         }
-        left = tuple(part for part in self.parts if part.node_id not in too_small)
+        left = tuple(component for component in self.components if component.node_id not in too_small)
         if too_small and not left:
             raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {self.model!r}")
         return left
@@ -84,32 +84,33 @@ class Served:
 class OwnLoad:
     """What this gateway has given to each part and not got back.
 
-    ``by_part``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be computed,
+    ``by_component``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be
+    computed,
     for both.
     """
 
     def __init__(self) -> None:
-        self.by_part: Counter[str] = Counter()
+        self.by_component: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
 
-    def add(self, part_id: str, amount: int, tokens: int = 0) -> None:
+    def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
         """More, or less with a negative amount; nothing is kept for idle parts."""
-        for counter, change in ((self.by_part, amount), (self.tokens, tokens)):
-            counter[part_id] += change
-            if counter[part_id] <= 0:
-                del counter[part_id]
+        for counter, change in ((self.by_component, amount), (self.tokens, tokens)):
+            counter[component_id] += change
+            if counter[component_id] <= 0:
+                del counter[component_id]
 
 
 class Cluster:
     """Links by part. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
 
-    def __init__(self, gateway_id: str, registry: Parts, index: Prefixes, grace_s: float) -> None:
+    def __init__(self, gateway_id: str, registry: Components, index: Prefixes, grace_s: float) -> None:
         self.index = index
         self.load = OwnLoad()
         self.pace = FetchPace()
         self.leanings = Leanings()
         self._demand = Demand()
-        self.view = PartView(grace_s)
+        self.view = ClusterView(grace_s)
         self._gateway_id = gateway_id
         self._registry = registry
         self._nodes: dict[str, NodeLink] = {}
@@ -139,7 +140,7 @@ class Cluster:
         """Asks the registry now; its silence leaves the last view as it is."""
         async with self._polling:
             try:
-                records = await self._registry.parts()
+                records = await self._registry.components()
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
                 return
@@ -149,16 +150,16 @@ class Cluster:
 
     def served(self, model: str, fingerprint: str) -> Served:
         """How ``model`` is served now, by parts that answer. Raises Unavailable, naming what is missing."""
-        usable = [part for part in self.view.trusted(time.monotonic()) if self._answers(part)]
+        usable = [component for component in self.view.trusted(time.monotonic()) if self._answers(component)]
         mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
         spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
         if not spaces:
             raise Unavailable(f"no decode worker of model {model!r} lives")
         # Workers of two releases may differ in layout; a request stays with those that can share its KV.
         namespace, block_size = max(spaces, key=lambda space: (spaces[space], space))
-        workers = {p.part_id for p in mine if p.namespace == namespace}
-        parts = (p for p in usable if p.role == "kvnode" or p.part_id in workers)
-        return Served(model, bytes.fromhex(namespace), block_size, tuple(parts))
+        workers = {p.component_id for p in mine if p.namespace == namespace}
+        components = (p for p in usable if p.role == "kvnode" or p.component_id in workers)
+        return Served(model, bytes.fromhex(namespace), block_size, tuple(components))
 
     async def served_soon(self, model: str, fingerprint: str) -> Served:
         """The same for a new request, which waits a little: FIRST_LOOK_S for parts that are just starting, and up to
@@ -170,7 +171,7 @@ class Cluster:
             over = waited_s >= RETURN_WAIT_S or (waited_s >= FIRST_LOOK_S and not self._expected(model))
             try:
                 served = self.served(model, fingerprint)
-                if over or any(part.role == "kvnode" for part in served.parts):
+                if over or any(component.role == "kvnode" for component in served.components):
                     return served
             except Unavailable:
                 if over:
@@ -192,10 +193,10 @@ class Cluster:
         even = places // (len(others) + 1)
         return max(1, places - sum(min(even, other.running_requests) for other in others))
 
-    def other_gateways(self) -> list[PartRecord]:
+    def other_gateways(self) -> list[ComponentRecord]:
         """Those that live, besides this one."""
         records = self.view.records()
-        return [record for record in records if record.role == "gateway" and record.part_id != self._gateway_id]
+        return [record for record in records if record.role == "gateway" and record.component_id != self._gateway_id]
 
     def note_plan(self, shared: bool) -> None:
         """A new request was planned; whether by a prefill worker."""
@@ -239,30 +240,30 @@ class Cluster:
             raise Unavailable(f"KV node {node_id} is gone")
         return link
 
-    def prefill(self, part_id: str) -> PrefillLink:
+    def prefill(self, component_id: str) -> PrefillLink:
         """Raises Unavailable."""
-        link = self._prefill.get(part_id)
-        if link is None or part_id in self._fences.named:
-            raise Unavailable(f"prefill worker {part_id} is gone")
+        link = self._prefill.get(component_id)
+        if link is None or component_id in self._fences.named:
+            raise Unavailable(f"prefill worker {component_id} is gone")
         return link
 
-    def decode(self, part_id: str) -> DecodeLink:
+    def decode(self, component_id: str) -> DecodeLink:
         """Raises Unavailable."""
-        link = self._decode.get(part_id)
-        if link is None or part_id in self._fences.named:
-            raise Unavailable(f"decode worker {part_id} is gone")
+        link = self._decode.get(component_id)
+        if link is None or component_id in self._fences.named:
+            raise Unavailable(f"decode worker {component_id} is gone")
         return link
 
-    def _answers(self, part: PartRecord) -> bool:
-        if part.part_id in self._fences.named:
+    def _answers(self, component: ComponentRecord) -> bool:
+        if component.component_id in self._fences.named:
             return False
-        if part.role == "decode":
-            link = self._decode.get(part.part_id)
+        if component.role == "decode":
+            link = self._decode.get(component.component_id)
             return link is not None and link.alive
-        if part.role == "kvnode":
-            node = self._nodes.get(part.node_id)
+        if component.role == "kvnode":
+            node = self._nodes.get(component.node_id)
             return node is not None and node.alive
-        return part.part_id in self._prefill
+        return component.component_id in self._prefill
 
     async def _poll(self) -> None:
         while True:
@@ -278,15 +279,15 @@ class Cluster:
         is alive, for the sake of what runs on it."""
         records = self.view.records()
         self._match(self._nodes, {r.node_id: r for r in records if r.role == "kvnode"}, NodeLink)
-        self._match(self._prefill, {r.part_id: r for r in records if r.role == "prefill"}, PrefillLink)
-        self._match(self._decode, {r.part_id: r for r in records if r.role == "decode"}, DecodeLink)
+        self._match(self._prefill, {r.component_id: r for r in records if r.role == "prefill"}, PrefillLink)
+        self._match(self._decode, {r.component_id: r for r in records if r.role == "decode"}, DecodeLink)
 
-    def _cut_off(self, part_ids: frozenset[str]) -> None:
+    def _cut_off(self, component_ids: frozenset[str]) -> None:
         """What runs on fenced workers is told that it is lost. They get new links: some come back."""
-        for part_id in part_ids:
-            for link in (self._prefill.pop(part_id, None), self._decode.pop(part_id, None)):
+        for component_id in component_ids:
+            for link in (self._prefill.pop(component_id, None), self._decode.pop(component_id, None)):
                 if link is not None:
-                    log.warning("%s is fenced by its KV node, its work moves on", part_id)
+                    log.warning("%s is fenced by its KV node, its work moves on", component_id)
                     self._close(link)
 
     def _close(self, link: DecodeLink | PrefillLink | NodeLink) -> None:
@@ -294,7 +295,7 @@ class Cluster:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    def _match(self, links: dict[str, Any], wanted: dict[str, PartRecord], make: Any) -> None:
+    def _match(self, links: dict[str, Any], wanted: dict[str, ComponentRecord], make: Any) -> None:
         for name in list(links):
             moved = name in wanted and links[name].address != wanted[name].address
             if moved or (name not in wanted and not links[name].alive):

@@ -19,7 +19,7 @@ from pillion.net import rpc
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, DecodeError, Submit, batch_from_pb, submit_to_pb
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -34,8 +34,8 @@ Sink = Callable[[DecodeDelta], None]
 class DecodeLink:
     """One decode worker. Sinks are called on the event loop and must not block."""
 
-    def __init__(self, record: PartRecord, gateway_id: str) -> None:
-        self.part_id = record.part_id
+    def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
+        self.component_id = record.component_id
         self.address = record.address
         self._gateway_id = gateway_id
         self._channel = rpc.open_channel(record.address)
@@ -43,7 +43,7 @@ class DecodeLink:
         self._commands: asyncio.Queue[decode_pb2.DecodeCommand] | None = None
         self._sinks: dict[int, Sink] = {}
         self._keys = itertools.count(1)
-        self._keeper = asyncio.create_task(self._keep_connected(), name=f"connection to {self.part_id}")
+        self._keeper = asyncio.create_task(self._keep_connected(), name=f"connection to {self.component_id}")
 
     @property
     def alive(self) -> bool:
@@ -78,7 +78,7 @@ class DecodeLink:
             self._send(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
         except PillionError as error:
             # The connection has just ended, and with it the stream.
-            log.debug("cancel of a stream on %s: %s", self.part_id, error.message)
+            log.debug("cancel of a stream on %s: %s", self.component_id, error.message)
 
     async def aclose(self) -> None:
         """Ends the connection; what was submitted on it is cancelled by that."""
@@ -88,11 +88,11 @@ class DecodeLink:
 
     def _send(self, command: decode_pb2.DecodeCommand) -> None:
         if self._commands is None:
-            raise Unavailable(f"decode worker {self.part_id} does not answer")
+            raise Unavailable(f"decode worker {self.component_id} does not answer")
         try:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
-            raise Overloaded(f"{MAX_QUEUED_COMMANDS} commands wait for decode worker {self.part_id}") from None
+            raise Overloaded(f"{MAX_QUEUED_COMMANDS} commands wait for decode worker {self.component_id}") from None
 
     async def _keep_connected(self) -> None:
         while True:
@@ -119,7 +119,7 @@ class DecodeLink:
                 await call.wait_for_connection()
                 await call.write(decode_pb2.DecodeCommand(hello=hello_to_pb(self._gateway_id)))
             self._commands = commands
-            writer = asyncio.create_task(_write_all(call, commands), name=f"commands to {self.part_id}")
+            writer = asyncio.create_task(_write_all(call, commands), name=f"commands to {self.component_id}")
             async for batch in call:
                 for delta in batch_from_pb(batch):
                     self._dispatch(delta)
@@ -138,9 +138,9 @@ class DecodeLink:
         self._commands = None
         sinks, self._sinks = self._sinks, {}
         if sinks:
-            log.warning("decode worker %s lost with %d streams: %s", self.part_id, len(sinks), reason)
+            log.warning("decode worker %s lost with %d streams: %s", self.component_id, len(sinks), reason)
         for key, sink in sinks.items():
-            error = DecodeError(Unavailable.code, f"decode worker {self.part_id} was lost: {reason}", True)
+            error = DecodeError(Unavailable.code, f"decode worker {self.component_id} was lost: {reason}", True)
             sink(DecodeDelta(key=key, error=error))
 
 

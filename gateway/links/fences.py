@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 
 class Fences:
@@ -17,8 +17,8 @@ class Fences:
     def __init__(self) -> None:
         self.named: frozenset[str] = frozenset()
 
-    def look(self, records: Iterable[PartRecord]) -> frozenset[str]:
+    def look(self, records: Iterable[ComponentRecord]) -> frozenset[str]:
         """The registry's answer; returns who is named for the first time, or again."""
-        named = frozenset(part_id for record in records for part_id in record.fenced_parts)
+        named = frozenset(component_id for record in records for component_id in record.fenced_components)
         fresh, self.named = named - self.named, named
         return fresh

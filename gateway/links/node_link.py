@@ -14,7 +14,7 @@ import logging
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.request.events import Hold
 from pillion.kvstore.client.node_client import NodeClient, Session
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -26,7 +26,7 @@ MAX_RELEASES_PER_CALL = 1024
 class NodeLink:
     """One KV node. ``alive`` turns true when a session is open."""
 
-    def __init__(self, record: PartRecord, gateway_id: str) -> None:
+    def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.node_id = record.node_id
         self.address = record.address
         self.client = NodeClient(record.address, gateway_id)

@@ -12,14 +12,14 @@ from pillion.net import rpc
 from pillion.observability import telemetry
 from pillion.v1 import prefill_pb2_grpc
 from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, span_to_pb
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 
 class PrefillLink:
     """One prefill worker's channel; it connects with the first call and again when needed."""
 
-    def __init__(self, record: PartRecord, gateway_id: str) -> None:
-        self.part_id = record.part_id
+    def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
+        self.component_id = record.component_id
         self.address = record.address
         self._gateway_id = gateway_id
         self._channel = rpc.open_channel(record.address)

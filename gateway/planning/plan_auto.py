@@ -26,7 +26,7 @@ from pillion.gateway.planning.plan_cost import (
     StepModel,
     way_s,
 )
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 if TYPE_CHECKING:
     from pillion.gateway.planning.planner import Picture
@@ -53,7 +53,9 @@ class AutoPolicy:
 
     name: str = "auto"
 
-    def split_blocks(self, cached_blocks: int, limit_blocks: int, prefill: PartRecord, decode: PartRecord) -> int:
+    def split_blocks(
+        self, cached_blocks: int, limit_blocks: int, prefill: ComponentRecord, decode: ComponentRecord
+    ) -> int:
         """Without a dial: all that is whole."""
         return limit_blocks
 
@@ -94,8 +96,12 @@ class Dial:
         best_s = min(prices.values())
         best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
         shared, kept = self._leans(margin_s, alone_s, best_s)
-        where = f"{self.prefill.part.part_id} computes {best * self.block_size - cached}" if shared else "co-located"
-        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {self.prefill.part.part_id}"
+        where = (
+            f"{self.prefill.component.component_id} computes {best * self.block_size - cached}"
+            if shared
+            else "co-located"
+        )
+        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {self.prefill.component.component_id}"
         said = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
         return best if shared else cached_blocks, said
 
@@ -118,8 +124,8 @@ class Dial:
 class Choice:
     """``fetched``: whether blocks of other nodes are worth their transfer."""
 
-    decode: PartRecord
-    prefill: PartRecord | None
+    decode: ComponentRecord
+    prefill: ComponentRecord | None
     cached_blocks: int
     fetched: bool
     dial: Dial
@@ -152,7 +158,9 @@ class _Way(NamedTuple):
     fetched: bool
 
 
-def choose(picture: Picture, decodes: list[PartRecord], prefills: list[PartRecord], nodes: frozenset[str]) -> Choice:
+def choose(
+    picture: Picture, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
+) -> Choice:
     """The way of one attempt.
 
     Args:
@@ -166,69 +174,77 @@ def choose(picture: Picture, decodes: list[PartRecord], prefills: list[PartRecor
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
     limit = (picture.prompt_tokens - 1) // picture.block_size
     behind = picture.demand_per_s[0] / len(decodes)
-    ways = [_way(picture, part, models.of(part), best, min(known, limit), limit, behind) for part in weighed]
+    ways = [
+        _way(picture, component, models.of(component), best, min(known, limit), limit, behind) for component in weighed
+    ]
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
     words = _why(picture, chosen, decodes)
-    if min(known, limit) > min(hits.get(chosen.decode.part.node_id, 0), limit):
+    if min(known, limit) > min(hits.get(chosen.decode.component.node_id, 0), limit):
         words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
     if not picture.index_available:
         words += ", the index is away"
     dial = Dial(
         chosen.prefill, chosen.decode, picture.block_size, picture.lean, chosen.fetch_s, chosen.cached_blocks, words
     )
-    prefill = None if chosen.prefill is None else chosen.prefill.part
-    return Choice(chosen.decode.part, prefill, chosen.cached_blocks, chosen.fetched, dial)
+    prefill = None if chosen.prefill is None else chosen.prefill.component
+    return Choice(chosen.decode.component, prefill, chosen.cached_blocks, chosen.fetched, dial)
 
 
-def _why(picture: Picture, chosen: _Way, decodes: list[PartRecord]) -> str:
+def _why(picture: Picture, chosen: _Way, decodes: list[ComponentRecord]) -> str:
     """Of the decode worker."""
-    hits, part = picture.hits, chosen.decode.part
+    hits, component = picture.hits, chosen.decode.component
     if len(decodes) == 1:
-        return f"{part.part_id} is the only one"
+        return f"{component.component_id} is the only one"
     rival = max(decodes, key=lambda other: hits.get(other.node_id, 0))
-    busier = hits.get(rival.node_id, 0) > hits.get(part.node_id, 0)
-    passed = f", {rival.part_id} has more of the prefix and is busier" if busier else ""
-    return f"{part.part_id} is soonest of {len(decodes)}{passed}"
+    busier = hits.get(rival.node_id, 0) > hits.get(component.node_id, 0)
+    passed = f", {rival.component_id} has more of the prefix and is busier" if busier else ""
+    return f"{component.component_id} is soonest of {len(decodes)}{passed}"
 
 
-def _least(picture: Picture, models: Models, parts: list[PartRecord]) -> list[PartRecord]:
+def _least(picture: Picture, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
     """Those with the least to do before ours would be done, roughly, in seconds; equals in an order of the request's
     own, so that they take turns."""
-    turn = picture.spread % len(parts) if parts else 0
+    turn = picture.spread % len(components) if components else 0
     sent, hits, size, streams = picture.own_tokens, picture.hits, picture.block_size, picture.own_load
     found = []
-    for part in parts[turn:] + parts[:turn]:
-        name, said, mine = part.part_id, part.queued_tokens, sent.get(part.part_id, 0)
-        tokens = (said if said > mine else mine) + picture.prompt_tokens - hits.get(part.node_id, 0) * size
-        if part.role == "decode":
-            tokens += STREAM_TOKENS * max(part.running_requests, streams.get(name, 0))
-        found.append((tokens * models.rough_token_s(part), part))
-    return [part for _, part in sorted(found, key=itemgetter(0))]
+    for component in components[turn:] + components[:turn]:
+        name, said, mine = component.component_id, component.queued_tokens, sent.get(component.component_id, 0)
+        tokens = (said if said > mine else mine) + picture.prompt_tokens - hits.get(component.node_id, 0) * size
+        if component.role == "decode":
+            tokens += STREAM_TOKENS * max(component.running_requests, streams.get(name, 0))
+        found.append((tokens * models.rough_token_s(component), component))
+    return [component for _, component in sorted(found, key=itemgetter(0))]
 
 
 def _prefill_sides(
-    picture: Picture, models: Models, prefills: list[PartRecord], decodes: list[PartRecord]
+    picture: Picture, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
 ) -> list[PrefillSide]:
     """The best one of each of the decode workers' nodes, and the best one of all others; the soonest first."""
     sent, chunk, tokens = picture.own_tokens, picture.chunk_tokens, picture.prompt_tokens
-    near = {part.node_id for part in decodes}
-    best: dict[str, PartRecord] = {}
-    for part in _least(picture, models, prefills):
-        best.setdefault(part.node_id if part.node_id in near else "", part)
+    near = {component.node_id for component in decodes}
+    best: dict[str, ComponentRecord] = {}
+    for component in _least(picture, models, prefills):
+        best.setdefault(component.node_id if component.node_id in near else "", component)
     behind = picture.demand_per_s[1] / max(1, len(prefills))
-    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.part_id, 0), behind) for p in best.values()]
+    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), behind) for p in best.values()]
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
 def _way(
-    picture: Picture, part: PartRecord, model: StepModel, best: list[PrefillSide], known: int, limit: int, behind: float
+    picture: Picture,
+    component: ComponentRecord,
+    model: StepModel,
+    best: list[PrefillSide],
+    known: int,
+    limit: int,
+    behind: float,
 ) -> _Way:
     """By this decode worker, with its node's prefill worker or the best one elsewhere."""
-    size, node_id, part_id = picture.block_size, part.node_id, part.part_id
-    block_s = picture.fetch_block_s or part.block_bytes / DEFAULT_BYTES_PER_S
-    streams, tokens = picture.own_load.get(part_id, 0), picture.own_tokens.get(part_id, 0)
-    decode = DecodeSide.of(part, model, picture.prompt_tokens, streams, tokens, behind)
+    size, node_id, component_id = picture.block_size, component.node_id, component.component_id
+    block_s = picture.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
+    streams, tokens = picture.own_load.get(component_id, 0), picture.own_tokens.get(component_id, 0)
+    decode = DecodeSide.of(component, model, picture.prompt_tokens, streams, tokens, behind)
     cached, fetch_s, fetched = min(picture.hits.get(node_id, 0), limit), 0.0, False
     if known > cached:
         taken_s = FETCH_CALL_S + (known - cached) * block_s
@@ -236,12 +252,12 @@ def _way(
             cached, fetch_s, fetched = known, taken_s, True
     chosen: PrefillSide | None = None
     for side in best:
-        if side.part.node_id == node_id:
+        if side.component.node_id == node_id:
             if chosen is None or side.wait_s <= chosen.wait_s + chosen.extra_s:
                 chosen = side
             break
         if chosen is None:
-            there = min(picture.hits.get(side.part.node_id, 0), cached)
+            there = min(picture.hits.get(side.component.node_id, 0), cached)
             carried = min(limit - cached, picture.chunk_tokens // size) + cached - there
             chosen = side._replace(extra_s=2 * FETCH_CALL_S + carried * block_s)
     price_s = way_s(None, decode, cached * size, cached * size, fetch_s)

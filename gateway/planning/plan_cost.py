@@ -1,7 +1,8 @@
 """What a plan costs, predicted from what workers publish: time to the first token, and what decodes lose by it (I9).
 
     prefill worker   waits for its queue | chunks: each reads the KV before it again |  then, on the decode worker,
-    decode worker    waits for its queue . . . . . . . . . . . . . . . . . . . . . . .  | remnant, beside its decodes
+    decode worker    waits for its queue . . . . . . . . . . . . . . . . . . . . . . .  | prompt tail, beside its
+    decodes
 
 A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is
 arithmetic in closed form:
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 # Of the call that starts a span, and of each chunk's way back, on one machine.
 SPAN_CALL_S = 0.003
@@ -23,9 +24,9 @@ CHUNK_CALL_S = 0.001
 # Of the call that fetches blocks, and the rate assumed where none was measured.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
-# A remnant gets this many tokens of a step however late the decodes are
-# (pillion.engine.scheduling.step_cost.MIN_REMNANT_TOKENS).
-MIN_REMNANT_TOKENS = 16
+# A prompt tail gets this many tokens of a step however late the decodes are
+# (pillion.engine.scheduling.step_cost.MIN_TAIL_TOKENS).
+MIN_TAIL_TOKENS = 16
 # A fit that has seen no larger step than this does not know what a chunk costs.
 MIN_CHUNK_SEEN_TOKENS = 64
 # Where a decode worker has no target, a step that takes longer than this harms its streams.
@@ -74,10 +75,10 @@ class StepModel(NamedTuple):
         return self.token_s + self.read_s + self.pair_s * ASSUMED_POSITION + fixed_s / step_tokens
 
 
-def _queue_wait_s(part: PartRecord, own_tokens: int, token_s: float) -> float:
+def _queue_wait_s(component: ComponentRecord, own_tokens: int, token_s: float) -> float:
     """Until a worker's queue is computed: what we sent, or what its heartbeat said, less the time since then."""
-    fade_s = min(part.heartbeat_age_ms / 1000, MAX_NEWS_FADE_S)
-    said_s = (part.queued_tokens or part.waiting_tokens) * token_s - fade_s
+    fade_s = min(component.heartbeat_age_ms / 1000, MAX_NEWS_FADE_S)
+    said_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
     own_s = own_tokens * token_s
     return said_s if said_s > own_s else own_s
 
@@ -90,31 +91,31 @@ class Models:
     """The model of each worker: its own fit; of a worker that has none yet, or an absurd one, the middle one of its
     role, or of any."""
 
-    def __init__(self, decodes: Sequence[PartRecord], prefills: Sequence[PartRecord]) -> None:
+    def __init__(self, decodes: Sequence[ComponentRecord], prefills: Sequence[ComponentRecord]) -> None:
         prefill = _middle(prefills)
         self._known = prefill is not None
         self._decode = _middle(decodes) or prefill or DEFAULT_MODEL
         self._prefill = prefill or self._decode
         self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
 
-    def of(self, part: PartRecord) -> StepModel:
+    def of(self, component: ComponentRecord) -> StepModel:
         """A decode worker that has run no chunk yet knows too little of tokens: prefill workers know them."""
-        if part.role == "prefill":
-            return self._own(part, self._prefill)
-        own, prefill = self._own(part, self._decode), self._prefill
-        if part.largest_step_tokens >= MIN_CHUNK_SEEN_TOKENS or not self._known:
+        if component.role == "prefill":
+            return self._own(component, self._prefill)
+        own, prefill = self._own(component, self._decode), self._prefill
+        if component.largest_step_tokens >= MIN_CHUNK_SEEN_TOKENS or not self._known:
             return own
         return own._replace(token_s=max(own.token_s, prefill.token_s), pair_s=max(own.pair_s, prefill.pair_s))
 
-    def rough_token_s(self, part: PartRecord) -> float:
+    def rough_token_s(self, component: ComponentRecord) -> float:
         """Seconds of a token in a queue, to compare workers by."""
-        return _compared_s(self.of(part)) / COMPARED_TOKENS
+        return _compared_s(self.of(component)) / COMPARED_TOKENS
 
-    def _own(self, part: PartRecord, middle: StepModel) -> StepModel:
-        if not part.step_cost_s:
+    def _own(self, component: ComponentRecord, middle: StepModel) -> StepModel:
+        if not component.step_cost_s:
             return middle
-        own = StepModel._make(part.step_cost_s)
-        compared_s = self._compared_s[part.role]
+        own = StepModel._make(component.step_cost_s)
+        compared_s = self._compared_s[component.role]
         return own if compared_s <= MAX_ODDS * _compared_s(own) <= MAX_ODDS**2 * compared_s else middle
 
 
@@ -123,9 +124,9 @@ def _compared_s(model: StepModel) -> float:
     return model.span_s(0, COMPARED_TOKENS, COMPARED_TOKENS)
 
 
-def _middle(workers: Sequence[PartRecord]) -> StepModel | None:
+def _middle(workers: Sequence[ComponentRecord]) -> StepModel | None:
     """The slower one of two: who is too good to be true is then the odd one."""
-    fits = [StepModel._make(part.step_cost_s) for part in workers if part.step_cost_s]
+    fits = [StepModel._make(component.step_cost_s) for component in workers if component.step_cost_s]
     return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None
 
 
@@ -140,7 +141,7 @@ class PrefillSide(NamedTuple):
         followers_per_s: requests that come to it, and would wait behind ours.
     """
 
-    part: PartRecord
+    component: ComponentRecord
     model: StepModel
     step_tokens: int
     wait_s: float
@@ -150,14 +151,19 @@ class PrefillSide(NamedTuple):
 
     @classmethod
     def of(
-        cls, part: PartRecord, model: StepModel, chunk_tokens: int, own_tokens: int, followers_per_s: float = 0.0
+        cls,
+        component: ComponentRecord,
+        model: StepModel,
+        chunk_tokens: int,
+        own_tokens: int,
+        followers_per_s: float = 0.0,
     ) -> PrefillSide:
         """``own_tokens``: what this gateway has sent and not got back."""
-        most = part.max_step_tokens
+        most = component.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
         token_s = model.queued_token_s(step_tokens, model.step_s)
-        wait_s = _queue_wait_s(part, own_tokens, token_s)
-        return cls(part, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
+        wait_s = _queue_wait_s(component, own_tokens, token_s)
+        return cls(component, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
 
     def span_s(self, start: int, end: int) -> float:
         """From the first chunk's begin to the last one's acknowledgement."""
@@ -173,14 +179,14 @@ class DecodeSide(NamedTuple):
     Attributes:
         streams: that run there.
         base_s: a step of these alone.
-        room: tokens of a remnant that a step takes beside them.
+        room: tokens of a prompt tail that a step takes beside them.
         most: tokens that a step may take in all.
-        wait_s: until the remnants before ours are computed, and a seat is free.
+        wait_s: until the prompt tails before ours are computed, and a seat is free.
         limit_s: the inter-token latency that its streams should have.
         followers_per_s: requests that come to it, and would wait behind ours.
     """
 
-    part: PartRecord
+    component: ComponentRecord
     model: StepModel
     end: int
     streams: int
@@ -194,7 +200,7 @@ class DecodeSide(NamedTuple):
     @classmethod
     def of(
         cls,
-        part: PartRecord,
+        component: ComponentRecord,
         model: StepModel,
         end: int,
         own_streams: int,
@@ -203,29 +209,29 @@ class DecodeSide(NamedTuple):
     ) -> DecodeSide:
         """``own_streams`` and ``own_tokens``: what this gateway has there, and prompt tokens of it to be computed."""
         step_s, token_s, sequence_s, read_s, pair_s = model
-        streams, context = part.decoding_requests, part.context_tokens
-        present = part.running_requests + part.waiting_requests
+        streams, context = component.decoding_requests, component.context_tokens
+        present = component.running_requests + component.waiting_requests
         if own_streams > present:
             streams += own_streams - present
             context += (own_streams - present) * ASSUMED_POSITION
             present = own_streams
         base_s = step_s + streams * (token_s + sequence_s) + context * (read_s + pair_s)
-        most = part.max_step_tokens or ASSUMED_STEP_TOKENS
+        most = component.max_step_tokens or ASSUMED_STEP_TOKENS
         room = float(most - streams) if most > streams else 1.0
-        target_s = part.target_itl_ms / 1000
+        target_s = component.target_itl_ms / 1000
         if target_s:
             each_s = token_s + read_s + pair_s * end
             if each_s:
                 fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
-                room = min(room, max(fitting, MIN_REMNANT_TOKENS))
-        wait_s = _queue_wait_s(part, own_tokens, model.queued_token_s(room, base_s))
-        seats = part.running_requests + part.free_seqs or ASSUMED_SEATS
+                room = min(room, max(fitting, MIN_TAIL_TOKENS))
+        wait_s = _queue_wait_s(component, own_tokens, model.queued_token_s(room, base_s))
+        seats = component.running_requests + component.free_seqs or ASSUMED_SEATS
         if present >= seats:
             wait_s += (present + 1 - seats) * base_s * ASSUMED_ANSWER_TOKENS / seats
         limit_s = target_s or UNSAID_TARGET_S
-        return cls(part, model, end, streams, base_s, room, most, wait_s, limit_s, followers_per_s)
+        return cls(component, model, end, streams, base_s, room, most, wait_s, limit_s, followers_per_s)
 
-    def remnant_s(self, start: int) -> tuple[float, float]:
+    def tail_s(self, start: int) -> tuple[float, float]:
         """Seconds from the first step with a token of start .. end to the first token, and the seconds that the streams
         there lose by it, together: what its steps take beyond their latency."""
         _, token_s, sequence_s, read_s, pair_s = self.model
@@ -237,7 +243,7 @@ class DecodeSide(NamedTuple):
         seconds = steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
         if not self.streams:
             return seconds, 0.0
-        piece = min(tokens, self.room if self.part.target_itl_ms else self.most)
+        piece = min(tokens, self.room if self.component.target_itl_ms else self.most)
         step_s = self.base_s + sequence_s + read_s * self.end + piece * (token_s + read_s + pair_s * self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
 
@@ -260,7 +266,7 @@ def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: i
         span_s = prefill.span_s(cached, split)
         begun_s = max(fetch_s, prefill.wait_s) + span_s
         others_s = _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
-    seconds, lost_s = decode.remnant_s(split)
+    seconds, lost_s = decode.tail_s(split)
     others_s += lost_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
     return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + others_s
 

@@ -1,6 +1,7 @@
 """Where a request runs and where its prompt is split: a pure decision over a picture of the cluster (I9).
 
-    [ cached prefix | whole blocks, run by a prefill worker in chunks | remnant, >= 1 token, run by the decode worker ]
+    [ cached prefix | whole blocks, run by a prefill worker in chunks | prompt tail, >= 1 token, run by the decode
+    worker ]
     0            cached                                             split                                           N
 
 What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
@@ -20,7 +21,7 @@ from typing import Protocol
 
 from pillion.errors import ConfigError, Unavailable
 from pillion.gateway.planning.plan_auto import AutoPolicy, Dial, choose
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 # Fewer blocks than this are not fetched from elsewhere but computed.
 MIN_FETCH_BLOCKS = 1
@@ -35,7 +36,9 @@ class SplitPolicy(Protocol):
     def name(self) -> str:
         """As in ``--split-policy``."""
 
-    def split_blocks(self, cached_blocks: int, limit_blocks: int, prefill: PartRecord, decode: PartRecord) -> int:
+    def split_blocks(
+        self, cached_blocks: int, limit_blocks: int, prefill: ComponentRecord, decode: ComponentRecord
+    ) -> int:
         """Blocks before the split, in [cached_blocks, limit_blocks]."""
 
 
@@ -46,7 +49,9 @@ class FractionPolicy:
     name: str
     share: Fraction
 
-    def split_blocks(self, cached_blocks: int, limit_blocks: int, prefill: PartRecord, decode: PartRecord) -> int:
+    def split_blocks(
+        self, cached_blocks: int, limit_blocks: int, prefill: ComponentRecord, decode: ComponentRecord
+    ) -> int:
         """The same share whatever the load."""
         return cached_blocks + int((limit_blocks - cached_blocks) * self.share)
 
@@ -94,7 +99,7 @@ class Picture:
     model: str
     prompt_tokens: int
     hits: Mapping[str, int]
-    parts: Sequence[PartRecord]
+    components: Sequence[ComponentRecord]
     policy: SplitPolicy
     block_size: int
     chunk_tokens: int
@@ -133,8 +138,8 @@ class Plan:
     """
 
     node_id: str
-    prefill: PartRecord | None
-    decode: PartRecord
+    prefill: ComponentRecord | None
+    decode: ComponentRecord
     policy: SplitPolicy
     block_size: int
     chunk_tokens: int
@@ -187,15 +192,17 @@ def plan(picture: Picture) -> Plan:
 
 def _plan_auto(picture: Picture) -> Plan:
     seated = _seated(picture)
-    least = min(_avoidance(picture, part) for part in seated)
-    nodes = frozenset(part.node_id for part in picture.parts if part.role == "kvnode") - picture.avoid
-    usable = [part for part in seated if _avoidance(picture, part) == least]
+    least = min(_avoidance(picture, component) for component in seated)
+    nodes = (
+        frozenset(component.node_id for component in picture.components if component.role == "kvnode") - picture.avoid
+    )
+    usable = [component for component in seated if _avoidance(picture, component) == least]
     # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
-    reached = nodes | ({part.node_id for part in usable} if least[1] else frozenset())
+    reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
     prefills = [
-        part
-        for part in picture.parts
-        if part.role == "prefill" and part.node_id in reached and part.part_id not in picture.avoid
+        component
+        for component in picture.components
+        if component.role == "prefill" and component.node_id in reached and component.component_id not in picture.avoid
     ]
     choice = choose(picture, usable, prefills, nodes)
     draft = replace(_draft(picture, choice.decode, choice.prefill), dial=choice.dial)
@@ -205,7 +212,7 @@ def _plan_auto(picture: Picture) -> Plan:
     return replan(draft, choice.cached_blocks)
 
 
-def _draft(picture: Picture, decode: PartRecord, prefill: PartRecord | None) -> Plan:
+def _draft(picture: Picture, decode: ComponentRecord, prefill: ComponentRecord | None) -> Plan:
     return Plan(
         node_id=decode.node_id,
         prefill=prefill,
@@ -236,7 +243,9 @@ def replan(old: Plan, cached_blocks: int) -> Plan:
         split = max(cached, min(wanted, old.limit_blocks))
         reason = old.policy.name + (f", prefill on {old.prefill.node_id}" if old.remote else "")
         if cached == old.limit_blocks:
-            reason += ": nothing left before the remnant" if old.limit_blocks == 0 else ": every whole block is cached"
+            reason += (
+                ": nothing left before the prompt tail" if old.limit_blocks == 0 else ": every whole block is cached"
+            )
     return replace(
         old,
         cached_tokens=cached * old.block_size,
@@ -275,10 +284,10 @@ def bringing(sources: Sequence[Source], node_id: str, here_blocks: int, limit_bl
     return Bringing(known, tuple(others[:MAX_FETCH_SOURCES]))
 
 
-def _seated(picture: Picture) -> list[PartRecord]:
+def _seated(picture: Picture) -> list[ComponentRecord]:
     """Decode workers whose node lives. Raises Unavailable."""
-    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"}
-    workers = [part for part in picture.parts if part.role == "decode"]
+    nodes = {component.node_id for component in picture.components if component.role == "kvnode"}
+    workers = [component for component in picture.components if component.role == "decode"]
     if not workers:
         raise Unavailable(f"no decode worker of model {picture.model!r} lives")
     seated = [worker for worker in workers if worker.node_id in nodes]
@@ -288,42 +297,46 @@ def _seated(picture: Picture) -> list[PartRecord]:
     return seated
 
 
-def _avoidance(picture: Picture, part: PartRecord) -> tuple[bool, bool]:
+def _avoidance(picture: Picture, component: ComponentRecord) -> tuple[bool, bool]:
     """Smaller is better: whether the part, and whether its node, failed this request before."""
-    return part.part_id in picture.avoid, part.node_id in picture.avoid
+    return component.component_id in picture.avoid, component.node_id in picture.avoid
 
 
-def _decode_worker(picture: Picture) -> PartRecord:
+def _decode_worker(picture: Picture) -> ComponentRecord:
     """On the node with the longest hit; there, and among equals, the least loaded."""
     seated = _seated(picture)
 
-    def rank(part: PartRecord) -> tuple[tuple[bool, bool], int, int]:
-        return _avoidance(picture, part), -picture.hits.get(part.node_id, 0), _load(picture, part)
+    def rank(component: ComponentRecord) -> tuple[tuple[bool, bool], int, int]:
+        return _avoidance(picture, component), -picture.hits.get(component.node_id, 0), _load(picture, component)
 
-    best = min(rank(part) for part in seated)
-    return _pick([part for part in seated if rank(part) == best], picture.spread)
+    best = min(rank(component) for component in seated)
+    return _pick([component for component in seated if rank(component) == best], picture.spread)
 
 
-def _prefill_worker(picture: Picture, node_id: str) -> PartRecord | None:
+def _prefill_worker(picture: Picture, node_id: str) -> ComponentRecord | None:
     """The least loaded one on the node, or else of all other nodes; None where there is none, or where all that live
     have failed this request."""
-    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"} - picture.avoid | {node_id}
+    nodes = {component.node_id for component in picture.components if component.role == "kvnode"} - picture.avoid | {
+        node_id
+    }
     usable = [
-        part
-        for part in picture.parts
-        if part.role == "prefill" and part.node_id in nodes and part.part_id not in picture.avoid
+        component
+        for component in picture.components
+        if component.role == "prefill" and component.node_id in nodes and component.component_id not in picture.avoid
     ]
-    workers = [part for part in usable if part.node_id == node_id] or usable
+    workers = [component for component in usable if component.node_id == node_id] or usable
     if not workers:
         return None
-    least = min(_load(picture, part) for part in workers)
-    return _pick([part for part in workers if _load(picture, part) == least], picture.spread)
+    least = min(_load(picture, component) for component in workers)
+    return _pick([component for component in workers if _load(picture, component) == least], picture.spread)
 
 
 def _sources(picture: Picture, node_id: str) -> tuple[Source, ...]:
     """Live nodes with a hit, the longest first; equals in an order of the request's own, so that they share the load.
     The node itself is always among them: what its disk has is part of its hit."""
-    nodes = {part.node_id for part in picture.parts if part.role == "kvnode"} - picture.avoid | {node_id}
+    nodes = {component.node_id for component in picture.components if component.role == "kvnode"} - picture.avoid | {
+        node_id
+    }
     known = [Source(name, blocks) for name, blocks in sorted(picture.hits.items()) if blocks > 0 and name in nodes]
     start = picture.spread % len(known) if known else 0
     ranked = sorted(known[start:] + known[:start], key=lambda source: -source.blocks)
@@ -331,11 +344,15 @@ def _sources(picture: Picture, node_id: str) -> tuple[Source, ...]:
     return tuple(source for source in ranked if source.node_id == node_id or source in others)
 
 
-def _load(picture: Picture, part: PartRecord) -> int:
+def _load(picture: Picture, component: ComponentRecord) -> int:
     """Tokens before a prefill worker, streams on a decode worker: the heartbeat's word or ours, the larger."""
-    said = part.waiting_tokens if part.role == "prefill" else part.running_requests + part.waiting_requests
-    return max(said, picture.own_load.get(part.part_id, 0))
+    said = (
+        component.waiting_tokens
+        if component.role == "prefill"
+        else component.running_requests + component.waiting_requests
+    )
+    return max(said, picture.own_load.get(component.component_id, 0))
 
 
-def _pick(equals: Sequence[PartRecord], spread: int) -> PartRecord:
-    return sorted(equals, key=lambda part: part.part_id)[spread % len(equals)]
+def _pick(equals: Sequence[ComponentRecord], spread: int) -> ComponentRecord:
+    return sorted(equals, key=lambda component: component.component_id)[spread % len(equals)]

@@ -34,7 +34,7 @@ from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
 from pillion.wire.decode import DecodeDelta, Fork, Submit
 from pillion.wire.prefill import ChunkAck
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -104,7 +104,7 @@ class Calls:
 
     def submit(self, action: ev.SubmitDecode, followers: Sequence[Calls]) -> None:
         """Answers Adopted, Tokens, then DecodeFinished; or DecodeLost. ``followers`` are the calls of ``forks``."""
-        job, attempt, worker = self._job, action.attempt, action.plan.decode.part_id
+        job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
         left_s = job.left_s()
         submit = Submit(
             key=0,
@@ -161,10 +161,10 @@ class Calls:
 
     def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
         """What of the parts' load is this answer's from now on, for the planner's next decisions (OwnLoad.add)."""
-        for part_id, (amount, tokens) in self._assigned.items():
-            self._cluster.load.add(part_id, -amount, -tokens)
-        for part_id, (amount, tokens) in amounts.items():
-            self._cluster.load.add(part_id, amount, tokens)
+        for component_id, (amount, tokens) in self._assigned.items():
+            self._cluster.load.add(component_id, -amount, -tokens)
+        for component_id, (amount, tokens) in amounts.items():
+            self._cluster.load.add(component_id, amount, tokens)
         self._assigned = amounts
 
     # ---- the work -------------------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ class Calls:
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
-            parts=served.holding(len(job.prompt) + job.resolved.max_tokens),
+            components=served.holding(len(job.prompt) + job.resolved.max_tokens),
             policy=job.policy,
             block_size=served.block_size,
             chunk_tokens=job.chunk_tokens,
-            own_load=cluster.load.by_part,
+            own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.pace.block_s,
             demand_per_s=cluster.demand_per_s(),
@@ -224,8 +224,8 @@ class Calls:
                 "pillion.index_available": cluster.index.available,
                 "pillion.split_tokens": decided.split_tokens,
                 "pillion.reason": decided.reason,
-                "pillion.decode_worker": decided.decode.part_id,
-                "pillion.prefill_worker": decided.prefill.part_id if decided.prefill else "",
+                "pillion.decode_worker": decided.decode.component_id,
+                "pillion.prefill_worker": decided.prefill.component_id if decided.prefill else "",
             }
         )
         return decided
@@ -284,17 +284,17 @@ class Calls:
                     end_tokens = await self._run_near(action, worker, acked)
         except PillionError as error:
             if isinstance(error, Unavailable):
-                self._cluster.view.suspect(worker.part_id, time.monotonic())
+                self._cluster.view.suspect(worker.component_id, time.monotonic())
             self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
         else:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
 
-    async def _run_near(self, action: ev.RunSpan, worker: PartRecord, acked: Callable[[ChunkAck], None]) -> int:
+    async def _run_near(self, action: ev.RunSpan, worker: ComponentRecord, acked: Callable[[ChunkAck], None]) -> int:
         """On the decode worker's node, where a chunk that is computed needs no carrying."""
         plan = action.plan
         span = span_of(self._job, self._chain, action, action.hold.ticket_id, plan.cached_blocks)
         end_tokens = plan.cached_tokens
-        async for ack in self._cluster.prefill(worker.part_id).run_span(span, self._job.left_s()):
+        async for ack in self._cluster.prefill(worker.component_id).run_span(span, self._job.left_s()):
             end_tokens = ack.end_tokens
             acked(ack)
         return end_tokens
@@ -331,8 +331,8 @@ class Calls:
 
     def _assign_plan(self, plan: Plan, done_tokens: int = 0) -> None:
         """``done_tokens``: as far as the span has been acknowledged."""
-        amounts = {plan.decode.part_id: (1, plan.prompt_tokens - plan.split_tokens)}
+        amounts = {plan.decode.component_id: (1, plan.prompt_tokens - plan.split_tokens)}
         if plan.prefill is not None and plan.chunks:
             left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
-            amounts[plan.prefill.part_id] = left, left
+            amounts[plan.prefill.component_id] = left, left
         self.assign(amounts)

@@ -241,7 +241,7 @@ class RunSpan:
 
 @dataclass(frozen=True, slots=True)
 class SubmitDecode:
-    """Send the remnant to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost.
+    """Send the prompt tail to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost.
 
     ``forks`` are the indexes of the answers that begin with it; they hear of their own streams.
     """

@@ -24,7 +24,7 @@ from pillion.gateway.request.events import Hold
 from pillion.gateway.request.job import Chain, Job
 from pillion.observability import telemetry
 from pillion.wire.prefill import ChunkAck, Span
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 # Longest wait for KV memory at a prefill worker's node. Short, because the request holds memory at the decode worker's
 # node meanwhile: two requests may wait for each other's nodes, and then both go on without.
@@ -61,7 +61,7 @@ class RemoteSpan:
         job: Job,
         chain: Chain,
         action: ev.RunSpan,
-        worker: PartRecord,
+        worker: ComponentRecord,
         on_chunk: Callable[[ChunkAck], None],
     ) -> None:
         self._cluster = cluster
@@ -142,7 +142,7 @@ class RemoteSpan:
         if self._there >= plan.split_blocks:
             return
         span = span_of(self._job, self._chain, self._action, hold.ticket_id, self._there)
-        async for ack in self._cluster.prefill(self._worker.part_id).run_span(span, self._job.left_s()):
+        async for ack in self._cluster.prefill(self._worker.component_id).run_span(span, self._job.left_s()):
             self._acked.append(ack)
             self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
             self._news.set()

@@ -89,7 +89,7 @@ class RequestMachine:
         self._stop_ids = stop_token_ids
         self._max_attempts = max_attempts
         self._avoid: frozenset[str] = frozenset()
-        self._part_wait_until = arrived
+        self._component_wait_until = arrived
         self._lost: ev.DecodeLost | None = None
         self._log = _Log(arrived)
 
@@ -169,7 +169,7 @@ class RequestMachine:
 
     def _planned(self, event: ev.Planned | ev.PlanFailed, now: float) -> list[Action]:
         if isinstance(event, ev.PlanFailed):
-            if isinstance(event.error, Unavailable) and now < self._part_wait_until:
+            if isinstance(event.error, Unavailable) and now < self._component_wait_until:
                 # The request was under way when a part was lost: a supervisor may be bringing it back.
                 return [self._look_up(PART_POLL_MS)]
             return self._end(ev.Fail(event.error), now)
@@ -213,7 +213,7 @@ class RequestMachine:
             self.plan = shorten(plan, event.end_tokens)
             return self._submit()
         if plan.prefill is not None:
-            self._avoid |= {plan.prefill.part_id}
+            self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event.error, event.retryable, now)
 
     def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
@@ -238,7 +238,7 @@ class RequestMachine:
             return self._end(ev.Finish(FinishReason.STOP), now, stream_over)
         if len(self.emitted) >= self._max_tokens:
             return self._end(ev.Finish(FinishReason.LENGTH), now, stream_over)
-        self._avoid |= {self._plan().decode.part_id}
+        self._avoid |= {self._plan().decode.component_id}
         return self._retry_or_fail(error, retryable, now, stream_over)
 
     def _silent(self, now: float) -> list[Action]:
@@ -248,7 +248,7 @@ class RequestMachine:
         if self.state is State.DECODING:
             return self._stream_lost(error, True, now, stream_over=False)
         if self.state is State.PREFILLING and (worker := self._plan().prefill) is not None:
-            self._avoid |= {worker.part_id}
+            self._avoid |= {worker.component_id}
         return self._retry_or_fail(error, True, now)
 
     # ---- moves --------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class RequestMachine:
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
         self.attempt += 1
         self.state = State.PLANNING
-        self._part_wait_until = now + MAX_PART_WAIT_S
+        self._component_wait_until = now + MAX_PART_WAIT_S
         return [*leaving, self._look_up(delay_ms)]
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
@@ -352,7 +352,7 @@ class _Log:
         """See Timings in common.proto."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
-        prefill = plan.prefill.part_id if plan and plan.prefill and self.chunks else ""
+        prefill = plan.prefill.component_id if plan and plan.prefill and self.chunks else ""
 
         def since_arrival_ms(moment: float | None) -> float:
             return ((now if moment is None else moment) - self.arrived) * 1000
@@ -361,8 +361,8 @@ class _Log:
             cached_tokens=self.cached_tokens,
             prefilled_tokens=prefilled,
             prefill_chunks=self.chunks,
-            remnant_tokens=prompt_tokens - self.cached_tokens - prefilled,
-            remnant_steps=worker.remnant_steps,
+            tail_tokens=prompt_tokens - self.cached_tokens - prefilled,
+            tail_steps=worker.tail_steps,
             admission_ms=since_arrival_ms(self.admitted),
             prefill_ms=self.prefill_ms,
             decode_queue_ms=worker.queue_ms,
@@ -371,6 +371,6 @@ class _Log:
             replays=attempt - 1,
             preemptions=worker.preemptions,
             prefill_worker=prefill,
-            decode_worker=plan.decode.part_id if plan else "",
+            decode_worker=plan.decode.component_id if plan else "",
             plan_reason=plan.reason if plan else "",
         )

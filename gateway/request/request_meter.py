@@ -123,11 +123,11 @@ class RequestMeter:
             "fetched": fetched,
             "restored": restored,
             "prefill": timings.prefilled_tokens,
-            "remnant": timings.remnant_tokens,
+            "tail": timings.tail_tokens,
         }
         for source, tokens in sources.items():
             meters.counter(names.PROMPT_TOKENS, model, source).add(tokens)
-        computed = timings.prefilled_tokens + timings.remnant_tokens
+        computed = timings.prefilled_tokens + timings.tail_tokens
         if computed:
             meters.distribution(names.SPLIT, model).observe(timings.prefilled_tokens / computed)
 

@@ -52,21 +52,21 @@ class Session:
 
 
 class NodeClient:
-    """One part's line to one node. ``part_id`` names the part in the node's log.
+    """One part's line to one node. ``component_id`` names the part in the node's log.
 
     Attributes:
         channel: the connection, for stubs of the node's other services; closed with this.
     """
 
-    def __init__(self, address: str, part_id: str) -> None:
-        self._part_id = part_id
+    def __init__(self, address: str, component_id: str) -> None:
+        self._component_id = component_id
         self.channel = open_channel(address)
         self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self.channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S) -> Session:
         """A new epoch. Raises Unavailable if the node does not answer."""
-        call = self._stub.OpenSession(kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._part_id)))
+        call = self._stub.OpenSession(kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id)))
         try:
             async with asyncio.timeout(timeout_s):
                 event = await typed(call.read())

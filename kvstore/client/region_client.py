@@ -54,13 +54,13 @@ class Region:
         self._sock.close()
 
 
-def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, *, part_id: str = "") -> Region:
+def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, *, component_id: str = "") -> Region:
     """The region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``; blocks for up to ``timeout_s``
     while another process fills it. To be filled by this process, or ready to be read.
 
     Raises ConfigError, in one line, if the node refuses, has no memory, does not answer or does not exist.
     """
-    hello = RegionHello(part_id=part_id or f"process-{os.getpid()}", region_key=key, size_bytes=size_bytes)
+    hello = RegionHello(component_id=component_id or f"process-{os.getpid()}", region_key=key, size_bytes=size_bytes)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
     with contextlib.ExitStack() as undo:

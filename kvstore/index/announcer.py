@@ -27,7 +27,7 @@ from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import Registry
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -139,7 +139,7 @@ class Announcer:
         *,
         heartbeat_s: float,
         ttl_ms: int,
-        record: Callable[[int], PartRecord],
+        record: Callable[[int], ComponentRecord],
         hashes: Callable[[], Iterable[tuple[bytes, bytes]]],
     ) -> None:
         self.boot_epoch = new_boot_epoch()
@@ -189,7 +189,7 @@ class Announcer:
     async def leave(self) -> None:
         """Says goodbye, if Redis answers, and closes."""
         with contextlib.suppress(Unavailable):
-            await self._registry.leave(self._record(self.boot_epoch).part_id)
+            await self._registry.leave(self._record(self.boot_epoch).component_id)
         await self._registry.aclose()
         await self._writer.aclose()
 

@@ -29,7 +29,7 @@ from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.hot_prefixes import HotPrefixes
 from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.index")
 
@@ -203,23 +203,31 @@ class Registry:
 
     def __init__(self, redis_url: str, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms
-        self._link = RedisLink(redis_url, "beat", "leave", "parts", "nodes")
+        self._link = RedisLink(redis_url, "beat", "leave", "components", "nodes")
 
-    async def beat(self, record: PartRecord) -> Beat:
+    async def beat(self, record: ComponentRecord) -> Beat:
         """Registers ``record`` until its time is over. Raises Unavailable when Redis does not answer."""
         epoch = struct.pack(">I", record.boot_epoch) if record.role == KVNODE else b""
-        args: list[bytes | str | int] = [record.part_id, record.to_json(), self._ttl_ms, epoch, MAX_FORGOTTEN_PARTS]
+        args: list[bytes | str | int] = [
+            record.component_id,
+            record.to_json(),
+            self._ttl_ms,
+            epoch,
+            MAX_FORGOTTEN_PARTS,
+        ]
         call = ScriptCall(_REGISTRY_KEYS, args)
         return await self._link.call("beat", call, _read_beat, deadline_ms=REGISTRY_DEADLINE_MS)
 
-    async def leave(self, part_id: str) -> None:
+    async def leave(self, component_id: str) -> None:
         """Takes a part out at once. Raises Unavailable when Redis does not answer."""
-        await self._link.call("leave", ScriptCall(_REGISTRY_KEYS, [part_id]), int, deadline_ms=REGISTRY_DEADLINE_MS)
+        await self._link.call(
+            "leave", ScriptCall(_REGISTRY_KEYS, [component_id]), int, deadline_ms=REGISTRY_DEADLINE_MS
+        )
 
-    async def parts(self) -> list[PartRecord]:
+    async def components(self) -> list[ComponentRecord]:
         """Live parts with their heartbeat's age, by id. Raises Unavailable when Redis does not answer."""
         call = ScriptCall(_REGISTRY_KEYS, [])
-        return await self._link.call("parts", call, _read_parts, deadline_ms=REGISTRY_DEADLINE_MS)
+        return await self._link.call("components", call, _read_components, deadline_ms=REGISTRY_DEADLINE_MS)
 
     async def nodes(self) -> NodeTable:
         """Live KV nodes by entry. Raises Unavailable when Redis does not answer."""
@@ -269,14 +277,14 @@ def _read_beat(said: Any) -> Beat:
     return Beat(bool(int(known)), as_bytes(number))
 
 
-def _read_parts(said: Any) -> list[PartRecord]:
+def _read_components(said: Any) -> list[ComponentRecord]:
     now_ms, *rows = said
     records = []
     for row in rows:
         beat_ms, _, text = row.partition(b" ")
         try:
-            record = PartRecord.from_json(text)
+            record = ComponentRecord.from_json(text)
             records.append(replace(record, heartbeat_age_ms=max(0, now_ms - int(beat_ms))))
         except ValueError as error:
             log.warning("dropped a broken part record: %s", error)
-    return sorted(records, key=lambda record: record.part_id)
+    return sorted(records, key=lambda record: record.component_id)

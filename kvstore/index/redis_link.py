@@ -32,7 +32,7 @@ DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
 _SCRIPTS = Path(__file__).parent / "lua"
-_REGISTRY_SCRIPTS = ("beat", "leave", "parts", "nodes")
+_REGISTRY_SCRIPTS = ("beat", "leave", "components", "nodes")
 
 T = TypeVar("T")
 Argument = bytes | str | int

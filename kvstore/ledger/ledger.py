@@ -90,7 +90,7 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
-            fenced_parts=tuple(sorted(holder.name for holder in self.holders.values() if holder.fenced)),
+            fenced_components=tuple(sorted(holder.name for holder in self.holders.values() if holder.fenced)),
         )
 
     def drain_events(self) -> list[IndexEvent]:

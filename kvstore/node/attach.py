@@ -93,13 +93,13 @@ class Attachment:
 
 
 def attach(
-    socket_path: str, *, part_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
+    socket_path: str, *, component_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
 ) -> Attachment:
     """Attach to the node behind ``socket_path``; blocks for up to ``timeout_s``, waiting for the node if need be.
 
     Raises ConfigError, in one line, if the node refuses, does not answer or does not exist.
     """
-    hello = AttachHello(part_id=part_id, role=role, block_bytes=block_bytes, namespace=namespace)
+    hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
     fds: list[int] = []
@@ -109,7 +109,7 @@ def attach(
         line, fds = receive_line(sock)
         reply = attach_reply_from_line(line)
         if reply.error:
-            raise ConfigError(f"the KV node refused {part_id}: {reply.error}")
+            raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
         if len(fds) != 1:
             raise ConfigError("the KV node answered without its memory")
         mapped = map_memory(fds[0], reply, reply.num_slots * block_bytes)

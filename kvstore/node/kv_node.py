@@ -37,7 +37,7 @@ from pillion.kvstore.transfer.plane_servicer import KVPlaneServicer
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.wire.kvnode import AttachHello, AttachReply, NodeStatus
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -174,7 +174,7 @@ class KVNode:
             finally:
                 if not self.pool.shaped:
                     self._memory.unshape()
-        log.info("%s (%s) attached", hello.part_id, hello.role)
+        log.info("%s (%s) attached", hello.component_id, hello.role)
         domain = self._memory.domain
         return AttachReply(
             node_id=self._flags.node_id,
@@ -224,13 +224,13 @@ class KVNode:
 
     async def _addresses(self) -> Mapping[str, str]:
         """Of all living nodes; of none where there is no registry."""
-        parts = await self._registry.parts() if self._registry is not None else []
-        return {part.node_id: part.address for part in parts if part.role == "kvnode"}
+        components = await self._registry.components() if self._registry is not None else []
+        return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
-    def _record(self, boot_epoch: int) -> PartRecord:
+    def _record(self, boot_epoch: int) -> ComponentRecord:
         books = self.pool.status()
-        return PartRecord(
-            part_id=self._flags.node_id,
+        return ComponentRecord(
+            component_id=self._flags.node_id,
             role="kvnode",
             address=self.address,
             node_id=self._flags.node_id,
@@ -242,7 +242,7 @@ class KVNode:
             leased_blocks=books.leased_blocks,
             committed_blocks=books.committed_blocks,
             quarantined_blocks=books.quarantined_blocks,
-            fenced_parts=books.fenced_parts,
+            fenced_components=books.fenced_components,
         )
 
     async def _judge_silence(self) -> None:

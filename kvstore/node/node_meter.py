@@ -27,7 +27,7 @@ def readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_DISK_BLOCKS, (), status.disk_blocks
     yield names.KV_TICKETS, ("held",), status.tickets
     yield names.KV_TICKETS, ("waiting",), status.waiting_tickets
-    yield names.KV_FENCED, (), len(status.fenced_parts)
+    yield names.KV_FENCED, (), len(status.fenced_components)
     yield names.KV_COMMITTED, (), status.committed_blocks_ever
     yield names.KV_EVICTED, (), status.evicted_blocks
     moved = {

@@ -125,7 +125,7 @@ class Pool:
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
             self.ledger.shape(num_slots)
             log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
-        return self.ledger.attach(hello.part_id, hello.role), self.ledger.num_slots
+        return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
     def open_session(self, name: str) -> int:
         """An epoch for a gateway. Raises Overloaded beyond MAX_HOLDERS."""

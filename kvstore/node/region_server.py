@@ -49,7 +49,7 @@ class RegionServer:
             if not state:
                 return
             segment = await self._segment(hello.region_key, hello.size_bytes)
-            log.info("%s has region %s: %s", hello.part_id, hello.region_key[:16], state)
+            log.info("%s has region %s: %s", hello.component_id, hello.region_key[:16], state)
             self._answer(sock, RegionReply(state=state, mapped_bytes=segment.size_bytes), [segment.fileno()])
             if state == FILL:
                 said = region_filled_from_line(await read_line(sock))
@@ -58,7 +58,7 @@ class RegionServer:
                 self._do(self.regions.filled(user))
             await until_end(sock)
         except PillionError as error:
-            log.warning("%s gets no region: %s", hello.part_id, error.message)
+            log.warning("%s gets no region: %s", hello.component_id, error.message)
             self._answer(sock, RegionReply(error=error.message), [])
         finally:
             self._waiting.pop(user, None)

@@ -230,12 +230,12 @@ class NixlPlane:
         read.size = len(local)
         read.handle, done = self._agent.post(local, peer.blocks, remote)
         if done:
-            self._part_done(read, now)
+            self._component_done(read, now)
 
     def _poll(self, read: _Read, now: float) -> None:
         state = self._agent.state(read.handle)
         if state == "DONE":
-            self._part_done(read, now)
+            self._component_done(read, now)
         elif state == "ERR":
             raise Unavailable("the transfer failed")
         elif not read.failure and now > min(read.stalled_s, read.deadline_s):
@@ -244,7 +244,7 @@ class NixlPlane:
             read.warned = True
             log.warning("a transfer from %s does not end: its slots stay busy", read.source.node_id)
 
-    def _part_done(self, read: _Read, now: float) -> None:
+    def _component_done(self, read: _Read, now: float) -> None:
         self._agent.release(read.handle)
         read.handle = None
         read.stalled_s = now + self._stall_timeout_s

@@ -113,25 +113,25 @@ def demo(**said: Any) -> int:
     return run_demo(with_model(ServeFlags, said))
 
 
-def part_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
+def component_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
     """Adds the command that runs one part."""
 
     def run(**said: Any) -> int:
+        from pillion.supervisor.components import run_component
         from pillion.supervisor.gateway_processes import run_gateways
-        from pillion.supervisor.parts import run_part
 
         flags = with_model(cls, said) if has_model else cls(**said)
-        return run_gateways(flags) if getattr(flags, "gateway_workers", 1) > 1 else run_part(role, flags)
+        return run_gateways(flags) if getattr(flags, "gateway_workers", 1) > 1 else run_component(role, flags)
 
     run.__doc__ = about
     function: Any = flag_options(cls)(run)
     cli.command(role)(takes_model(function) if has_model else function)
 
 
-part_command("gateway", GatewayFlags, "Run one gateway: the public gRPC and HTTP edge.")
-part_command("prefill", PrefillFlags, "Run one prefill worker.")
-part_command("decode", DecodeFlags, "Run one decode worker.")
-part_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's pool.", has_model=False)
+component_command("gateway", GatewayFlags, "Run one gateway: the public gRPC and HTTP edge.")
+component_command("prefill", PrefillFlags, "Run one prefill worker.")
+component_command("decode", DecodeFlags, "Run one decode worker.")
+component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's pool.", has_model=False)
 
 
 @cli.command()
@@ -139,7 +139,7 @@ part_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's p
 @flag_options(ComputeFlags)
 def prepare(**said: Any) -> None:
     """Make MODEL ready in the cache, so that parts start at once."""
-    from pillion.supervisor.parts import require_server_packages
+    from pillion.supervisor.components import require_server_packages
 
     require_server_packages()
     from pillion.engine.backends.loading import make_ready

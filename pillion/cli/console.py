@@ -25,14 +25,14 @@ class Notices:
 
     def say(self, text: str, style: str = "") -> None:
         """One line of the supervisor's own."""
-        self.part("pillion", text, style)
+        self.component("pillion", text, style)
 
-    def part(self, part_id: str, line: str, style: str = "") -> None:
+    def component(self, component_id: str, line: str, style: str = "") -> None:
         """One line of a part's log. The text is shown as it is: nothing in it is markup."""
         from rich.text import Text
 
-        colour = self._colours.setdefault(part_id, _COLOURS[len(self._colours) % len(_COLOURS)])
-        text = Text.assemble((f"{part_id:<{PREFIX_WIDTH}} | ", colour), (line, style))
+        colour = self._colours.setdefault(component_id, _COLOURS[len(self._colours) % len(_COLOURS)])
+        text = Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style))
         self.console.print(text, soft_wrap=True)
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from pillion.types import ChatMessage, ClusterStatus, Delta, PartStatus, TokenLogprob
+from pillion.types import ChatMessage, ClusterStatus, ComponentStatus, Delta, TokenLogprob
 
 PROMPT = "you> "
 # Where the output is no terminal, the table gets the width it needs.
@@ -51,16 +51,16 @@ def said(sampling: dict[str, Any]) -> dict[str, Any]:
 
 def show(deltas: Iterable[Delta]) -> str:
     """Prints the text as it comes, then log probabilities if they were asked for; returns the text."""
-    parts: list[str] = []
+    components: list[str] = []
     logprobs: list[TokenLogprob] = []
     for delta in deltas:
         sys.stdout.write(delta.text)
         sys.stdout.flush()
-        parts.append(delta.text)
+        components.append(delta.text)
         logprobs += delta.logprobs
     sys.stdout.write("\n" + logprob_lines(logprobs))
     sys.stdout.flush()
-    return "".join(parts)
+    return "".join(components)
 
 
 def show_each(deltas: Iterable[Delta]) -> None:
@@ -131,39 +131,42 @@ def status_table(status: ClusterStatus) -> Any:
     from rich.table import Table
 
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("part", "role", "model", "kernels", "node"):
+    for name in ("component", "role", "model", "kernels", "node"):
         table.add_column(name, overflow="fold")
     for name in ("running", "waiting", "heartbeat"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("pool")
     # A KV node holds blocks of bytes; how many tokens one is, its workers know.
-    block_sizes = {part.node_id: part.block_size_tokens for part in status.parts if part.block_size_tokens}
-    for part in sorted(status.parts, key=lambda part: (part.role, part.part_id)):
-        waiting = f"{part.waiting_requests} ({part.waiting_tokens} tokens)" if part.waiting_requests else "0"
+    block_sizes = {
+        component.node_id: component.block_size_tokens for component in status.components if component.block_size_tokens
+    }
+    for component in sorted(status.components, key=lambda component: (component.role, component.component_id)):
+        tokens = f" ({component.waiting_tokens} tokens)" if component.waiting_requests else ""
+        waiting = f"{component.waiting_requests}{tokens}"
         table.add_row(
-            part.part_id,
-            part.role,
-            part.model,
-            part.kernels,
-            part.node_id if part.node_id != part.part_id else "",
-            *(["", ""] if part.role == "kvnode" else [str(part.running_requests), waiting]),
-            f"{part.heartbeat_age_ms} ms ago",
-            pool_use(part, block_sizes.get(part.node_id or part.part_id, 0)),
+            component.component_id,
+            component.role,
+            component.model,
+            component.kernels,
+            component.node_id if component.node_id != component.component_id else "",
+            *(["", ""] if component.role == "kvnode" else [str(component.running_requests), waiting]),
+            f"{component.heartbeat_age_ms} ms ago",
+            pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
         )
     return table
 
 
-def pool_use(part: PartStatus, block_size_tokens: int) -> str:
+def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
     """How full a KV node is, by state; empty for other parts."""
-    if not part.total_blocks:
+    if not component.total_blocks:
         return ""
-    used = (part.total_blocks - part.free_blocks) / part.total_blocks
-    size = f"{part.total_blocks:,} blocks"
+    used = (component.total_blocks - component.free_blocks) / component.total_blocks
+    size = f"{component.total_blocks:,} blocks"
     if block_size_tokens:
-        size += f" = {part.total_blocks * block_size_tokens:,} tokens"
-    states = f"{part.committed_blocks} cached, {part.leased_blocks} leased"
-    if part.quarantined_blocks:
-        states += f", {part.quarantined_blocks} quarantined"
+        size += f" = {component.total_blocks * block_size_tokens:,} tokens"
+    states = f"{component.committed_blocks} cached, {component.leased_blocks} leased"
+    if component.quarantined_blocks:
+        states += f", {component.quarantined_blocks} quarantined"
     return f"{used:.1%} of {size} ({states})"
 
 

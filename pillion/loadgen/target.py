@@ -104,8 +104,11 @@ class PillionTarget:
             models, status = await self._client.models(), await self._client.status()
         except PillionError as error:
             raise TargetError(type(error).__name__, error.message) from None
-        parts = [{"part": part.part_id, "role": part.role, "kernels": part.kernels} for part in status.parts]
-        return {"version": status.version, "models": [asdict(model) for model in models], "parts": parts}
+        components = [
+            {"component": component.component_id, "role": component.role, "kernels": component.kernels}
+            for component in status.components
+        ]
+        return {"version": status.version, "models": [asdict(model) for model in models], "components": components}
 
     async def aclose(self) -> None:
         await self._client.close()

@@ -93,7 +93,7 @@ def open_channel(target: str) -> grpc.aio.Channel:
     """A channel to another part at ``host:port`` or ``unix:path``. The caller closes it."""
     if _identity is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=client_options())
-    return tls.PartChannel(target, _identity, client_options())
+    return tls.ComponentChannel(target, _identity, client_options())
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:

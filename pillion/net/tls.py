@@ -129,7 +129,7 @@ def http_context(identity: Identity) -> ssl.SSLContext:
     return outer
 
 
-class PartChannel(grpc.aio.Channel):
+class ComponentChannel(grpc.aio.Channel):
     """A channel to another part, over mutual TLS. A call that begins after the certificate changed uses the new one.
 
     gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls under way stay
@@ -169,7 +169,7 @@ class PartChannel(grpc.aio.Channel):
         for channel in self._channels:
             await channel.close(grace)
 
-    async def __aenter__(self) -> PartChannel:
+    async def __aenter__(self) -> ComponentChannel:
         return self
 
     async def __aexit__(self, *raised: object) -> None:

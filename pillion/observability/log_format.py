@@ -18,9 +18,9 @@ _TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 class JsonFormatter(logging.Formatter):
     """``time`` is RFC 3339 in UTC; ``trace_id`` and ``span_id`` are there within a recorded span."""
 
-    def __init__(self, part: str) -> None:
+    def __init__(self, component: str) -> None:
         super().__init__()
-        self._part = part
+        self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -29,7 +29,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{at}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "part": self._part,
+            "component": self._component,
             "message": record.getMessage(),
         }
         context = trace.get_current_span().get_span_context()
@@ -41,10 +41,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(said, default=str)
 
 
-def set_up_logging(level: str, form: str = "text", part: str = "") -> None:
+def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     """One line per record on standard error; ``form`` is "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(part) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
+    handler.setFormatter(JsonFormatter(component) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # Its greetings say what our own lines say.
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)

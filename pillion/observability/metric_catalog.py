@@ -43,7 +43,7 @@ def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], label
 
 # Of every part.
 
-BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "part")
+BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "component")
 
 # Of the gateway: requests.
 
@@ -86,7 +86,7 @@ SPLIT = _histogram(
 PROMPT_TOKENS = _counter(
     "pillion.prompt_tokens",
     "{token}",
-    "Tokens of prompts by where their KV came from: pool, fetched (other nodes), restored (disk), prefill, remnant.",
+    "Prompt tokens by where their KV came from: pool, fetched (other nodes), restored (disk), prefill, tail.",
     MODEL,
     "source",
 )
@@ -105,7 +105,7 @@ STEP_DURATION = _histogram("pillion.step.duration", "s", "Of a step: forward pas
 STEP_BUDGET = _counter(
     "pillion.step.budget_tokens",
     "{token}",
-    "What filled the steps' token budgets: decode, remnant, prefill, speculative, and idle for what stayed free.",
+    "What filled the steps' token budgets: decode, prompt tail, prefill, speculative, and idle for what stayed free.",
     "use",
 )
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
@@ -130,7 +130,7 @@ KV_USAGE = _gauge(
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
 KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets that are held, and that wait for memory.", "state")
-KV_FENCED = _gauge("pillion.kv.fenced_parts", "{part}", "Workers that are fenced now.")
+KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Workers that are fenced now.")
 KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Blocks that were sealed.")
 KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
 KV_MOVED = _counter(

@@ -68,7 +68,7 @@ class Exports:
     """Of one part, from its start to its end. Made on its event loop.
 
     Args:
-        part_id, role: what the part is called.
+        component_id, role: what the part is called.
         port: of the page; 0 where there is none.
         host: that it listens on.
         vllm_names: whether the page has vLLM's names too.
@@ -76,12 +76,12 @@ class Exports:
     Raises ConfigError where the port is taken.
     """
 
-    def __init__(self, meters: Meters, part_id: str, role: str, *, host: str, port: int, vllm_names: bool) -> None:
+    def __init__(self, meters: Meters, component_id: str, role: str, *, host: str, port: int, vllm_names: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._meters = meters
-        meters.watch(lambda: [(names.BUILD, (VERSION, role, part_id), 1.0)])
+        meters.watch(lambda: [(names.BUILD, (VERSION, role, component_id), 1.0)])
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        self._reader = push(self._collect, telemetry.resource(part_id, role)) if push_wanted() else None
+        self._reader = push(self._collect, telemetry.resource(component_id, role)) if push_wanted() else None
         if port:
             registry = Page(self._collect, vllm_names=vllm_names).registry()
             try:

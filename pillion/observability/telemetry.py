@@ -42,15 +42,15 @@ def protocol(signal: str) -> str:
     return said or "grpc"
 
 
-def resource(part_id: str, role: str) -> Resource:
+def resource(component_id: str, role: str) -> Resource:
     """What a process is called wherever its traces and metrics go."""
     from opentelemetry.sdk.resources import Resource
 
-    said = {"service.name": f"pillion-{role}", "service.instance.id": part_id, "service.namespace": "pillion"}
+    said = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
     return Resource.create(said)
 
 
-def setup(part_id: str, role: str) -> None:
+def setup(component_id: str, role: str) -> None:
     """Install the SDK in this process if the environment asks for it. Called once, by a part's main."""
     if not wanted():
         return
@@ -66,7 +66,7 @@ def setup(part_id: str, role: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         exporter = HttpExporter()
-    provider = TracerProvider(resource=resource(part_id, role))
+    provider = TracerProvider(resource=resource(component_id, role))
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
 

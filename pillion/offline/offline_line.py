@@ -4,7 +4,7 @@
                                   gateway core --unix sockets in a private folder--> decode worker --> step thread
                                                                        '--> KV node (owner of the pool) <--'
 
-There is no network, no Redis and no prefill worker: who lives is known (:class:`LocalParts`), and what is cached the
+There is no network, no Redis and no prefill worker: who lives is known (:class:`LocalRegistry`), and what is cached the
 one node says itself when a request's ticket is opened, so the index is empty (:class:`NoIndex`, I3). Everything else is
 what ``pillion serve`` runs, and so are the tokens.
 
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.types import GenerateRequest
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 if TYPE_CHECKING:
     from pillion.supervisor.runtime_dir import RuntimeDir
@@ -54,13 +54,13 @@ NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
 T = TypeVar("T")
 
 
-class LocalParts:
+class LocalRegistry:
     """The registry of a process that holds all parts: they live as long as it does."""
 
-    def __init__(self, *records: PartRecord) -> None:
+    def __init__(self, *records: ComponentRecord) -> None:
         self._records = records
 
-    async def parts(self) -> list[PartRecord]:
+    async def components(self) -> list[ComponentRecord]:
         """Always the same."""
         return list(self._records)
 
@@ -150,7 +150,7 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
         DecodeFlags,
         flags,
         **beats,
-        part_id=WORKER_ID,
+        component_id=WORKER_ID,
         listen=listen,
         attach_socket=socket,
         max_waiting_seqs=2 * MAX_ANSWERS_AT_ONCE,
@@ -179,22 +179,22 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     raise AssertionError("the stack swallows nothing")
 
 
-def _records(node: Any, part: Any) -> tuple[PartRecord, PartRecord]:
+def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecord]:
     """What the heartbeats of both would say."""
-    worker = part.worker
+    worker = component.worker
     prepared = worker.model.prepared
     return (
-        PartRecord(
-            part_id=NODE_ID,
+        ComponentRecord(
+            component_id=NODE_ID,
             role="kvnode",
             address=node.address,
             node_id=NODE_ID,
             total_blocks=node.status().total_blocks,
         ),
-        PartRecord(
-            part_id=WORKER_ID,
+        ComponentRecord(
+            component_id=WORKER_ID,
             role="decode",
-            address=part.address,
+            address=component.address,
             model=prepared.name,
             fingerprint=prepared.fingerprint,
             namespace=worker.model.namespace().hex(),
@@ -208,13 +208,13 @@ def _records(node: Any, part: Any) -> tuple[PartRecord, PartRecord]:
 
 
 async def _start_gateway(
-    flags: OfflineFlags, model: Any, entry: Any, records: tuple[PartRecord, ...], stack: contextlib.AsyncExitStack
+    flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
 ) -> Any:
     from pillion.gateway.gateway import EdgeOptions, Gateway
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.planner import parse_policy
 
-    cluster = Cluster(f"llm-{os.getpid()}", LocalParts(*records), NoIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
+    cluster = Cluster(f"llm-{os.getpid()}", LocalRegistry(*records), NoIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = EdgeOptions(
         policy=parse_policy("colocated"),
         # No span is longer than the longest prompt: here nobody runs spans.

@@ -17,8 +17,8 @@ from pillion.cli.console import Notices
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
 from pillion.observability.log_format import set_up_logging
+from pillion.supervisor.components import require_server_packages, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
-from pillion.supervisor.parts import require_server_packages, stop_on_signals
 from pillion.types import ChatMessage, Timings, Usage
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def print_table(answers: list[Answer]) -> None:
 
 
 def table_of(answers: list[Answer]) -> Table:
-    """One row per request: prompt = cached + prefilled + remnant, and its latencies."""
+    """One row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
     from rich import box
     from rich.table import Table
 
@@ -201,7 +201,7 @@ def table_of(answers: list[Answer]) -> Table:
         "\nprompt",
         "\n= cached",
         "\n+ prefilled",
-        "\n+ remnant",
+        "\n+ prompt tail",
         "\nanswer",
         "first\ntoken",
         "between\ntokens",
@@ -216,7 +216,7 @@ def table_of(answers: list[Answer]) -> Table:
             str(usage.prompt_tokens),
             str(t.cached_tokens),
             chunks if t.prefill_chunks else "0",
-            str(t.remnant_tokens),
+            str(t.tail_tokens),
             str(usage.completion_tokens),
             f"{answer.first_token_ms:.0f} ms",
             f"{answer.inter_token_ms:.1f} ms",

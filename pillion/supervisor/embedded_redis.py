@@ -45,7 +45,7 @@ def server_version(path: Path) -> tuple[int, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     found = re.search(r"\bv=(\d+(?:\.\d+)*)", said.stdout)
-    return tuple(int(part) for part in found[1].split(".")) if found else ()
+    return tuple(int(component) for component in found[1].split(".")) if found else ()
 
 
 def command(binary: Path, socket: Path) -> list[str]:

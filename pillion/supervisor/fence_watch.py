@@ -25,15 +25,15 @@ class FenceWatch:
         self.kill_after_s = kill_after_s
         self._since: dict[tuple[int, str], float] = {}
 
-    def look(self, boot_epoch: int, parts: Iterable[str], now: float) -> list[tuple[str, float]]:
+    def look(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
         """The node's answer, of that boot of it, at ``now`` (monotonic seconds): whom to kill, and how long it was
         seen fenced. Who is named again after that has its time again."""
-        since = {(boot_epoch, part): self._since.get((boot_epoch, part), now) for part in parts}
+        since = {(boot_epoch, component): self._since.get((boot_epoch, component), now) for component in components}
         overdue = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
         for key, _ in overdue:
             del since[key]
         self._since = since
-        return [(part, fenced_s) for (_, part), fenced_s in overdue]
+        return [(component, fenced_s) for (_, component), fenced_s in overdue]
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
@@ -55,8 +55,8 @@ async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], b
                 status = await node.status(timeout_s=PROBE_TIMEOUT_S)
             except PillionError:
                 continue
-            for part_id, fenced_s in watch.look(status.boot_epoch, status.fenced_parts, time.monotonic()):
-                if kill(part_id):
-                    notices.say(f"{part_id} has been fenced for {fenced_s:.1f} s and is killed", "bold yellow")
+            for component_id, fenced_s in watch.look(status.boot_epoch, status.fenced_components, time.monotonic()):
+                if kill(component_id):
+                    notices.say(f"{component_id} has been fenced for {fenced_s:.1f} s and is killed", "bold yellow")
     finally:
         await node.aclose()

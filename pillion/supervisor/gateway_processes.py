@@ -26,7 +26,7 @@ from pillion.cli.flags import subset, to_argv
 from pillion.config import EdgeFlags, GatewayFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import probes
-from pillion.supervisor.supervisor import PartSpec, Supervisor
+from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
 E = TypeVar("E", bound=EdgeFlags)
 
@@ -75,7 +75,7 @@ def bind_port(host: str, name: str, port: int) -> socket.socket:
 
 def gateway_specs(
     flags: EdgeFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
-) -> list[PartSpec]:
+) -> list[ProcessSpec]:
     """The gateways, named gateway-0 and so on behind ``prefix``; each has a socket of its own for probes under
     ``folder``. ``alone``: ready when it listens, as workers come and go elsewhere; else when it would serve."""
     specs = []
@@ -83,12 +83,12 @@ def gateway_specs(
         name, address = f"{prefix}gateway-{number}", f"unix:{folder}/gateway-{number}.sock"
         shared = flags.gateway_workers > 1
         page = flags.metrics_port and flags.metrics_port + number
-        mine = {"part_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
+        mine = {"component_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
         own = subset(GatewayFlags, flags, gateway_workers=1, **mine)
-        spec = PartSpec(
-            part_id=name,
+        spec = ProcessSpec(
+            component_id=name,
             level=level,
-            argv=part_argv("gateway", own),
+            argv=component_argv("gateway", own),
             environ=environ,
             probe=partial(probes.answers if alone else probes.is_serving, address),
             drain_s=flags.drain_timeout_s,
@@ -98,12 +98,12 @@ def gateway_specs(
     return specs
 
 
-def part_argv(role: str, flags: Any) -> tuple[str, ...]:
+def component_argv(role: str, flags: Any) -> tuple[str, ...]:
     """The command of one part."""
     # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
     arguments = to_argv(flags, leave_out=("redis_url",))
     # The name first: it is what people look for in `ps`.
-    arguments.sort(key=lambda word: not word.startswith(("--part-id=", "--node-id=")))
+    arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
     return (sys.executable, "-m", "pillion", role, *arguments)
 
 
@@ -112,7 +112,7 @@ def run_gateways(flags: GatewayFlags) -> int:
     (1). Raises PillionError."""
     from pillion.cli.checks import check_flags
     from pillion.observability.log_format import set_up_logging
-    from pillion.supervisor.parts import require_server_packages
+    from pillion.supervisor.components import require_server_packages
 
     check_flags(flags)
     require_server_packages()
@@ -122,8 +122,8 @@ def run_gateways(flags: GatewayFlags) -> int:
 
 async def _run(flags: GatewayFlags) -> int:
     from pillion.cli.console import Notices
+    from pillion.supervisor.components import stop_on_signals
     from pillion.supervisor.local_cluster import child_environ
-    from pillion.supervisor.parts import stop_on_signals
     from pillion.supervisor.runtime_dir import RuntimeDir
 
     stop, notices = asyncio.Event(), Notices()
@@ -135,7 +135,7 @@ async def _run(flags: GatewayFlags) -> int:
         runtime = RuntimeDir.create()
         stack.callback(runtime.remove)
         # Their names are told apart from those of other machines'.
-        prefix = f"{flags.part_id or secrets.token_hex(3)}-"
+        prefix = f"{flags.component_id or secrets.token_hex(3)}-"
         environ = child_environ(os.environ, flags.redis_url)
         specs = gateway_specs(flags, runtime.path, environ, level=0, prefix=prefix, alone=True)
         supervisor = Supervisor(specs, notices)

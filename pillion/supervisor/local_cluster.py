@@ -24,13 +24,13 @@ from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child import Child
+from pillion.supervisor.components import STOP_GRACE_S, require_server_packages
 from pillion.supervisor.fence_watch import watch_fences
-from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs, part_argv
+from pillion.supervisor.gateway_processes import PublicPorts, component_argv, gateway_specs
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.parts import STOP_GRACE_S, require_server_packages
 from pillion.supervisor.pool_fit import Fit, fit_pool
 from pillion.supervisor.runtime_dir import RuntimeDir
-from pillion.supervisor.supervisor import PartSpec, Supervisor
+from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
 PREPARE_STOP_GRACE_S = 2.0
 NODE_SOCKET = "kvnode-0.sock"
@@ -77,11 +77,11 @@ class LocalCluster:
     async def start(self) -> None:
         """Returns when a request would be served. Raises PillionError; call :meth:`stop` then too."""
         self.runtime = RuntimeDir.create()
-        specs = part_specs(self.flags, self.runtime.path, self._redis_binary)
+        specs = process_specs(self.flags, self.runtime.path, self._redis_binary)
         self.supervisor = Supervisor(specs, self.notices)
         await self.supervisor.start()
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
-        watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_part, self.notices)
+        watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
         self._fences = asyncio.create_task(watching, name="fences")
 
     async def stop(self) -> None:
@@ -119,7 +119,7 @@ def node_device(flags: ServeFlags) -> str:
     return pool_device(flags.device)
 
 
-def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[PartSpec]:
+def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[ProcessSpec]:
     """Every process of the cluster. ``redis_binary`` is None where ``flags.redis_url`` names a running Redis."""
     redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
     environ = child_environ(os.environ, redis_url)
@@ -140,29 +140,31 @@ def part_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> li
     here = {"attach_socket": attach}
     own = {"node_listen": f"unix:{folder}/{NODE_SOCKET}", "kv_device": node_device(flags)}
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **own, **here)
-    specs.append(_part("kvnode", node.node_id, 1, node, environ, node.node_listen))
+    specs.append(_component("kvnode", node.node_id, 1, node, environ, node.node_listen))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
         for number in range(count):
-            part_id = f"{role}-{number}"
-            listen = f"unix:{folder}/{part_id}.sock"
+            component_id = f"{role}-{number}"
+            listen = f"unix:{folder}/{component_id}.sock"
             # The gateway drains before its workers: nothing is left to wait for when their turn comes.
             mine = {"cpu_threads": threads, "cpu_affinity": next(bound), "drain_timeout_s": STOP_GRACE_S}
-            mine |= {"part_id": part_id, "listen": listen, "metrics_port": next(pages)}
+            mine |= {"component_id": component_id, "listen": listen, "metrics_port": next(pages)}
             worker = subset(cls, flags, **here, **mine)
             # A worker without a node ends at once; the gateway waits for both by itself.
-            specs.append(replace(_part(role, part_id, 2, worker, compute, listen), needs=(node.node_id,)))
+            specs.append(replace(_component(role, component_id, 2, worker, compute, listen), needs=(node.node_id,)))
     return specs + gateway_specs(flags, folder, environ, level=3)
 
 
-def _part(role: str, part_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str) -> PartSpec:
-    return _spec(part_id, level, part_argv(role, flags), environ, lambda: probes.is_serving(address))
+def _component(
+    role: str, component_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str
+) -> ProcessSpec:
+    return _spec(component_id, level, component_argv(role, flags), environ, lambda: probes.is_serving(address))
 
 
 def _spec(
-    part_id: str, level: int, argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
-) -> PartSpec:
-    return PartSpec(part_id=part_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
+    component_id: str, level: int, argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
+) -> ProcessSpec:
+    return ProcessSpec(component_id=component_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
 
 
 def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:

@@ -45,15 +45,15 @@ class RestartPolicy:
         self.max_delay_ms = max_delay_ms
         self._deaths: dict[str, deque[float]] = {}
 
-    def died(self, part_id: str, exit_code: int, now: float) -> Restart | GiveUp:
+    def died(self, component_id: str, exit_code: int, now: float) -> Restart | GiveUp:
         """``now`` is monotonic, in seconds."""
         if exit_code == EXIT_CONFIG:
-            return GiveUp(f"{part_id} cannot work as configured")
-        deaths = self._deaths.setdefault(part_id, deque(maxlen=self.max_deaths))
+            return GiveUp(f"{component_id} cannot work as configured")
+        deaths = self._deaths.setdefault(component_id, deque(maxlen=self.max_deaths))
         while deaths and now - deaths[0] > self.window_s:
             deaths.popleft()
         deaths.append(now)
         if len(deaths) >= self.max_deaths:
-            return GiveUp(f"{part_id} died {len(deaths)} times within {self.window_s:g} s")
+            return GiveUp(f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
         delay_ms = min(self.first_delay_ms * 2 ** (len(deaths) - 1), self.max_delay_ms)
         return Restart(delay_ms / 1000)

@@ -9,8 +9,8 @@ import time
 from pillion.cli.console import Notices
 from pillion.config import ServeFlags
 from pillion.observability.log_format import set_up_logging
+from pillion.supervisor.components import require_server_packages, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster, run_until_signal
-from pillion.supervisor.parts import require_server_packages, stop_on_signals
 
 EXIT_PARTS_DIED = 1
 

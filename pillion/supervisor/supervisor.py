@@ -36,7 +36,7 @@ MAX_KEPT_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartSpec:
+class ProcessSpec:
     """One process to keep.
 
     Attributes:
@@ -49,7 +49,7 @@ class PartSpec:
         alive: whether it answers at all, asked while it runs; None: only its death tells. Must not raise.
     """
 
-    part_id: str
+    component_id: str
     level: int
     argv: tuple[str, ...]
     environ: Mapping[str, str]
@@ -62,7 +62,7 @@ class PartSpec:
 
 @dataclass(slots=True)
 class _Tended:
-    spec: PartSpec
+    spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: Child | None = None
 
@@ -72,7 +72,7 @@ class Supervisor:
 
     def __init__(
         self,
-        specs: Sequence[PartSpec],
+        specs: Sequence[ProcessSpec],
         notices: Notices,
         policy: RestartPolicy | None = None,
         *,
@@ -80,7 +80,7 @@ class Supervisor:
         stop_grace_s: float = STOP_GRACE_S,
         alive_interval_s: float = ALIVE_INTERVAL_S,
     ) -> None:
-        self._parts = [_Tended(spec) for spec in specs]
+        self._components = [_Tended(spec) for spec in specs]
         self._notices = notices
         self._policy = policy or RestartPolicy()
         self._start_timeout_s = start_timeout_s
@@ -93,8 +93,11 @@ class Supervisor:
 
     async def start(self) -> None:
         """Returns once every part is ready. Raises Unavailable, naming the part that is not; then stop, too."""
-        self._tasks = [asyncio.create_task(self._tend(part), name=part.spec.part_id) for part in self._parts]
-        waits = {asyncio.create_task(self._ready(lambda part: True)), asyncio.create_task(self._failed())}
+        self._tasks = [
+            asyncio.create_task(self._tend(component), name=component.spec.component_id)
+            for component in self._components
+        ]
+        waits = {asyncio.create_task(self._ready(lambda component: True)), asyncio.create_task(self._failed())}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -113,21 +116,25 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for level in sorted({part.spec.level for part in self._parts}, reverse=True):
-            ending = [(part.child, part.spec) for part in self._parts if part.spec.level == level and part.child]
+        for level in sorted({component.spec.level for component in self._components}, reverse=True):
+            ending = [
+                (component.child, component.spec)
+                for component in self._components
+                if component.spec.level == level and component.child
+            ]
             await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
 
     def kill(self) -> None:
         """SIGKILL to everything, for somebody who does not want to wait for :meth:`stop`."""
-        for part in self._parts:
-            if part.child:
-                part.child.kill()
+        for component in self._components:
+            if component.child:
+                component.child.kill()
 
-    def kill_part(self, part_id: str) -> bool:
+    def kill_component(self, component_id: str) -> bool:
         """SIGKILL to one part, which is then started again as after any death. False where it does not run."""
-        for part in self._parts:
-            if part.spec.part_id == part_id and part.child in self._children:
-                part.child.kill()
+        for component in self._components:
+            if component.spec.component_id == component_id and component.child in self._children:
+                component.child.kill()
                 return True
         return False
 
@@ -135,20 +142,20 @@ class Supervisor:
         """Process groups ever started that still live; empty after :meth:`stop`."""
         return [child.pid for child in self._children if not child.gone()]
 
-    def pid_of(self, part_id: str) -> int | None:
+    def pid_of(self, component_id: str) -> int | None:
         """Process id of a part that runs, None while it does not."""
-        for part in self._parts:
-            if part.spec.part_id == part_id and part.child in self._children:
-                return part.child.pid if part.child else None
+        for component in self._components:
+            if component.spec.component_id == component_id and component.child in self._children:
+                return component.child.pid if component.child else None
         return None
 
-    async def _tend(self, part: _Tended) -> None:
-        name = part.spec.part_id
-        await self._ready(lambda other: other.level < part.spec.level)
+    async def _tend(self, component: _Tended) -> None:
+        name = component.spec.component_id
+        await self._ready(lambda other: other.level < component.spec.level)
         while not self._failure.done():
-            await self._ready(lambda other: other.part_id in part.spec.needs)
+            await self._ready(lambda other: other.component_id in component.spec.needs)
             try:
-                code = await self._run_once(part)
+                code = await self._run_once(component)
             except OSError as error:
                 return self._fail(f"{name} cannot be started: {error}")
             if not self._was_ready:
@@ -162,41 +169,43 @@ class Supervisor:
             await asyncio.sleep(decision.delay_s)
         return None
 
-    async def _run_once(self, part: _Tended) -> int:
-        spec = part.spec
+    async def _run_once(self, component: _Tended) -> int:
+        spec = component.spec
         kept: deque[str] = deque(maxlen=MAX_KEPT_LINES)
 
         def show(line: str) -> None:
-            self._notices.part(spec.part_id, line)
+            self._notices.component(spec.component_id, line)
 
         child = await Child.start(spec.argv, spec.environ, kept.append if spec.quiet else show)
-        part.child = child
+        component.child = child
         self._children.append(child)
-        probing = asyncio.create_task(self._until_ready(part, child))
+        probing = asyncio.create_task(self._until_ready(component, child))
         try:
             code = await child.wait()
         finally:
             probing.cancel()
-            part.ready.clear()
+            component.ready.clear()
         child.kill()
         self._children.remove(child)
         for line in kept:
             show(line)
         return code
 
-    async def _until_ready(self, part: _Tended, child: Child) -> None:
+    async def _until_ready(self, component: _Tended, child: Child) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await part.spec.probe():  # noqa: ASYNC110  (nobody sends an event)
+                while not await component.spec.probe():  # noqa: ASYNC110  (nobody sends an event)
                     await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
         except TimeoutError:
-            self._notices.say(f"{part.spec.part_id} was not ready within {self._start_timeout_s:g} s", "bold red")
+            self._notices.say(
+                f"{component.spec.component_id} was not ready within {self._start_timeout_s:g} s", "bold red"
+            )
             child.kill()
             return
-        part.ready.set()
-        if part.spec.alive is not None:
-            await self._until_silent(part.spec.alive)
-            self._notices.say(f"{part.spec.part_id} hangs: no answer to {MAX_SILENCES} questions", "bold red")
+        component.ready.set()
+        if component.spec.alive is not None:
+            await self._until_silent(component.spec.alive)
+            self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} questions", "bold red")
             child.kill()
 
     async def _until_silent(self, alive: Callable[[], Awaitable[bool]]) -> None:
@@ -208,10 +217,10 @@ class Supervisor:
     async def _failed(self) -> None:
         await self.failed()
 
-    async def _ready(self, chosen: Callable[[PartSpec], bool]) -> None:
-        for part in self._parts:
-            if chosen(part.spec):
-                await part.ready.wait()
+    async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
+        for component in self._components:
+            if chosen(component.spec):
+                await component.ready.wait()
 
     def _fail(self, reason: str) -> None:
         if not self._failure.done():

@@ -65,7 +65,7 @@ class Pages:
             return {}, []
         with ThreadPoolExecutor(min(FETCHES_AT_ONCE, len(self.urls))) as threads:
             answers = list(threads.map(self._one, self.urls))
-        pages = {answer.part_id: answer for answer in answers if isinstance(answer, Page)}
+        pages = {answer.component_id: answer for answer in answers if isinstance(answer, Page)}
         return pages, list(dict.fromkeys(answer for answer in answers if isinstance(answer, str)))
 
     def _one(self, url: str) -> Page | str:
@@ -75,20 +75,22 @@ class Pages:
             return NO_PARSER
         except (PageError, ValueError) as error:
             return f"{url}: {error}"
-        return page if page.part_id else f"{url}: not a page of Pillion's"
+        return page if page.component_id else f"{url}: not a page of Pillion's"
 
     def _text(self, url: str) -> str:
         """Without redirects, which would carry the key elsewhere, and without proxies."""
-        parts = urlsplit(url)
-        host = parts.hostname or ""
+        components = urlsplit(url)
+        host = components.hostname or ""
         connection = (
-            http.client.HTTPSConnection(host, parts.port, timeout=FETCH_TIMEOUT_S, context=self.tls)
-            if parts.scheme == "https"
-            else http.client.HTTPConnection(host, parts.port, timeout=FETCH_TIMEOUT_S)
+            http.client.HTTPSConnection(host, components.port, timeout=FETCH_TIMEOUT_S, context=self.tls)
+            if components.scheme == "https"
+            else http.client.HTTPConnection(host, components.port, timeout=FETCH_TIMEOUT_S)
         )
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key and host == self.trusted else {}
         try:
-            connection.request("GET", parts.path + (f"?{parts.query}" if parts.query else ""), headers=key)
+            connection.request(
+                "GET", components.path + (f"?{components.query}" if components.query else ""), headers=key
+            )
             answer = connection.getresponse()
             body = answer.read(MAX_PAGE_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:

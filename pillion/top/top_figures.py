@@ -18,8 +18,8 @@ from pillion.observability.metrics import Labels, Metric, Snapshot
 from pillion.top.top_pages import Page
 from pillion.types import ClusterStatus
 
-USES = ("decode", "remnant", "prefill", "speculative", "idle")
-SOURCES = ("pool", "fetched", "restored", "prefill", "remnant")
+USES = ("decode", "tail", "prefill", "speculative", "idle")
+SOURCES = ("pool", "fetched", "restored", "prefill", "tail")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
 
@@ -39,9 +39,9 @@ class Look:
     pages: Mapping[str, Page] = field(default_factory=dict)
     troubles: tuple[str, ...] = ()
 
-    def gauge(self, part_id: str, metric: Metric, *labels: str) -> float | None:
+    def gauge(self, component_id: str, metric: Metric, *labels: str) -> float | None:
         """What a part's page says of a gauge; None where no page does."""
-        page = self.pages.get(part_id)
+        page = self.pages.get(component_id)
         value = page.values.get(metric, {}).get(labels) if page else None
         return value if isinstance(value, int | float) else None
 
@@ -90,9 +90,9 @@ class Flow:
     between_tokens: Quantiles | None = None
 
 
-def steps(before: Look, now: Look, part_id: str) -> Steps | None:
+def steps(before: Look, now: Look, component_id: str) -> Steps | None:
     """Of one worker; None where its page was not read both times."""
-    pair = _pair(before, now, part_id)
+    pair = _pair(before, now, component_id)
     seconds = now.at_s - before.at_s
     if pair is None or seconds <= 0:
         return None
@@ -110,8 +110,8 @@ def flow(before: Look, now: Look) -> Flow:
     seconds = now.at_s - before.at_s
     if seconds <= 0:
         return Flow(False, 0)
-    gateways = [page.part_id for page in now.pages.values() if page.role == "gateway"]
-    pairs = [pair for pair in (_pair(before, now, part_id) for part_id in gateways) if pair is not None]
+    gateways = [page.component_id for page in now.pages.values() if page.role == "gateway"]
+    pairs = [pair for pair in (_pair(before, now, component_id) for component_id in gateways) if pair is not None]
     if not pairs:
         return _flow_of_status(before.status, now.status, seconds)
 
@@ -129,7 +129,7 @@ def flow(before: Look, now: Look) -> Flow:
         len(pairs),
         generated=sum(rates(names.GENERATED_TOKENS, str).values()),
         prompt=prompt,
-        cached=prompt - sources["prefill"] - sources["remnant"],
+        cached=prompt - sources["prefill"] - sources["tail"],
         sources=sources,
         requests=rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
         refused=rates(names.REJECTED, lambda labels: labels[0]),
@@ -164,8 +164,8 @@ def _flow_of_status(before: ClusterStatus, now: ClusterStatus, seconds: float) -
 _Pair = tuple[Page, Page]
 
 
-def _pair(before: Look, now: Look, part_id: str) -> _Pair | None:
-    first, second = before.pages.get(part_id), now.pages.get(part_id)
+def _pair(before: Look, now: Look, component_id: str) -> _Pair | None:
+    first, second = before.pages.get(component_id), now.pages.get(component_id)
     return (first, second) if first is not None and second is not None else None
 
 

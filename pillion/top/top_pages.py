@@ -28,9 +28,9 @@ Values = Mapping[Metric, Mapping[Labels, float | Snapshot]]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one part's page said. ``part_id`` and ``role`` are empty on a page that is not Pillion's."""
+    """What one part's page said. ``component_id`` and ``role`` are empty on a page that is not Pillion's."""
 
-    part_id: str = ""
+    component_id: str = ""
     role: str = ""
     values: Values = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ def parse(text: str) -> Page:
             values[metric] = read(metric, [(s.name, s.labels, s.value) for s in family.samples])
     about = next(iter(values.get(names.BUILD, ())), None)
     said = dict(zip(names.BUILD.labels, about, strict=True)) if about else {}
-    return Page(said.get("part", ""), said.get("role", ""), values)
+    return Page(said.get("component", ""), said.get("role", ""), values)
 
 
 # Name, labels, value.

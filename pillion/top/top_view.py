@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pillion.observability import metric_catalog as names
 from pillion.top.top_figures import SOURCES, USES, Flow, Look, Quantiles, Steps, flow, steps
-from pillion.types import PartStatus
+from pillion.types import ComponentStatus
 
 # A part that has been silent for so long is shown as late; a few seconds later its record is gone from the registry.
 LATE_MS = 3000
@@ -83,14 +83,14 @@ def frame(before: Look | None, now: Look, target: str, clock: str, style: Style)
     streams = flow(before, now) if before else Flow(False, 0)
     notes = _notes(before, now, streams)
     fences = _fences(now)
-    parts = sorted((*now.status.parts, *fences.gone), key=lambda part: _urgency(part, fences.named))
-    workers = [part for part in parts if part.role in ("prefill", "decode")]
-    nodes = [part for part in parts if part.role == "kvnode"]
+    components = sorted((*now.status.components, *fences.gone), key=lambda component: _urgency(component, fences.named))
+    workers = [component for component in components if component.role in ("prefill", "decode")]
+    nodes = [component for component in components if component.role == "kvnode"]
     room = None if style.height_lines is None else style.height_lines - FIXED_LINES - len(notes)
-    rows = _share_out(room, [len(parts), len(workers), len(nodes)])
+    rows = _share_out(room, [len(components), len(workers), len(nodes)])
     return Group(
         _header(before, now, target, clock),
-        _parts_table(parts, rows[0], now, fences.named, style),
+        _components_table(components, rows[0], now, fences.named, style),
         _steps_table(workers, rows[1], before, now, style),
         _pool_table(nodes, rows[2], now, style),
         *_flow_lines(streams, style),
@@ -111,20 +111,22 @@ class _Fences:
     """``named``: who is fenced. ``gone``: those of them whose record has run out, as far as their node knows them."""
 
     named: frozenset[str]
-    gone: tuple[PartStatus, ...]
+    gone: tuple[ComponentStatus, ...]
 
 
 def _fences(now: Look) -> _Fences:
-    known = {part.part_id for part in now.status.parts}
-    nodes = {name: node.part_id for node in now.status.parts for name in node.fenced_parts}
-    gone = tuple(PartStatus(part_id=name, role="", node_id=node) for name, node in nodes.items() if name not in known)
+    known = {component.component_id for component in now.status.components}
+    nodes = {name: node.component_id for node in now.status.components for name in node.fenced_components}
+    gone = tuple(
+        ComponentStatus(component_id=name, role="", node_id=node) for name, node in nodes.items() if name not in known
+    )
     return _Fences(frozenset(nodes), gone)
 
 
-def _urgency(part: PartStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
+def _urgency(component: ComponentStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
     """What needs a look comes first, then roles in the order of a request's way."""
-    calm = part.part_id not in fenced and part.heartbeat_age_ms < LATE_MS
-    return calm, ROLES.index(part.role) if part.role in ROLES else len(ROLES), part.part_id
+    calm = component.component_id not in fenced and component.heartbeat_age_ms < LATE_MS
+    return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
 
 
 def _header(before: Look | None, now: Look, target: str, clock: str) -> Table:
@@ -149,48 +151,52 @@ def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, boo
     return table
 
 
-def _parts_table(parts: Sequence[PartStatus], rows: int, now: Look, fenced: frozenset[str], style: Style) -> Table:
+def _components_table(
+    components: Sequence[ComponentStatus], rows: int, now: Look, fenced: frozenset[str], style: Style
+) -> Table:
     right = ("running", "waiting", "queued tok", "seats", "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
-    table = _table(style, "part", headings)
-    for part in parts[: _shown(rows, parts)]:
-        late, is_fenced = part.heartbeat_age_ms >= LATE_MS, part.part_id in fenced
-        worker = part.role in ("prefill", "decode")
+    table = _table(style, "component", headings)
+    for component in components[: _shown(rows, components)]:
+        late, is_fenced = component.heartbeat_age_ms >= LATE_MS, component.component_id in fenced
+        worker = component.role in ("prefill", "decode")
         # The worker's page is fresher than its heartbeat.
-        seats = now.gauge(part.part_id, names.SEATS)
-        queued = now.gauge(part.part_id, names.QUEUED_TOKENS)
+        seats = now.gauge(component.component_id, names.SEATS)
+        queued = now.gauge(component.component_id, names.QUEUED_TOKENS)
         table.add_row(
-            _clean(part.part_id),
-            _clean(part.role) or style.dash,
-            _clean(part.node_id) if part.node_id != part.part_id else "",
+            _clean(component.component_id),
+            _clean(component.role) or style.dash,
+            _clean(component.node_id) if component.node_id != component.component_id else "",
             *(
-                [f"{part.running_requests:,}", f"{part.waiting_requests:,}"]
-                if worker or part.role == "gateway"
+                [f"{component.running_requests:,}", f"{component.waiting_requests:,}"]
+                if worker or component.role == "gateway"
                 else ["", ""]
             ),
-            _count(part.queued_tokens if queued is None else queued, style) if worker else "",
-            _count(part.free_seqs if seats is None else seats, style) if worker else "",
-            f"{part.heartbeat_age_ms / 1000:.1f} s" if part.role else style.dash,
+            _count(component.queued_tokens if queued is None else queued, style) if worker else "",
+            _count(component.free_seqs if seats is None else seats, style) if worker else "",
+            f"{component.heartbeat_age_ms / 1000:.1f} s" if component.role else style.dash,
             "FENCED" if is_fenced else "late" if late else "",
             style="bold red" if is_fenced else "yellow" if late else "",
         )
-    return _with_rest(table, parts, rows)
+    return _with_rest(table, components, rows)
 
 
-def _steps_table(workers: Sequence[PartStatus], rows: int, before: Look | None, now: Look, style: Style) -> Table:
+def _steps_table(workers: Sequence[ComponentStatus], rows: int, before: Look | None, now: Look, style: Style) -> Table:
     """The step budget's bar of each worker: a share of the budgets of the steps that ran."""
-    short = ("decode", "remnant", "prefill", "spec.", "idle")
+    short = ("decode", "tail", "prefill", "spec.", "idle")
     table = _table(
         style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
     )
     for worker in workers[: _shown(rows, workers)]:
-        found = steps(before, now, worker.part_id) if before else None
+        found = steps(before, now, worker.component_id) if before else None
         if found is None:
-            table.add_row(_clean(worker.part_id), "", *[style.dash] * 8)
+            table.add_row(_clean(worker.component_id), "", *[style.dash] * 8)
         elif not found.shares:
-            table.add_row(_clean(worker.part_id), Text("no step ran", "dim"), *[style.dash] * 5, "0", style.dash, "0%")
+            table.add_row(
+                _clean(worker.component_id), Text("no step ran", "dim"), *[style.dash] * 5, "0", style.dash, "0%"
+            )
         else:
-            table.add_row(_clean(worker.part_id), *_steps_cells(found, style))
+            table.add_row(_clean(worker.component_id), *_steps_cells(found, style))
     return _with_rest(table, workers, rows)
 
 
@@ -206,13 +212,13 @@ def _steps_cells(found: Steps, style: Style) -> list[RenderableType]:
     ]
 
 
-def _pool_table(nodes: Sequence[PartStatus], rows: int, now: Look, style: Style) -> Table:
+def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: Style) -> Table:
     """Blocks of each pool by state. Pinned blocks are committed ones; the bar shows them once, as pinned."""
     short = ("cached", "pinned", "leased", "quar.", "free")
     table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
     for node in nodes[: _shown(rows, nodes)]:
-        pinned = now.gauge(node.part_id, names.KV_HELD, "pinned")
-        disk = now.gauge(node.part_id, names.KV_DISK_BLOCKS)
+        pinned = now.gauge(node.component_id, names.KV_HELD, "pinned")
+        disk = now.gauge(node.component_id, names.KV_DISK_BLOCKS)
         told = min(pinned or 0, node.committed_blocks)
         blocks = (
             node.committed_blocks - told,
@@ -223,7 +229,7 @@ def _pool_table(nodes: Sequence[PartStatus], rows: int, now: Look, style: Style)
         )
         total = node.total_blocks
         table.add_row(
-            _clean(node.part_id),
+            _clean(node.component_id),
             Bar([count / total for count in blocks] if total else (), style.glyphs),
             f"{node.committed_blocks:,}",
             _count(pinned, style),
@@ -271,7 +277,7 @@ def _notes(before: Look | None, now: Look, streams: Flow) -> list[str]:
     """What a person must know to read the rest, the worst first."""
     notes = [] if now.status.index_available else ["Redis does not answer: no prefix hits"]
     notes += now.troubles
-    gateways = sum(part.role == "gateway" for part in now.status.parts)
+    gateways = sum(component.role == "gateway" for component in now.status.components)
     if before and not streams.from_pages:
         notes.append("no gateway's page: tokens are counted when their request ends")
     elif 0 < streams.gateways < gateways:
@@ -293,7 +299,7 @@ def _shown(rows: int, items: Sequence[object]) -> int:
     return len(items) if rows >= len(items) else rows - 1
 
 
-def _with_rest(table: Table, items: Sequence[PartStatus], rows: int) -> Table:
+def _with_rest(table: Table, items: Sequence[ComponentStatus], rows: int) -> Table:
     hidden = len(items) - _shown(rows, items)
     if hidden:
         table.add_row(f"and {hidden} more", style="dim")

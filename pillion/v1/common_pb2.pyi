@@ -57,11 +57,11 @@ class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
-    PART_ID_FIELD_NUMBER: _builtins.int
+    COMPONENT_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Protocol number of the speaker (see the rule above). 0 is refused."""
-    part_id: _builtins.str
+    component_id: _builtins.str
     """Name of the speaking part, unique in the cluster, e.g. "decode-0"."""
     version: _builtins.str
     """Release of the speaking program, for logs."""
@@ -69,12 +69,12 @@ class Hello(_message.Message):
         self,
         *,
         protocol: _builtins.int = ...,
-        part_id: _builtins.str = ...,
+        component_id: _builtins.str = ...,
         version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part_id", b"part_id", "protocol", b"protocol", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["component_id", b"component_id", "protocol", b"protocol", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,15 +311,15 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time and the prompt of a request went. cached + prefilled + remnant = prompt tokens."""
+    """Where the time and the prompt of a request went. cached + prefilled + prompt tail = prompt tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_CHUNKS_FIELD_NUMBER: _builtins.int
-    REMNANT_TOKENS_FIELD_NUMBER: _builtins.int
-    REMNANT_STEPS_FIELD_NUMBER: _builtins.int
+    TAIL_TOKENS_FIELD_NUMBER: _builtins.int
+    TAIL_STEPS_FIELD_NUMBER: _builtins.int
     ADMISSION_MS_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     DECODE_QUEUE_MS_FIELD_NUMBER: _builtins.int
@@ -334,15 +334,15 @@ class Timings(_message.Message):
     prefilled_tokens: _builtins.int
     """Computed by prefill workers, in `prefill_chunks` chunks."""
     prefill_chunks: _builtins.int
-    remnant_tokens: _builtins.int
-    """Computed by the decode worker, in `remnant_steps` steps, beside other people's decodes."""
-    remnant_steps: _builtins.int
+    tail_tokens: _builtins.int
+    """Computed by the decode worker, in `tail_steps` steps, beside other people's decodes."""
+    tail_steps: _builtins.int
     admission_ms: _builtins.float
     """From the request's arrival to its admission by the KV node (tokenizing, look-up, planning, waiting for memory)."""
     prefill_ms: _builtins.float
     """From the dispatch of the span to the last chunk's acknowledgement."""
     decode_queue_ms: _builtins.float
-    """From hand-off to the first remnant step."""
+    """From hand-off to the first prompt tail step."""
     time_to_first_token_ms: _builtins.float
     """From arrival to the first token."""
     total_ms: _builtins.float
@@ -361,8 +361,8 @@ class Timings(_message.Message):
         cached_tokens: _builtins.int = ...,
         prefilled_tokens: _builtins.int = ...,
         prefill_chunks: _builtins.int = ...,
-        remnant_tokens: _builtins.int = ...,
-        remnant_steps: _builtins.int = ...,
+        tail_tokens: _builtins.int = ...,
+        tail_steps: _builtins.int = ...,
         admission_ms: _builtins.float = ...,
         prefill_ms: _builtins.float = ...,
         decode_queue_ms: _builtins.float = ...,
@@ -376,7 +376,7 @@ class Timings(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "remnant_steps", b"remnant_steps", "remnant_tokens", b"remnant_tokens", "replays", b"replays", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

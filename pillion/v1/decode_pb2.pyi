@@ -53,7 +53,7 @@ Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """Generate from a remnant. Tokens before `split` are held by the ticket."""
+    """Generate from a prompt tail. Tokens before `split` are held by the ticket."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -279,25 +279,25 @@ Global___DecodeError: _TypeAlias = DecodeError  # noqa: Y015
 class DecodeTimings(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REMNANT_TOKENS_FIELD_NUMBER: _builtins.int
-    REMNANT_STEPS_FIELD_NUMBER: _builtins.int
+    TAIL_TOKENS_FIELD_NUMBER: _builtins.int
+    TAIL_STEPS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    remnant_tokens: _builtins.int
-    remnant_steps: _builtins.int
+    tail_tokens: _builtins.int
+    tail_steps: _builtins.int
     queue_ms: _builtins.float
     preemptions: _builtins.int
     def __init__(
         self,
         *,
-        remnant_tokens: _builtins.int = ...,
-        remnant_steps: _builtins.int = ...,
+        tail_tokens: _builtins.int = ...,
+        tail_steps: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
         preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["preemptions", b"preemptions", "queue_ms", b"queue_ms", "remnant_steps", b"remnant_steps", "remnant_tokens", b"remnant_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["preemptions", b"preemptions", "queue_ms", b"queue_ms", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

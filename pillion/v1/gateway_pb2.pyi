@@ -226,12 +226,12 @@ class GetStatusRequest(_message.Message):
 Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
-class PartStatus(_message.Message):
+class ComponentStatus(_message.Message):
     """One part of the cluster, as its last heartbeat described it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PART_ID_FIELD_NUMBER: _builtins.int
+    COMPONENT_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
@@ -248,8 +248,8 @@ class PartStatus(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FREE_SEQS_FIELD_NUMBER: _builtins.int
-    FENCED_PARTS_FIELD_NUMBER: _builtins.int
-    part_id: _builtins.str
+    FENCED_COMPONENTS_FIELD_NUMBER: _builtins.int
+    component_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"."""
     model: _builtins.str
@@ -272,13 +272,13 @@ class PartStatus(_message.Message):
     """Workers only: prompt tokens that it has yet to compute, those of begun prompts included, and seats that are free."""
     free_seqs: _builtins.int
     @_builtins.property
-    def fenced_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV nodes only: workers that it has fenced and that have not drained."""
 
     def __init__(
         self,
         *,
-        part_id: _builtins.str = ...,
+        component_id: _builtins.str = ...,
         role: _builtins.str = ...,
         model: _builtins.str = ...,
         node_id: _builtins.str = ...,
@@ -295,22 +295,22 @@ class PartStatus(_message.Message):
         kernels: _builtins.str = ...,
         queued_tokens: _builtins.int = ...,
         free_seqs: _builtins.int = ...,
-        fenced_parts: _abc.Iterable[_builtins.str] | None = ...,
+        fenced_components: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "fenced_parts", b"fenced_parts", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "part_id", b"part_id", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PartStatus: _TypeAlias = PartStatus  # noqa: Y015
+Global___ComponentStatus: _TypeAlias = ComponentStatus  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
+    COMPONENTS_FIELD_NUMBER: _builtins.int
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -325,12 +325,12 @@ class GetStatusResponse(_message.Message):
     index_available: _builtins.bool
     """False while Redis does not answer; requests go on without prefix hits."""
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartStatus]: ...
+    def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentStatus]: ...
     def __init__(
         self,
         *,
         version: _builtins.str = ...,
-        parts: _abc.Iterable[Global___PartStatus] | None = ...,
+        components: _abc.Iterable[Global___ComponentStatus] | None = ...,
         active_requests: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
@@ -339,7 +339,7 @@ class GetStatusResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "index_available", b"index_available", "parts", b"parts", "prompt_tokens", b"prompt_tokens", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "components", b"components", "index_available", b"index_available", "prompt_tokens", b"prompt_tokens", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

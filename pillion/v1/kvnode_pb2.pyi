@@ -606,7 +606,7 @@ class NodeStatus(_message.Message):
     WAITING_TICKETS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     COMMITTED_BLOCKS_EVER_FIELD_NUMBER: _builtins.int
-    FENCED_PARTS_FIELD_NUMBER: _builtins.int
+    FENCED_COMPONENTS_FIELD_NUMBER: _builtins.int
     FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
     SERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -653,7 +653,7 @@ class NodeStatus(_message.Message):
     kv_device: _builtins.str
     """Where the pool is: cpu or cuda:N."""
     @_builtins.property
-    def fenced_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not said yet that they drained; who starts them may want to kill them."""
 
     def __init__(
@@ -674,7 +674,7 @@ class NodeStatus(_message.Message):
         waiting_tickets: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
         committed_blocks_ever: _builtins.int = ...,
-        fenced_parts: _abc.Iterable[_builtins.str] | None = ...,
+        fenced_components: _abc.Iterable[_builtins.str] | None = ...,
         fetched_blocks: _builtins.int = ...,
         served_blocks: _builtins.int = ...,
         restored_blocks: _builtins.int = ...,
@@ -688,7 +688,7 @@ class NodeStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "evicted_blocks", b"evicted_blocks", "fenced_parts", b"fenced_parts", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

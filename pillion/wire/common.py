@@ -7,16 +7,16 @@ from pillion.errors import Conflict
 from pillion.v1 import common_pb2
 
 
-def hello_to_pb(part_id: str) -> common_pb2.Hello:
+def hello_to_pb(component_id: str) -> common_pb2.Hello:
     """This program's hello."""
-    return common_pb2.Hello(protocol=PROTOCOL, part_id=part_id, version=VERSION)
+    return common_pb2.Hello(protocol=PROTOCOL, component_id=component_id, version=VERSION)
 
 
 def check_hello(message: common_pb2.Hello) -> str:
     """Returns the speaker's part id. Raises Conflict unless its protocol is ours or a neighbour of ours."""
     if message.protocol == 0 or abs(message.protocol - PROTOCOL) > 1:
         raise Conflict(
-            f"{message.part_id or 'peer'} speaks protocol {message.protocol}, this part speaks {PROTOCOL}: "
+            f"{message.component_id or 'peer'} speaks protocol {message.protocol}, this part speaks {PROTOCOL}: "
             "upgrade one version at a time"
         )
-    return message.part_id
+    return message.component_id

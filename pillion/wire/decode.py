@@ -28,7 +28,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Generate from a remnant; see Submit in decode.proto for each field."""
+    """Generate from a prompt tail; see Submit in decode.proto for each field."""
 
     key: int
     request_id: str
@@ -59,8 +59,8 @@ class DecodeError:
 class DecodeTimings:
     """What the decode worker knows of a request's way."""
 
-    remnant_tokens: int = 0
-    remnant_steps: int = 0
+    tail_tokens: int = 0
+    tail_steps: int = 0
     queue_ms: float = 0.0
     preemptions: int = 0
 
@@ -143,8 +143,8 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
     if message.HasField("timings"):
         pb = message.timings
         timings = DecodeTimings(
-            remnant_tokens=pb.remnant_tokens,
-            remnant_steps=pb.remnant_steps,
+            tail_tokens=pb.tail_tokens,
+            tail_steps=pb.tail_steps,
             queue_ms=pb.queue_ms,
             preemptions=pb.preemptions,
         )
@@ -174,8 +174,8 @@ def _delta_to_pb(delta: DecodeDelta) -> decode_pb2.DecodeDelta:
         t = delta.timings
         message.timings.CopyFrom(
             decode_pb2.DecodeTimings(
-                remnant_tokens=t.remnant_tokens,
-                remnant_steps=t.remnant_steps,
+                tail_tokens=t.tail_tokens,
+                tail_steps=t.tail_steps,
                 queue_ms=t.queue_ms,
                 preemptions=t.preemptions,
             )

@@ -91,7 +91,7 @@ class NodeStatus:
     waiting_tickets: int = 0
     evicted_blocks: int = 0
     committed_blocks_ever: int = 0
-    fenced_parts: tuple[str, ...] = ()
+    fenced_components: tuple[str, ...] = ()
     fetched_blocks: int = 0
     served_blocks: int = 0
     restored_blocks: int = 0
@@ -111,7 +111,7 @@ class AttachHello:
     ``namespace`` is the base of its hashes (hexadecimal): model, dtype, layout, block size, sharding.
     """
 
-    part_id: str
+    component_id: str
     role: str
     block_bytes: int
     namespace: str = ""
@@ -145,7 +145,7 @@ class RegionHello:
     """Instead of an AttachHello: a process wants memory of ``size_bytes`` that it shares with all that name the same
     ``region_key`` (64 hexadecimal digits, the hash of what is in it)."""
 
-    part_id: str
+    component_id: str
     region_key: str
     size_bytes: int
     protocol: int = PROTOCOL
@@ -177,8 +177,8 @@ class RegionFilled:
 Line = AttachHello | AttachReply | RegionHello | RegionReply | RegionFilled
 _LineKind = TypeVar("_LineKind", AttachHello, AttachReply, RegionHello, RegionReply, RegionFilled)
 _NEEDED: dict[type, set[str]] = {
-    AttachHello: {"part_id", "role", "block_bytes"},
-    RegionHello: {"part_id", "region_key", "size_bytes"},
+    AttachHello: {"component_id", "role", "block_bytes"},
+    RegionHello: {"component_id", "region_key", "size_bytes"},
     RegionFilled: {"filled_bytes"},
 }
 _REGION_KEY = re.compile(r"[0-9a-f]{64}")
@@ -197,14 +197,14 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
 def attach_hello_from_line(line: bytes) -> AttachHello:
     """Unknown keys are dropped. Raises InvalidRequest on what is no hello, Conflict on a foreign protocol."""
     hello = _read(line, AttachHello)
-    check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), part_id=hello.part_id))
+    check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), component_id=hello.component_id))
     return hello
 
 
 def attach_reply_from_line(line: bytes) -> AttachReply:
     """Unknown keys are dropped. Raises InvalidRequest on what is no reply, Conflict on a foreign protocol."""
     reply = _read(line, AttachReply)
-    check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), part_id=reply.node_id or "the KV node"))
+    check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), component_id=reply.node_id or "the KV node"))
     _check_memory(reply)
     return reply
 
@@ -212,7 +212,7 @@ def attach_reply_from_line(line: bytes) -> AttachReply:
 def region_hello_from_line(line: bytes) -> RegionHello:
     """Unknown keys are dropped. Raises InvalidRequest on what is no hello, Conflict on a foreign protocol."""
     hello = _read(line, RegionHello)
-    check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), part_id=hello.part_id))
+    check_hello(common_pb2.Hello(protocol=max(hello.protocol, 0), component_id=hello.component_id))
     if not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0:
         raise InvalidRequest("a region needs a name of 64 hexadecimal digits, and at least one byte")
     return hello
@@ -221,7 +221,7 @@ def region_hello_from_line(line: bytes) -> RegionHello:
 def region_reply_from_line(line: bytes) -> RegionReply:
     """Unknown keys are dropped. Raises InvalidRequest on what is no reply, Conflict on a foreign protocol."""
     reply = _read(line, RegionReply)
-    check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), part_id=reply.node_id or "the KV node"))
+    check_hello(common_pb2.Hello(protocol=max(reply.protocol, 0), component_id=reply.node_id or "the KV node"))
     _check_memory(reply)
     if not reply.error and reply.state not in ("fill", "ready"):
         raise InvalidRequest(f"a region is to be filled or ready, not {reply.state!r}")
@@ -320,7 +320,7 @@ def heartbeat_to_pb(reply: HeartbeatReply) -> kvnode_pb2.HeartbeatReply:
 def status_from_pb(message: kvnode_pb2.NodeStatus) -> NodeStatus:
     """Field by field."""
     said = {name: getattr(message, name) for name in NodeStatus.__dataclass_fields__}
-    return NodeStatus(**said | {"fenced_parts": tuple(message.fenced_parts)})
+    return NodeStatus(**said | {"fenced_components": tuple(message.fenced_components)})
 
 
 def status_to_pb(status: NodeStatus) -> kvnode_pb2.NodeStatus:

@@ -56,10 +56,10 @@ class Pinned:
     checksums: tuple[int, ...]
 
 
-def meet_to_pb(part_id: str, shape: BlockShape) -> kvplane_pb2.MeetRequest:
+def meet_to_pb(component_id: str, shape: BlockShape) -> kvplane_pb2.MeetRequest:
     """A reader's first words."""
     return kvplane_pb2.MeetRequest(
-        hello=hello_to_pb(part_id), block_bytes=shape.block_bytes, kv_namespace=shape.namespace
+        hello=hello_to_pb(component_id), block_bytes=shape.block_bytes, kv_namespace=shape.namespace
     )
 
 

@@ -51,10 +51,10 @@ def span_from_pb(message: prefill_pb2.RunSpanRequest) -> Span:
     )
 
 
-def span_to_pb(span: Span, part_id: str) -> prefill_pb2.RunSpanRequest:
-    """``part_id`` names the speaker in the hello."""
+def span_to_pb(span: Span, component_id: str) -> prefill_pb2.RunSpanRequest:
+    """``component_id`` names the speaker in the hello."""
     return prefill_pb2.RunSpanRequest(
-        hello=hello_to_pb(part_id),
+        hello=hello_to_pb(component_id),
         request_id=span.request_id,
         attempt=span.attempt,
         ticket_id=span.ticket_id,

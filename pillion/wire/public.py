@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pillion.types import (
     ChatMessage,
     ClusterStatus,
+    ComponentStatus,
     Delta,
     FinishReason,
     GenerateRequest,
     ModelInfo,
-    PartStatus,
     SamplingParams,
     Timings,
     TokenLogprob,
@@ -182,18 +182,18 @@ def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
     """The whole cluster."""
-    said = {name: getattr(status, name) for name in ClusterStatus.__dataclass_fields__ if name != "parts"}
+    said = {name: getattr(status, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
     return gateway_pb2.GetStatusResponse(
-        **said, parts=[gateway_pb2.PartStatus(**asdict(part)) for part in status.parts]
+        **said, components=[gateway_pb2.ComponentStatus(**asdict(component)) for component in status.components]
     )
 
 
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
     """The whole cluster."""
-    said = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "parts"}
-    return ClusterStatus(parts=tuple(map(_part_from_pb, message.parts)), **said)
+    said = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
+    return ClusterStatus(components=tuple(map(_component_from_pb, message.components)), **said)
 
 
-def _part_from_pb(message: gateway_pb2.PartStatus) -> PartStatus:
-    said = {name: getattr(message, name) for name in PartStatus.__dataclass_fields__}
-    return PartStatus(**said | {"fenced_parts": tuple(message.fenced_parts)})
+def _component_from_pb(message: gateway_pb2.ComponentStatus) -> ComponentStatus:
+    said = {name: getattr(message, name) for name in ComponentStatus.__dataclass_fields__}
+    return ComponentStatus(**said | {"fenced_components": tuple(message.fenced_components)})

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 from pillion._version import PROTOCOL
-from pillion.types import PartStatus
+from pillion.types import ComponentStatus
 
 Number = TypeVar("Number", int, float)
 
@@ -35,7 +35,7 @@ def _number(said: object, otherwise: Number) -> Number:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
+class ComponentRecord:
     """One part of the cluster.
 
     Attributes:
@@ -57,11 +57,11 @@ class PartRecord:
         kernels: what a worker computes with.
         *_blocks: a node's slots by state.
         prompt_tokens, cached_tokens, completion_tokens: of what a gateway has served since it started.
-        fenced_parts: workers that a node has fenced and that have not drained.
+        fenced_components: workers that a node has fenced and that have not drained.
         heartbeat_age_ms: filled by the reader.
     """
 
-    part_id: str
+    component_id: str
     role: str
     address: str
     protocol: int = PROTOCOL
@@ -93,7 +93,7 @@ class PartRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    fenced_parts: tuple[str, ...] = ()
+    fenced_components: tuple[str, ...] = ()
     kernels: str = ""
     heartbeat_age_ms: int = 0
 
@@ -102,7 +102,7 @@ class PartRecord:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> PartRecord:
+    def from_json(cls, text: str | bytes) -> ComponentRecord:
         """Fields of a newer version are dropped, and so are absurd numbers: what is left must not mislead a planner.
         Raises ValueError on what is no record."""
         said = json.loads(text)
@@ -110,14 +110,14 @@ class PartRecord:
             raise ValueError("a part record is a JSON object")
         try:
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
-            fenced, cost = tuple(map(str, said.get("fenced_parts", ()))), _cost(said.get("step_cost_s", ()))
+            fenced, cost = tuple(map(str, said.get("fenced_components", ()))), _cost(said.get("step_cost_s", ()))
             for field in fields(cls):
                 if field.name in known and isinstance(field.default, int | float):
                     known[field.name] = _number(known[field.name], field.default)
-            return cls(**known | {"fenced_parts": fenced, "step_cost_s": cost})
+            return cls(**known | {"fenced_components": fenced, "step_cost_s": cost})
         except TypeError as error:
             raise ValueError(str(error)) from None
 
-    def status(self) -> PartStatus:
+    def status(self) -> ComponentStatus:
         """The public part of it."""
-        return PartStatus(**{name: getattr(self, name) for name in PartStatus.__dataclass_fields__})
+        return ComponentStatus(**{name: getattr(self, name) for name in ComponentStatus.__dataclass_fields__})

@@ -14,15 +14,15 @@ import click
 import pytest
 
 from pillion._version import VERSION
-from pillion.cli.app import cli, part_command, with_model
+from pillion.cli.app import cli, component_command, with_model
 from pillion.cli.flags import env_name
 from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
+from pillion.supervisor import components
 from pillion.supervisor import local_cluster as cluster
-from pillion.supervisor import parts
-from pillion.supervisor.local_cluster import child_environ, part_specs, resolved_flags, threads_per_worker
-from pillion.types import ClusterStatus, Delta, FinishReason, PartStatus, SamplingParams, TokenLogprob
+from pillion.supervisor.local_cluster import child_environ, process_specs, resolved_flags, threads_per_worker
+from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedP
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
     script = (
-        "import sys; import pillion.cli.app, pillion.supervisor.parts, pillion.supervisor.local_cluster;"
+        "import sys; import pillion.cli.app, pillion.supervisor.components, pillion.supervisor.local_cluster;"
         "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
         " if name in sys.modules])"
     )
@@ -120,20 +120,20 @@ def test_the_model_is_an_argument_a_flag_or_the_demo(argument: str | None, flag:
 
 
 def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts.require_server_packages()
+    components.require_server_packages()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     with pytest.raises(ConfigError, match=r"servers need torch: pip install 'pillion\[server\]'") as caught:
-        parts.require_server_packages()
+        components.require_server_packages()
     assert "\n" not in caught.value.message
 
 
-def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "usable_cores", lambda: 8)
     monkeypatch.setenv("PILLION_BLOCK_SIZE", "99")
     flags = on_cpu(model="m", prefill_workers=2, decode_workers=1, grpc_port=1234, max_num_seqs=7)
     folder = pathlib.Path("/run/x")
-    specs = part_specs(flags, folder, pathlib.Path("/bin/redis-server"))
-    assert [(s.part_id, s.level) for s in specs] == [
+    specs = process_specs(flags, folder, pathlib.Path("/bin/redis-server"))
+    assert [(s.component_id, s.level) for s in specs] == [
         ("redis", 0),
         ("kvnode-0", 1),
         ("prefill-0", 2),
@@ -142,7 +142,7 @@ def test_the_parts_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gateway-0", 3),
     ]
     decode, gateway = specs[4], specs[5]
-    assert decode.argv[1:5] == ("-m", "pillion", "decode", "--part-id=decode-0")
+    assert decode.argv[1:5] == ("-m", "pillion", "decode", "--component-id=decode-0")
     assert {"--max-num-seqs=7", "--listen=unix:/run/x/decode-0.sock", "--cpu-threads=2"} <= set(decode.argv)
     assert decode.environ["OMP_NUM_THREADS"] == "2"
     assert "OMP_NUM_THREADS" not in gateway.environ or "OMP_NUM_THREADS" in os.environ
@@ -166,8 +166,8 @@ def test_workers_get_cores_of_their_own(
     monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], prefill: str, decode: str
 ) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
-    specs = part_specs(on_cpu(model="m", **said), pathlib.Path("/run/x"), None)
-    by_name = {spec.part_id: spec.argv for spec in specs}
+    specs = process_specs(on_cpu(model="m", **said), pathlib.Path("/run/x"), None)
+    by_name = {spec.component_id: spec.argv for spec in specs}
     assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
     assert f"--cpu-affinity={decode}" in by_name["decode-0"]
 
@@ -175,13 +175,13 @@ def test_workers_get_cores_of_their_own(
 def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
     with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
-        part_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
+        process_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
 
 
 def test_a_redis_password_is_not_on_a_command_line() -> None:
     flags = on_cpu(redis_url="rediss://:secret@host:6379/0")
-    specs = part_specs(flags, pathlib.Path("/run/x"), None)
-    assert "redis" not in [spec.part_id for spec in specs]
+    specs = process_specs(flags, pathlib.Path("/run/x"), None)
+    assert "redis" not in [spec.component_id for spec in specs]
     for spec in specs:
         assert "secret" not in " ".join(spec.argv)
         assert "secret" in spec.environ[env_name("redis_url")]
@@ -203,7 +203,7 @@ def test_part_failures_and_signals(tmp_path: pathlib.Path) -> None:
     """A part's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
     script = """
 import asyncio, sys
-from pillion.supervisor import parts
+from pillion.supervisor import components
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.observability.metrics import Meters
@@ -220,7 +220,7 @@ async def start(flags):
     return Part()
 import types
 sys.modules["fake"] = types.SimpleNamespace(start=start)
-parts.ROLES["kvnode"] = ("fake", "start")
+components.ROLES["kvnode"] = ("fake", "start")
 sys.argv[1:2] = [sys.argv[1]]
 from pillion.cli.app import main
 mode = sys.argv[1]
@@ -312,8 +312,8 @@ def test_log_probabilities_follow_the_text(capsys: pytest.CaptureFixture[str]) -
 def test_status_as_a_table() -> None:
     from rich.console import Console
 
-    node = PartStatus(
-        part_id="kvnode-0",
+    node = ComponentStatus(
+        component_id="kvnode-0",
         role="kvnode",
         total_blocks=100,
         free_blocks=75,
@@ -321,12 +321,12 @@ def test_status_as_a_table() -> None:
         committed_blocks=20,
         heartbeat_age_ms=12,
     )
-    worker = PartStatus(
-        part_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16, kernels="cpu/x"
+    worker = ComponentStatus(
+        component_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16, kernels="cpu/x"
     )
     status = ClusterStatus(
         version="1",
-        parts=(node, worker),
+        components=(node, worker),
         active_requests=2,
         prompt_tokens=200,
         cached_tokens=50,
@@ -345,8 +345,8 @@ def test_status_as_a_table() -> None:
     assert "Redis does not answer" in summary(status)
 
 
-def test_a_part_command_is_made_of_its_flags() -> None:
-    assert part_command.__doc__
+def test_a_component_command_is_made_of_its_flags() -> None:
+    assert component_command.__doc__
     assert {"attach_socket", "kv_pool_bytes"} <= {p.name for p in cli.commands["kvnode"].params}
     assert "model_argument" not in {p.name for p in cli.commands["kvnode"].params}
 

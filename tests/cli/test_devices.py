@@ -9,7 +9,7 @@ import pytest
 
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
-from pillion.supervisor.local_cluster import part_specs, resolved_flags
+from pillion.supervisor.local_cluster import process_specs, resolved_flags
 
 
 def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,12 +17,12 @@ def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
     flags = resolved_flags(ServeFlags(model="m"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
-    assert "--kv-device=cuda" in part_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+    assert "--kv-device=cuda" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
     flags = resolved_flags(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
     assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
     flags = resolved_flags(ServeFlags(model="m", device="cpu"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
-    assert "--kv-device=cpu" in part_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+    assert "--kv-device=cpu" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
 
 
 @pytest.mark.parametrize(

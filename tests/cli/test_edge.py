@@ -71,12 +71,12 @@ def test_one_gateway_holds_nothing() -> None:
 def test_each_gateway_has_a_name_and_a_socket_of_its_own() -> None:
     flags = ServeFlags(model="m", gateway_workers=2, drain_timeout_s=7.0, also_model=("b=/b", "c=/c"))
     specs = gateway_specs(flags, pathlib.Path("/run/x"), {}, level=3)
-    assert [(spec.part_id, spec.level, spec.drain_s) for spec in specs] == [
+    assert [(spec.component_id, spec.level, spec.drain_s) for spec in specs] == [
         ("gateway-0", 3, 7.0),
         ("gateway-1", 3, 7.0),
     ]
     for number, spec in enumerate(specs):
-        said = {f"--part-id=gateway-{number}", f"--probe-listen=unix:/run/x/gateway-{number}.sock"}
+        said = {f"--component-id=gateway-{number}", f"--probe-listen=unix:/run/x/gateway-{number}.sock"}
         said |= {"--share-ports", "--gateway-workers=1", "--also-model=b=/b", "--also-model=c=/c"}
         assert said <= set(spec.argv)
         assert spec.alive is not None

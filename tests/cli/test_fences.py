@@ -20,7 +20,7 @@ from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
-from pillion.supervisor.supervisor import PartSpec, Supervisor
+from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 from pillion.wire.kvnode import AttachHello
 
 
@@ -31,7 +31,7 @@ class Heard(Notices):
         super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
         self.lines: list[str] = []
 
-    def part(self, part_id: str, line: str, style: str = "") -> None:
+    def component(self, component_id: str, line: str, style: str = "") -> None:
         self.lines.append(line)
 
 
@@ -69,17 +69,17 @@ async def test_a_stopped_part_is_killed_and_started_again(
 ) -> None:
     monkeypatch.setattr(fences, "FENCE_POLL_S", 0.02)
     node = await start_kvnode(KVNodeFlags(node_listen=f"unix:{folder}/k.sock", attach_socket=f"{folder}/a.sock"))
-    epoch = (await node._admit(AttachHello(part_id="w", role="decode", block_bytes=4096))).epoch
+    epoch = (await node._admit(AttachHello(component_id="w", role="decode", block_bytes=4096))).epoch
 
     async def probe() -> bool:
         return True
 
     argv = (sys.executable, "-c", "import time; time.sleep(60)")
-    spec = PartSpec(part_id="w", level=0, argv=argv, environ=dict(os.environ), probe=probe)
+    spec = ProcessSpec(component_id="w", level=0, argv=argv, environ=dict(os.environ), probe=probe)
     heard = Heard()
     supervisor = Supervisor([spec], heard, RestartPolicy(first_delay_ms=10))
     await supervisor.start()
-    watching = asyncio.create_task(watch_fences(node.address, 0.2, supervisor.kill_part, heard))
+    watching = asyncio.create_task(watch_fences(node.address, 0.2, supervisor.kill_component, heard))
     try:
         first = supervisor.pid_of("w")
         assert first
@@ -95,7 +95,7 @@ async def test_a_stopped_part_is_killed_and_started_again(
         assert not process.is_running()
         assert [line for line in heard.lines if line.startswith("w has been fenced for 0.")]
         assert "w was ended by SIGKILL; starting it again in 0.01 s" in heard.lines
-        assert not supervisor.kill_part("nobody")
+        assert not supervisor.kill_component("nobody")
         second = supervisor.pid_of("w")
         await asyncio.sleep(0.4)
         assert supervisor.pid_of("w") == second

@@ -23,7 +23,7 @@ from pillion.supervisor.child import MAX_LINE_BYTES, Child
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
-from pillion.supervisor.supervisor import MAX_SILENCES, PartSpec, Supervisor
+from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
 PART = """
@@ -49,19 +49,19 @@ class Heard(Notices):
         super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
         self.lines: list[str] = []
 
-    def part(self, part_id: str, line: str, style: str = "") -> None:
-        self.lines.append(f"{part_id}: {line}")
+    def component(self, component_id: str, line: str, style: str = "") -> None:
+        self.lines.append(f"{component_id}: {line}")
 
 
 class SlowFor(RestartPolicy):
     """Starts one part again later than the others."""
 
-    def __init__(self, part_id: str) -> None:
+    def __init__(self, component_id: str) -> None:
         super().__init__()
-        self.part_id = part_id
+        self.component_id = component_id
 
-    def died(self, part_id: str, exit_code: int, now: float) -> Restart:
-        return Restart(1.0 if part_id == self.part_id else 0.01)
+    def died(self, component_id: str, exit_code: int, now: float) -> Restart:
+        return Restart(1.0 if component_id == self.component_id else 0.01)
 
 
 @pytest.fixture
@@ -70,12 +70,12 @@ def folder() -> Iterator[pathlib.Path]:
         yield pathlib.Path(path)
 
 
-def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = PART) -> PartSpec:
+def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = PART) -> ProcessSpec:
     async def probe() -> bool:
         return (folder / name).exists()
 
     argv = (sys.executable, "-c", program, str(folder), name)
-    return PartSpec(part_id=name, level=level, argv=argv, environ=dict(os.environ), probe=probe)
+    return ProcessSpec(component_id=name, level=level, argv=argv, environ=dict(os.environ), probe=probe)
 
 
 def log_of(folder: pathlib.Path) -> list[str]:
@@ -159,7 +159,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) 
 
 
 async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
-    absent = PartSpec(part_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
+    absent = ProcessSpec(component_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
     supervisor = Supervisor([absent], Heard())
     with pytest.raises(Unavailable, match="x cannot be started"):
         await supervisor.start()
@@ -227,13 +227,13 @@ async def test_output_is_forwarded_in_bounded_lines() -> None:
 
 
 def test_a_part_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
-    part = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
+    component = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
         "from pillion.supervisor.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);"
         "import time; time.sleep(60)"
     )
     script = (
         "import subprocess, sys, time;"
-        f"child = subprocess.Popen([sys.executable, '-c', {part!r}], stdout=subprocess.PIPE);"
+        f"child = subprocess.Popen([sys.executable, '-c', {component!r}], stdout=subprocess.PIPE);"
         "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -21,17 +21,19 @@ from pillion.observability.metrics import Distribution, Meters, Snapshot
 from pillion.top.top_figures import Look, flow, quantile, steps
 from pillion.top.top_pages import MAX_PAGES, Page, locate, parse
 from pillion.top.top_view import GLYPHS, Bar, Style, frame
-from pillion.types import ClusterStatus, PartStatus
+from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import status_from_pb, status_to_pb
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-GATEWAY = PartStatus(part_id="gateway-0", role="gateway", running_requests=4, heartbeat_age_ms=200)
-PREFILL = PartStatus(part_id="prefill-0", role="prefill", node_id="kvnode-0", queued_tokens=2048, free_seqs=253)
-DECODE = PartStatus(part_id="decode-0", role="decode", node_id="kvnode-0", running_requests=4, free_seqs=60)
-NODE = PartStatus(
-    part_id="kvnode-0",
+GATEWAY = ComponentStatus(component_id="gateway-0", role="gateway", running_requests=4, heartbeat_age_ms=200)
+PREFILL = ComponentStatus(
+    component_id="prefill-0", role="prefill", node_id="kvnode-0", queued_tokens=2048, free_seqs=253
+)
+DECODE = ComponentStatus(component_id="decode-0", role="decode", node_id="kvnode-0", running_requests=4, free_seqs=60)
+NODE = ComponentStatus(
+    component_id="kvnode-0",
     role="kvnode",
     total_blocks=100,
     free_blocks=60,
@@ -41,22 +43,22 @@ NODE = PartStatus(
 )
 
 
-def status(*parts: PartStatus, **said: Any) -> ClusterStatus:
+def status(*components: ComponentStatus, **said: Any) -> ClusterStatus:
     known = {"active_requests": 4, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
-    return ClusterStatus(**{"version": "1", "parts": parts, "index_available": True} | known | said)
+    return ClusterStatus(**{"version": "1", "components": components, "index_available": True} | known | said)
 
 
-def page_of(meters: Meters, part_id: str, role: str) -> Page:
+def page_of(meters: Meters, component_id: str, role: str) -> Page:
     """As it is after a way over the wire."""
-    meters.watch(lambda: [(names.BUILD, ("1", role, part_id), 1.0)])
+    meters.watch(lambda: [(names.BUILD, ("1", role, component_id), 1.0)])
     return parse(generate_latest(metrics_export.Page(meters.collect, vllm_names=True).registry()).decode())
 
 
-def gateway_page(part_id: str, times: int) -> Page:
+def gateway_page(component_id: str, times: int) -> Page:
     """Of a gateway that did the same things so many times."""
     meters = Meters()
     meters.counter(names.GENERATED_TOKENS, "demo").add(100 * times)
-    for source, tokens in (("pool", 60), ("fetched", 10), ("prefill", 20), ("remnant", 10)):
+    for source, tokens in (("pool", 60), ("fetched", 10), ("prefill", 20), ("tail", 10)):
         meters.counter(names.PROMPT_TOKENS, "demo", source).add(tokens * times)
     for outcome, count in (("stop", 1), ("length", 1), ("cancelled", 1), ("Unavailable", 3)):
         meters.counter(names.REQUESTS, "demo", outcome).add(count * times)
@@ -65,16 +67,16 @@ def gateway_page(part_id: str, times: int) -> Page:
         meters.distribution(names.TTFT, operation, "demo").observe(0.2, times)
     meters.distribution(names.ITL, "demo").observe(0.018, 99 * times)
     meters.distribution(names.ITL, "demo").observe(60.0, 5 * times)
-    return page_of(meters, part_id, "gateway")
+    return page_of(meters, component_id, "gateway")
 
 
-def worker_page(part_id: str, role: str, times: int) -> Page:
+def worker_page(component_id: str, role: str, times: int) -> Page:
     meters = Meters()
-    for use, tokens in (("decode", 10), ("remnant", 40), ("prefill", 0), ("speculative", 0), ("idle", 50)):
+    for use, tokens in (("decode", 10), ("tail", 40), ("prefill", 0), ("speculative", 0), ("idle", 50)):
         meters.counter(names.STEP_BUDGET, use).add(tokens * times)
     meters.distribution(names.STEP_DURATION).observe(0.04, 20 * times)
     meters.watch(lambda: [(names.SEATS, (), 59), (names.QUEUED_TOKENS, (), 321)])
-    return page_of(meters, part_id, role)
+    return page_of(meters, component_id, role)
 
 
 def node_page() -> Page:
@@ -84,7 +86,9 @@ def node_page() -> Page:
 
 
 def look(at_s: float, *pages: Page, told: ClusterStatus | None = None, troubles: tuple[str, ...] = ()) -> Look:
-    return Look(at_s, told or status(GATEWAY, PREFILL, DECODE, NODE), {page.part_id: page for page in pages}, troubles)
+    return Look(
+        at_s, told or status(GATEWAY, PREFILL, DECODE, NODE), {page.component_id: page for page in pages}, troubles
+    )
 
 
 def text(before: Look | None, now: Look, *, width: int = 80, style: Style = Style()) -> str:  # noqa: B008
@@ -131,7 +135,7 @@ def test_a_page_reads_back_as_it_was_counted() -> None:
         meters.distribution(names.TTFT, "chat", "demo").observe(value)
     meters.watch(lambda: [(names.KV_USAGE, (), 0.25), (names.KV_BLOCK_BYTES, (), 4096)])
     page = page_of(meters, "kvnode-0", "kvnode")
-    assert (page.part_id, page.role) == ("kvnode-0", "kvnode")
+    assert (page.component_id, page.role) == ("kvnode-0", "kvnode")
     for family in meters.collect():
         for point in family.points:
             read = page.values[family.metric][point.labels]
@@ -160,7 +164,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(observed: list[float], shar
 def test_changes_are_those_of_the_window() -> None:
     one = flow(look(0, gateway_page("gateway-0", 7)), look(2, gateway_page("gateway-0", 9)))
     assert (one.from_pages, one.gateways, one.generated, one.prompt, one.cached) == (True, 1, 100, 100, 70)
-    assert one.sources == {"pool": 60, "fetched": 10, "restored": 0, "prefill": 20, "remnant": 10}
+    assert one.sources == {"pool": 60, "fetched": 10, "restored": 0, "prefill": 20, "tail": 10}
     assert one.requests == {"answered": 2, "cancelled": 1, "failed": 3}
     assert one.refused == {"Overloaded: requests": 5}
     assert one.first_token is not None
@@ -184,7 +188,7 @@ def test_what_began_anew_counts_from_nothing_and_what_is_new_not_at_all() -> Non
 def test_shares_of_the_step_budget() -> None:
     found = steps(look(0, worker_page("d", "decode", 1)), look(4, worker_page("d", "decode", 3)), "d")
     assert found is not None
-    assert found.shares == {"decode": 0.1, "remnant": 0.4, "prefill": 0, "speculative": 0, "idle": 0.5}
+    assert found.shares == {"decode": 0.1, "tail": 0.4, "prefill": 0, "speculative": 0, "idle": 0.5}
     assert (found.per_second, found.busy) == (10, pytest.approx(0.4))
     still = steps(look(0, worker_page("d", "decode", 1)), look(4, worker_page("d", "decode", 1)), "d")
     assert still is not None
@@ -209,7 +213,7 @@ def test_a_frame_with_every_page() -> None:
     assert row(shown, "kvnode-0").endswith(" 25 15 10 5 60 100 7,777")
     # Ten cached ones that are not pinned, 15 that are, and so on: each glyph is there.
     assert set(row(shown, "kvnode-0").split()[1]) == set(GLYPHS)
-    assert row(shown, "hits") == "hits found 70% = pool 60 + fetched 10 + restored 0; prefill 20, remnant 10"
+    assert row(shown, "hits") == "hits found 70% = pool 60 + fetched 10 + restored 0; prefill 20, tail 10"
     assert row(shown, "latency") == "latency first token p50 175 ms p99 248 ms next tokens p50 18 ms p99 >5.0 s"
     assert row(shown, "flow") == "flow tokens/s generated 100, prompts 100"
     refused = "refused 5.0 (Overloaded: requests 5.0)"
@@ -219,11 +223,11 @@ def test_a_frame_with_every_page() -> None:
 
 
 def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
-    parts = (GATEWAY, PREFILL, DECODE, NODE)
-    told = status(*parts, prompt_tokens=100, cached_tokens=40, completion_tokens=50)
+    components = (GATEWAY, PREFILL, DECODE, NODE)
+    told = status(*components, prompt_tokens=100, cached_tokens=40, completion_tokens=50)
     now = look(2, told=told, troubles=("http://h/metrics: Connection refused",))
     shown = text(look(0), now)
-    assert row(shown, "hits") == "hits found 40% = pool – + fetched – + restored –; prefill –, remnant –"
+    assert row(shown, "hits") == "hits found 40% = pool – + fetched – + restored –; prefill –, tail –"
     assert row(shown, "latency") == "latency first token p50 – p99 – next tokens p50 – p99 –"
     assert row(shown, "flow") == "flow tokens/s generated 25, prompts 50"
     assert row(shown, "requests/s") == "requests/s answered –, cancelled –, failed –, refused –"
@@ -238,10 +242,10 @@ def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
 
 
 def test_what_is_wrong_comes_first() -> None:
-    node = PartStatus(part_id="kvnode-0", role="kvnode", fenced_parts=("decode-1", "decode-2"))
-    silent = PartStatus(part_id="prefill-9", role="prefill", heartbeat_age_ms=7000)
-    fenced = PartStatus(part_id="decode-1", role="decode", node_id="kvnode-0")
-    gateways = [PartStatus(part_id=f"gateway-{number}", role="gateway") for number in range(3)]
+    node = ComponentStatus(component_id="kvnode-0", role="kvnode", fenced_components=("decode-1", "decode-2"))
+    silent = ComponentStatus(component_id="prefill-9", role="prefill", heartbeat_age_ms=7000)
+    fenced = ComponentStatus(component_id="decode-1", role="decode", node_id="kvnode-0")
+    gateways = [ComponentStatus(component_id=f"gateway-{number}", role="gateway") for number in range(3)]
     told = status(*gateways, DECODE, node, silent, fenced, index_available=False)
     before, now = (look(at_s, gateway_page("gateway-1", 1), told=told) for at_s in (0, 1))
     lines = [" ".join(line.split()) for line in text(before, now).splitlines()]
@@ -260,7 +264,9 @@ def test_what_is_wrong_comes_first() -> None:
 @pytest.mark.parametrize("size", [(80, 24), (60, 16), (200, 60)])
 def test_a_frame_fits_the_terminal(size: tuple[int, int]) -> None:
     width, height = size
-    workers = [PartStatus(part_id=f"decode-{n}-of-a-long-name", role="decode", node_id="n") for n in range(90)]
+    workers = [
+        ComponentStatus(component_id=f"decode-{n}-of-a-long-name", role="decode", node_id="n") for n in range(90)
+    ]
     now = look(0, told=status(GATEWAY, NODE, *workers), troubles=("a " * 300, "b", "c", "d", "e"))
     for style in (Style(height), Style(height, ascii_only=True)):
         shown = text(None, now, width=width, style=style)
@@ -274,7 +280,7 @@ def test_a_frame_fits_the_terminal(size: tuple[int, int]) -> None:
 
 
 def test_nobody_steers_the_terminal() -> None:
-    told = status(PartStatus(part_id="\x1b[2Jgone", role="de\ncode", node_id="\u202eabc"))
+    told = status(ComponentStatus(component_id="\x1b[2Jgone", role="de\ncode", node_id="\u202eabc"))
     shown = text(None, look(0, told=told, troubles=("\x1b]0;title\x07",)))
     assert "\x1b" not in shown
     assert "\u202e" not in shown
@@ -282,8 +288,8 @@ def test_nobody_steers_the_terminal() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any), st.integers(6, 60))
-def test_a_bar_is_as_long_as_its_place(parts: list[int], width: int) -> None:
-    shares = [part / sum(parts) for part in parts]
+def test_a_bar_is_as_long_as_its_place(components: list[int], width: int) -> None:
+    shares = [component / sum(components) for component in components]
     cells = Bar(shares, GLYPHS).cells(width)
     assert sum(cells) == width
     for share, count in zip(shares, cells, strict=True):
@@ -293,10 +299,12 @@ def test_a_bar_is_as_long_as_its_place(parts: list[int], width: int) -> None:
 
 
 def test_the_status_tells_who_is_fenced() -> None:
-    record = PartRecord(part_id="kvnode-0", role="kvnode", address="x", fenced_parts=("decode-0", "prefill-1"))
-    worker = PartRecord(part_id="d", role="decode", address="x", queued_tokens=17, free_seqs=3)
+    record = ComponentRecord(
+        component_id="kvnode-0", role="kvnode", address="x", fenced_components=("decode-0", "prefill-1")
+    )
+    worker = ComponentRecord(component_id="d", role="decode", address="x", queued_tokens=17, free_seqs=3)
     told = status(record.status(), worker.status())
     sent = gateway_pb2.GetStatusResponse.FromString(status_to_pb(told).SerializeToString())
     assert status_from_pb(sent) == told
-    assert told.parts[0].fenced_parts == ("decode-0", "prefill-1")
-    assert (told.parts[1].queued_tokens, told.parts[1].free_seqs) == (17, 3)
+    assert told.components[0].fenced_components == ("decode-0", "prefill-1")
+    assert (told.components[1].queued_tokens, told.components[1].free_seqs) == (17, 3)

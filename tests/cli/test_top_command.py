@@ -26,14 +26,17 @@ from pillion.observability import metrics_export
 from pillion.observability.metrics import Meters
 from pillion.top.top import NO_PARSER, WINDOW_S, History, Pages
 from pillion.top.top_figures import Look
-from pillion.types import ClusterStatus, PartStatus
+from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STATUS = ClusterStatus(
     version="1",
-    parts=(PartStatus(part_id="gateway-0", role="gateway"), PartStatus(part_id="decode-0", role="decode")),
+    components=(
+        ComponentStatus(component_id="gateway-0", role="gateway"),
+        ComponentStatus(component_id="decode-0", role="decode"),
+    ),
     active_requests=0,
     prompt_tokens=0,
     cached_tokens=0,
@@ -96,7 +99,7 @@ def test_pages_that_cannot_be_read_are_named(unused_tcp_port: int, monkeypatch: 
         assert list(pages) == ["gateway-0"]
         wanted = ["HTTP 302", "an operator's key", "html: ", "not a page of Pillion's", "Connection refused"]
         assert len(troubles) == len(wanted)
-        assert all(part in line for part, line in zip(wanted, troubles, strict=True))
+        assert all(component in line for component, line in zip(wanted, troubles, strict=True))
         # The gateway's key is for the gateway's host alone.
         assert set(keys) == {""}
         Pages(urls[:1], "secret", "127.0.0.1", ssl.create_default_context()).read()

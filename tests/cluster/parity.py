@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion import AsyncClient, ChatMessage, Delta
+from tests.support.components import Components, running_components
 from tests.support.oracle import Expected, Oracle, first_difference
-from tests.support.parts import Parts, running_parts
 
 # fp32 logits of this model are some tens; sums in another order move them by about 1e-4 (see docs/architecture.md).
 EPSILON = 2e-3
@@ -85,8 +85,8 @@ def prompts_of() -> dict[str, str]:
 class Line:
     """The running parts, one gateway per (policy, chunk size), and the oracle with its answers kept."""
 
-    def __init__(self, parts: Parts, oracle: Oracle, tokenizer: Any) -> None:
-        self.parts = parts
+    def __init__(self, components: Components, oracle: Oracle, tokenizer: Any) -> None:
+        self.components = components
         self.oracle = oracle
         self.tokenizer = tokenizer
         self.expected: dict[str, Expected] = {}
@@ -149,8 +149,8 @@ async def parity_line(folder: pathlib.Path) -> AsyncIterator[Line]:
     prepared = prepare(ModelFlags(**MODEL))
     tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(prepared.folder, dtype=torch.float32), prepared.eos_token_ids)
-    async with running_parts(folder, model=MODEL) as parts:
-        yield Line(parts, oracle, tokenizer)
+    async with running_components(folder, model=MODEL) as components:
+        yield Line(components, oracle, tokenizer)
 
 
 async def run_cases(cases: Sequence[Case], folder: pathlib.Path) -> list[tuple[Case, str]]:
@@ -160,14 +160,14 @@ async def run_cases(cases: Sequence[Case], folder: pathlib.Path) -> list[tuple[C
         for (policy, chunk), group in itertools.groupby(
             sorted(cases, key=lambda case: (case.policy, case.chunk_size)), key=lambda c: (c.policy, c.chunk_size)
         ):
-            async with line.parts.another_gateway(split_policy=policy, chunk_size=chunk) as client:
+            async with line.components.another_gateway(split_policy=policy, chunk_size=chunk) as client:
                 for case in group:
                     wrong, last = await line.check(case, client)
                     results.append((case, wrong))
                     t = last.timings
-                    split = f"{t.cached_tokens}/{t.prefilled_tokens}/{t.remnant_tokens}" if t else ""
+                    split = f"{t.cached_tokens}/{t.prefilled_tokens}/{t.tail_tokens}" if t else ""
                     print(f"{'ok ' if not wrong else 'BAD'} {case}  [{split}] {wrong}", flush=True)
-        line.parts.kvnode.pool.ledger.check_integrity()
+        line.components.kvnode.pool.ledger.check_integrity()
     return results
 
 

@@ -6,8 +6,8 @@ import pathlib
 import tempfile
 
 from pillion import Delta
-from tests.support.fake_parts import until
-from tests.support.parts import Parts, running_parts
+from tests.support.components import Components, running_components
+from tests.support.fake_components import until
 from tests.support.tiny_model import save_model
 
 PROMPT = list(range(2, 91))
@@ -23,18 +23,18 @@ def ids_of(deltas: list[Delta], index: int = 0) -> list[int]:
     return [one for delta in deltas if delta.index == index for one in delta.token_ids]
 
 
-async def proven(parts: Parts) -> None:
+async def proven(components: Components) -> None:
     """Nothing is held any more, and the pool adds up."""
-    pool = parts.kvnode.pool
-    await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+    pool = components.kvnode.pool
+    await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
     pool.check_integrity()
 
 
 async def test_each_answer_is_that_of_its_seed(tmp_path: pathlib.Path) -> None:
     model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
-        async with running_parts(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as parts:
-            client = parts.client
+        async with running_components(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as components:
+            client = components.client
             several = await read(client.generate(PROMPT, n=4, seed=SEED, logprobs=1, **ASKED))
             last = several[-1]
             assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (89, 48)
@@ -53,19 +53,19 @@ async def test_each_answer_is_that_of_its_seed(tmp_path: pathlib.Path) -> None:
             ranks = sorted(range(4), key=lambda index: -means[index])
             best = await read(client.generate(PROMPT, n=2, best_of=4, seed=SEED, **ASKED))
             assert [ids_of(best, index) for index in (0, 1)] == [ids_of(several, index) for index in ranks[:2]]
-            await proven(parts)
+            await proven(components)
 
             stream = client.generate(PROMPT, n=4, max_tokens=400, ignore_eos=True)
             async for delta in stream:
                 if delta.token_ids:
                     break
             await stream.aclose()
-            await proven(parts)
+            await proven(components)
             assert (await client.status()).active_requests == 0
 
-            async with parts.another_gateway(enable_prefix_caching=False) as other:
+            async with components.another_gateway(enable_prefix_caching=False) as other:
                 for _ in range(2):
                     alone = await read(other.generate(PROMPT, n=2, seed=SEED, **ASKED))
                     assert [ids_of(alone, index) for index in (0, 1)] == [ids_of(several, index) for index in (0, 1)]
                     assert alone[-1].usage.cached_tokens == 0
-            await proven(parts)
+            await proven(components)

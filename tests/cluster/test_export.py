@@ -31,12 +31,12 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         yield made
 
 
-# Of a streamed prompt of three chunks and a remnant.
+# Of a streamed prompt of three chunks and a prompt tail.
 EDGE = ("generate tiny", "tokenize", "admission", "plan", "lookup", "kv.pin")
 WANTED = {
     "pillion-gateway": set(EDGE),
     "pillion-prefill": {"prefill.chunk", "kv.commit"},
-    "pillion-decode": {"decode.queue", "decode.remnant", "decode"},
+    "pillion-decode": {"decode.queue", "decode.prompt_tail", "decode"},
 }
 
 
@@ -55,10 +55,10 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
     assert gateway["gen_ai_server_time_to_first_token_seconds_count", (OPERATION, *model_name)] == 1
     assert gateway["pillion_inter_token_latency_seconds_count", model_name] == 2
     assert gateway["pillion_prompt_tokens_total", (*model_name, ("source", "prefill"))] == 96
-    assert gateway["pillion_prompt_tokens_total", (*model_name, ("source", "remnant"))] == 4
+    assert gateway["pillion_prompt_tokens_total", (*model_name, ("source", "tail"))] == 4
     assert gateway["vllm:generation_tokens_total", (("model_name", "tiny"),)] == 3
     assert prefill["pillion_step_budget_tokens_total", (("use", "prefill"),)] == 96
-    assert decode["pillion_step_budget_tokens_total", (("use", "remnant"),)] == 4
+    assert decode["pillion_step_budget_tokens_total", (("use", "tail"),)] == 4
     assert decode["pillion_step_budget_tokens_total", (("use", "decode"),)] == 2
     # What filled the steps and what stayed free are their budgets.
     spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")

@@ -42,7 +42,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]
 @pytest.fixture
 def client(cluster: ServedCluster) -> Iterator[Client]:
     with Client(cluster.target) as made:
-        wait_for("all workers", lambda: {part.part_id for part in made.status().parts} >= set(WORKERS))
+        wait_for(
+            "all workers", lambda: {component.component_id for component in made.status().components} >= set(WORKERS)
+        )
         yield made
 
 
@@ -63,29 +65,33 @@ def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
     found = {}
     for process in cluster.processes():
         words = process.cmdline()
-        found |= {name: process for name in WORKERS if f"--part-id={name}" in words}
+        found |= {name: process for name in WORKERS if f"--component-id={name}" in words}
     return found
 
 
 def busy(client: Client, role: str) -> set[str]:
     """Workers that say that they run something."""
-    return {part.part_id for part in client.status().parts if part.role == role and part.running_requests}
+    return {
+        component.component_id
+        for component in client.status().components
+        if component.role == role and component.running_requests
+    }
 
 
 def at_rest(cluster: ServedCluster) -> bool:
     """Nothing is held for anybody, nobody is fenced; integrity is proven on the way."""
     status = cluster.node_status()
     held = status.tickets, status.pinned_blocks, status.reserved_blocks, status.leased_blocks
-    return held == (0, 0, 0, 0) and (status.quarantined_blocks, status.fenced_parts) == (0, ())
+    return held == (0, 0, 0, 0) and (status.quarantined_blocks, status.fenced_components) == (0, ())
 
 
-def serves(client: Client, part_id: str, salts: Iterator[str]) -> bool:
+def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
     """Whether it works for one of two requests at once: idle, each worker gets one of them."""
     streams = [stream_of(client, prompt(7, 100), 40, next(salts)) for _ in range(2)]
     for stream in streams:
         next(stream)
     timings = [list(stream)[-1].timings for stream in streams]
-    return any(said is not None and part_id in (said.decode_worker, said.prefill_worker) for said in timings)
+    return any(said is not None and component_id in (said.decode_worker, said.prefill_worker) for said in timings)
 
 
 @pytest.fixture
@@ -105,15 +111,18 @@ def paused(process: psutil.Process) -> Iterator[None]:
             process.send_signal(signal.SIGCONT)
 
 
-def fenced(cluster: ServedCluster, part_id: str) -> bool:
-    return part_id in cluster.node_status().fenced_parts
+def fenced(cluster: ServedCluster, component_id: str) -> bool:
+    return component_id in cluster.node_status().fenced_components
 
 
-def returned(cluster: ServedCluster, client: Client, part_id: str, salts: Iterator[str]) -> None:
+def returned(cluster: ServedCluster, client: Client, component_id: str, salts: Iterator[str]) -> None:
     """It is fenced no more, in the registry, and serves."""
-    wait_for("it to drain", lambda: not fenced(cluster, part_id))
-    wait_for("the registry to show it", lambda: part_id in {part.part_id for part in client.status().parts})
-    wait_for("it to serve again", lambda: serves(client, part_id, salts))
+    wait_for("it to drain", lambda: not fenced(cluster, component_id))
+    wait_for(
+        "the registry to show it",
+        lambda: component_id in {component.component_id for component in client.status().components},
+    )
+    wait_for("it to serve again", lambda: serves(client, component_id, salts))
     wait_for("all slots back", lambda: at_rest(cluster))
 
 

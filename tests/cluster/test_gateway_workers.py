@@ -59,7 +59,7 @@ def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
     for process in cluster.processes():
         words = process.cmdline()
         if "gateway" in words[:4]:
-            found[next(word for word in words if word.startswith("--part-id=")).partition("=")[2]] = process
+            found[next(word for word in words if word.startswith("--component-id=")).partition("=")[2]] = process
     return found
 
 
@@ -70,8 +70,8 @@ def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str
         pid = owner(cluster, connection)
         connection.sendall(request_bytes("POST", path, body, {"Authorization": f"Bearer {key}"}))
         said = b""
-        while part := connection.recv(2**16):
-            said += part
+        while component := connection.recv(2**16):
+            said += component
     return pid, parse_reply(said)
 
 
@@ -128,7 +128,9 @@ def test_status_counts_what_both_have_served(cluster: ServedCluster) -> None:
             body = {"model": "tiny", "prompt": list(range(2, 12)), "max_tokens": 1, "temperature": 0}
             assert ask(cluster, body, path="/v1/completions")[1].status == 200
         wait_for("all prompts in the totals", lambda: client.status().prompt_tokens == before + 120)
-        assert sorted(part.part_id for part in client.status().parts if part.role == "gateway") == [
+        assert sorted(
+            component.component_id for component in client.status().components if component.role == "gateway"
+        ) == [
             "gateway-0",
             "gateway-1",
         ]
@@ -178,8 +180,8 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             connection.sendall(asked)
             said = connection.recv(1)
             begun.release()
-            while part := connection.recv(2**16):
-                said += part
+            while component := connection.recv(2**16):
+                said += component
         return parse_reply(said)
 
     with ThreadPoolExecutor(STREAMS) as pool:

@@ -12,8 +12,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.support.fake_parts import until
-from tests.support.parts import Parts, running_parts
+from tests.support.components import Components, running_components
+from tests.support.fake_components import until
 from tests.support.tiny_model import save_model
 
 PROMPT = list(range(2, 91))
@@ -25,11 +25,11 @@ MESSAGES: Any = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Components]:
     folder = tmp_path_factory.mktemp("openai")
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
-        async with running_parts(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
+        async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
             # A gateway hears of the workers a moment after they are there.
             async with asyncio.timeout(10):
                 while not await running.client.models():  # noqa: ASYNC110
@@ -40,22 +40,22 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def client_of(parts: Parts, **options: Any) -> openai.AsyncOpenAI:
-    url = f"http://{parts.gateway.http_address}/v1"
+def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
+    url = f"http://{components.gateway.http_address}/v1"
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, **options)
 
 
-async def proven(parts: Parts) -> None:
+async def proven(components: Components) -> None:
     """Nothing is held any more, and the pool adds up."""
-    pool = parts.kvnode.pool
-    await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+    pool = components.kvnode.pool
+    await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
     pool.check_integrity()
 
 
-async def test_a_completion_says_what_grpc_says(parts: Parts) -> None:
+async def test_a_completion_says_what_grpc_says(components: Components) -> None:
     asked = {"max_tokens": 8, "ignore_eos": True, "seed": 11, "logprobs": 2}
-    deltas = [delta async for delta in parts.client.generate(PROMPT, **asked)]
-    async with client_of(parts) as client:
+    deltas = [delta async for delta in components.client.generate(PROMPT, **asked)]
+    async with client_of(components) as client:
         said = await client.completions.create(model="tiny", prompt=PROMPT, logprobs=2, **ASKED)
         (choice,) = said.choices
         assert choice.text == "".join(delta.text for delta in deltas)
@@ -69,11 +69,11 @@ async def test_a_completion_says_what_grpc_says(parts: Parts) -> None:
             model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": "mine"}
         )
         assert salted.usage.prompt_tokens_details.cached_tokens == 0
-    await proven(parts)
+    await proven(components)
 
 
-async def test_a_stream_is_the_whole_answer(parts: Parts) -> None:
-    async with client_of(parts) as client:
+async def test_a_stream_is_the_whole_answer(components: Components) -> None:
+    async with client_of(components) as client:
         asked: Any = {"model": "tiny", "messages": MESSAGES, "n": 2, "temperature": 0.8, **ASKED}
         whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
         texts, tokens, usage = {0: "", 1: ""}, {0: [], 1: []}, None
@@ -93,12 +93,12 @@ async def test_a_stream_is_the_whole_answer(parts: Parts) -> None:
             assert len(choice.logprobs.content) == 8
         assert usage.completion_tokens == whole.usage.completion_tokens == 16
         assert whole._request_id
-    await proven(parts)
+    await proven(components)
 
 
-async def test_the_blocking_client(parts: Parts) -> None:
+async def test_the_blocking_client(components: Components) -> None:
     def ask() -> None:
-        url = f"http://{parts.gateway.http_address}/v1"
+        url = f"http://{components.gateway.http_address}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             assert [model.id for model in client.models.list()] == ["tiny"]
             assert client.models.retrieve("tiny").object == "model"
@@ -113,12 +113,12 @@ async def test_the_blocking_client(parts: Parts) -> None:
             assert [text[:3] for text in texts] == ["one", "two"]
 
     await asyncio.to_thread(ask)
-    await proven(parts)
+    await proven(components)
 
 
-async def test_sampling_fields_change_the_answer(parts: Parts) -> None:
+async def test_sampling_fields_change_the_answer(components: Components) -> None:
     """Each of them is seen in what comes back."""
-    async with client_of(parts) as client:
+    async with client_of(components) as client:
 
         async def text(**fields: Any) -> str:
             body = {"ignore_eos": True, **fields.pop("extra_body", {})}
@@ -146,11 +146,11 @@ async def test_sampling_fields_change_the_answer(parts: Parts) -> None:
         letter = (await text(**forced))[0]
         assert await text(**forced, stop=letter * 3) == ""
         assert await text(**forced, max_tokens=2) == letter * 2
-    await proven(parts)
+    await proven(components)
 
 
-async def test_error_classes(parts: Parts) -> None:
-    async with client_of(parts) as client:
+async def test_error_classes(components: Components) -> None:
+    async with client_of(components) as client:
         wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
             (openai.BadRequestError, "temperature", {"temperature": -1}),
             (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
@@ -171,19 +171,19 @@ async def test_error_classes(parts: Parts) -> None:
         said = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
         # It is drawn at random, and may end by itself.
         assert said.choices[0].finish_reason in ("length", "stop")
-    await proven(parts)
+    await proven(components)
 
 
-async def test_leaving_frees_everything(parts: Parts) -> None:
-    async with client_of(parts) as client:
+async def test_leaving_frees_everything(components: Components) -> None:
+    async with client_of(components) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=MESSAGES, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
         )
         async for _ in stream:
             break
         await stream.close()
-        await proven(parts)
+        await proven(components)
         waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400))
-        await until(lambda: parts.gateway.gateway.active_requests)
+        await until(lambda: components.gateway.gateway.active_requests)
         waiting.cancel()
-        await proven(parts)
+        await proven(components)

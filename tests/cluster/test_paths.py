@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from pillion import AsyncClient, Delta
-from tests.support.fake_parts import until
+from tests.support.components import Components, running_components
+from tests.support.fake_components import until
 from tests.support.oracle import Oracle, first_difference
-from tests.support.parts import Parts, running_parts
 from tests.support.tiny_model import save_model
 
 EPSILON = 1e-3
@@ -59,13 +59,13 @@ def oracle(folder: pathlib.Path) -> Oracle:
 
 
 @asynccontextmanager
-async def line(model: pathlib.Path, **flags: Any) -> AsyncIterator[Parts]:
+async def line(model: pathlib.Path, **flags: Any) -> AsyncIterator[Components]:
     said = {"model": str(model), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as short:
-        async with running_parts(pathlib.Path(short), model=said, **flags) as parts:
-            yield parts
-            pool = parts.kvnode.pool
-            await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+        async with running_components(pathlib.Path(short), model=said, **flags) as components:
+            yield components
+            pool = components.kvnode.pool
+            await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
             pool.check_integrity()
 
 
@@ -82,9 +82,11 @@ def ids_of(deltas: Sequence[Delta], index: int = 0) -> list[int]:
 async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, oracle: Oracle) -> None:
     decode, gateway = PATHS[path]
     whole = {"enable_chunked_prefill": False, "max_num_batched_prefill_tokens": 512}
-    async with line(folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}) as parts:
-        # All at once and two answers each, so that remnants, decodes, forks and guesses share steps.
-        streams = [ask(parts.client, prompt, temperature=0.0, n=2) for prompt in PROMPTS]
+    async with line(
+        folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
+    ) as components:
+        # All at once and two answers each, so that prompt tails, decodes, forks and guesses share steps.
+        streams = [ask(components.client, prompt, temperature=0.0, n=2) for prompt in PROMPTS]
         for prompt, deltas in zip(PROMPTS, await asyncio.gather(*streams), strict=True):
             expected = oracle.greedy(prompt, 24)
             for index in range(2):
@@ -100,9 +102,9 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
         ({"num_speculative_tokens": 5}, 2000),
         ({"num_speculative_tokens": 3, "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
     ):
-        async with line(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as parts:
-            assert parts.kvnode.pool.ledger.num_slots == slots
-            streams = [ask(parts.client, prompt, seed=11 + n, n=2, **said) for n, prompt in enumerate(PROMPTS)]
+        async with line(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
+            assert components.kvnode.pool.ledger.num_slots == slots
+            streams = [ask(components.client, prompt, seed=11 + n, n=2, **said) for n, prompt in enumerate(PROMPTS)]
             deltas = await asyncio.gather(*streams)
             found.append([ids_of(stream, index) for stream in deltas for index in range(2)])
             crowded = slots == 40
@@ -114,9 +116,9 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
 async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
     folder: pathlib.Path, oracle: Oracle
 ) -> None:
-    async with line(folder, decode={"num_speculative_tokens": 4}) as parts:
+    async with line(folder, decode={"num_speculative_tokens": 4}) as components:
         for prompt in PROMPTS:
-            deltas = await ask(parts.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
+            deltas = await ask(components.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
             ids = torch.tensor([list(prompt)])
             processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])
             said = [one for delta in deltas for one in delta.logprobs]

@@ -98,7 +98,7 @@ def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:
 
 
 def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
-    parts = {role: cluster.part(role) for role in ("prefill", "decode", "kvnode", "gateway")}
+    components = {role: cluster.component(role) for role in ("prefill", "decode", "kvnode", "gateway")}
     with Client(cluster.target) as client:
         for said in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}):
             with pytest.raises(InvalidRequest) as caught:
@@ -110,7 +110,7 @@ def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
             with pytest.raises(InvalidRequest):
                 list(client.generate(ids))
         assert len(answer(client, [2, 3, 4], 3)) == 3
-    assert {role: cluster.part(role) for role in parts} == parts
+    assert {role: cluster.component(role) for role in components} == components
 
 
 def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
@@ -152,7 +152,7 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
         assert last.timings is not None
         if role != "prefill":
             assert last.timings.replays >= 1
-        wait_for("the part to return", lambda: (p := cluster.part(role)) is not None and p.pid != dead)
+        wait_for("the part to return", lambda: (p := cluster.component(role)) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
     wait_for("all slots back", lambda: idle(cluster))
 
@@ -192,7 +192,8 @@ def test_streams_move_to_another_worker(model: str) -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
         with Client(cluster.target) as client:
             wait_for(
-                "all workers", lambda: sum(part.role in ("prefill", "decode") for part in client.status().parts) == 4
+                "all workers",
+                lambda: sum(component.role in ("prefill", "decode") for component in client.status().components) == 4,
             )
             prompts = [prompt(40 + seed, 80) for seed in range(6)]
             expected = [answer(client, ids, 300, "before") for ids in prompts]

@@ -22,7 +22,7 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
 from tests.support.cluster import ServedCluster, free_port, wait_for
-from tests.support.fake_parts import until
+from tests.support.fake_components import until
 from tests.support.redis import running_redis
 from tests.support.tiny_model import save_model
 
@@ -68,9 +68,9 @@ async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[s
         addresses = [node.address]
         worker = {**common, **model, **attach, "cpu_threads": 1, "listen": "127.0.0.1:0"}
         for start, cls, name in ((start_prefill, PrefillFlags, "prefill-0"), (start_decode, DecodeFlags, "decode-0")):
-            part = await start(cls(**worker, part_id=name))
-            addresses.append(part.address)
-            stack.push_async_callback(part.stop)
+            component = await start(cls(**worker, component_id=name))
+            addresses.append(component.address)
+            stack.push_async_callback(component.stop)
         gateway = await start_gateway(GatewayFlags(**common, **model, **edge, http_port=0, grpc_port=0, chunk_size=32))
         stack.push_async_callback(gateway.stop)
         assert all(address.startswith("127.0.0.1:") for address in addresses)

@@ -19,10 +19,10 @@ from pillion import AsyncClient
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.net.rpc import open_channel
 from tests.gateway.test_http_fuzz import BODIES, KINDS, PATHS
-from tests.support.fake_parts import until
+from tests.support.components import Components, running_components
+from tests.support.fake_components import until
 from tests.support.fuzz import malformed, send
 from tests.support.http import call
-from tests.support.parts import Parts, running_parts
 from tests.support.tiny_model import save_model
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("red", "blue", "left", "right")}
@@ -44,21 +44,21 @@ HARMLESS = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Components]:
     folder = tmp_path_factory.mktemp("tenants")
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512, "block_size": BLOCK}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
-        async with running_parts(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
+        async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
             yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def guarded(parts: Parts, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+async def guarded(components: Components, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """A second gateway that knows the tenants; its gRPC address."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
     path.write_text(TENANTS + entries)
-    async with parts.another_gateway(chunk_size=32, api_keys=str(path)) as client:
+    async with components.another_gateway(chunk_size=32, api_keys=str(path)) as client:
         yield client._connection.target
 
 
@@ -71,40 +71,40 @@ async def cached(client: AsyncClient, **said: Any) -> int:
     return deltas[-1].usage.cached_tokens
 
 
-async def proven(parts: Parts) -> None:
-    pool = parts.kvnode.pool
-    await until(lambda: not (pool.ledger.tickets or parts.gateway.gateway.active_requests))
+async def proven(components: Components) -> None:
+    pool = components.kvnode.pool
+    await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
     pool.check_integrity()
 
 
-def blocks(parts: Parts) -> int:
-    return parts.kvnode.pool.status().committed_blocks
+def blocks(components: Components) -> int:
+    return components.kvnode.pool.status().committed_blocks
 
 
-async def test_two_tenants_never_share_a_block(parts: Parts, guarded: str) -> None:
+async def test_two_tenants_never_share_a_block(components: Components, guarded: str) -> None:
     one = {name: AsyncClient(guarded, api_key=key) for name, key in KEYS.items()}
     try:
         await until(one["red"].models)
-        before = blocks(parts)
+        before = blocks(components)
         assert await cached(one["red"]) == 0
         assert await cached(one["red"]) == WHOLE
-        await until(lambda: blocks(parts) - before >= WHOLE // BLOCK)
-        mine = blocks(parts) - before
+        await until(lambda: blocks(components) - before >= WHOLE // BLOCK)
+        mine = blocks(components) - before
         # Not by default, not by a salt, not by one that is written like the other's.
         for salt in ("", "tenant:3:red:", "red", "group:5:hands:"):
             assert await cached(one["blue"], cache_salt=salt) == 0, salt
-        await until(lambda: blocks(parts) - before == 5 * mine)
+        await until(lambda: blocks(components) - before == 5 * mine)
         assert await cached(one["blue"]) == WHOLE
         # The open gateway of the same workers is apart from all of them.
         for salt in ("", "tenant:3:red:"):
-            assert await cached(parts.client, cache_salt=salt) == 0
+            assert await cached(components.client, cache_salt=salt) == 0
     finally:
         for client in one.values():
             await client.close()
-    await proven(parts)
+    await proven(components)
 
 
-async def test_a_group_shares_and_a_salt_narrows(parts: Parts, guarded: str) -> None:
+async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded: str) -> None:
     async with AsyncClient(guarded, api_key=KEYS["left"]) as left, AsyncClient(guarded, api_key=KEYS["right"]) as right:
         await until(left.models)
         assert await cached(left) == 0
@@ -112,12 +112,12 @@ async def test_a_group_shares_and_a_salt_narrows(parts: Parts, guarded: str) -> 
         assert await cached(left, cache_salt="mine") == 0
         assert await cached(left, cache_salt="mine") == WHOLE
         assert await cached(right) == WHOLE
-    await proven(parts)
+    await proven(components)
 
 
-async def test_malformed_requests_leave_everything_whole(parts: Parts) -> None:
+async def test_malformed_requests_leave_everything_whole(components: Components) -> None:
     draw = random.Random(7)
-    async with open_channel(parts.gateway.grpc_address) as channel:
+    async with open_channel(components.gateway.grpc_address) as channel:
 
         async def one() -> None:
             if draw.random() < 0.5:
@@ -128,7 +128,7 @@ async def test_malformed_requests_leave_everything_whole(parts: Parts) -> None:
             path = draw.choice(PATHS)
             said = json.loads(json.dumps({**BODIES[path], "model": "tiny"}))
             body = draw.choice(KINDS)(draw, said)
-            reply = await call(parts.gateway.http_address, path, body)
+            reply = await call(components.gateway.http_address, path, body)
             assert reply.status in (200, 400, 404, 429), (reply, body)
 
         async def several(count: int) -> None:
@@ -136,9 +136,14 @@ async def test_malformed_requests_leave_everything_whole(parts: Parts) -> None:
                 await one()
 
         await asyncio.gather(*(several(FUZZ // AT_ONCE) for _ in range(AT_ONCE)))
-    await proven(parts)
-    for worker in (parts.prefill, parts.decode):
+    await proven(components)
+    for worker in (components.prefill, components.decode):
         assert not worker.worker.owners
-    assert {part.role for part in (await parts.client.status()).parts} == {"kvnode", "prefill", "decode", "gateway"}
-    await cached(parts.client, cache_salt="afterwards")
-    assert await cached(parts.client, cache_salt="afterwards") == WHOLE
+    assert {component.role for component in (await components.client.status()).components} == {
+        "kvnode",
+        "prefill",
+        "decode",
+        "gateway",
+    }
+    await cached(components.client, cache_salt="afterwards")
+    assert await cached(components.client, cache_salt="afterwards") == WHOLE

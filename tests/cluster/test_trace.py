@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pillion import FinishReason
 from pillion.observability import telemetry
-from tests.support.parts import running_parts
+from tests.support.components import running_components
 from tests.support.tiny_model import save_model
 
 
@@ -35,25 +35,27 @@ def by_name(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
 async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pathlib.Path) -> None:
     model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 1024}
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
-        async with running_parts(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as parts:
+        async with running_components(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as components:
             exporter.clear()
             with telemetry.tracer().start_as_current_span("the client's own span") as own:
-                stream = parts.client.generate(list(range(2, 102)), temperature=0.0, max_tokens=4, ignore_eos=True)
+                stream = components.client.generate(list(range(2, 102)), temperature=0.0, max_tokens=4, ignore_eos=True)
                 deltas = [delta async for delta in stream]
             assert deltas[-1].timings is not None
             assert deltas[-1].timings.prefill_chunks == 3
             text = "".join(delta.text for delta in deltas)
             with telemetry.tracer().start_as_current_span("stopped") as stopped:
-                stream = parts.client.generate(
+                stream = components.client.generate(
                     list(range(2, 102)), temperature=0.0, max_tokens=400, ignore_eos=True, stop=[text[-1]]
                 )
                 ends = [delta async for delta in stream]
             assert ends[-1].finish_reason is FinishReason.STOP
             assert ends[-1].timings is not None
-            assert ends[-1].timings.remnant_steps == 1
+            assert ends[-1].timings.tail_steps == 1
     spans = [span for span in exporter.get_finished_spans() if span.context is not None]
     decoded = [s.name for s in spans if s.context.trace_id == stopped.get_span_context().trace_id]
-    assert {"decode.queue", "decode.remnant", "decode"} <= set(decoded), "a stop string ends a stream like any other"
+    assert {"decode.queue", "decode.prompt_tail", "decode"} <= set(decoded), (
+        "a stop string ends a stream like any other"
+    )
     mine = [s for s in spans if s.context.trace_id == own.get_span_context().trace_id]
     ids = {span.context.span_id for span in mine}
     orphans = [s.name for s in mine if s.parent is not None and s.parent.span_id not in ids]
@@ -77,7 +79,7 @@ async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pat
         "kv.pin",
         "kv.commit",
         "decode.queue",
-        "decode.remnant",
+        "decode.prompt_tail",
         "decode",
     ):
         assert by_name(mine, name), f"no span {name}; there are {sorted({s.name for s in mine})}"
@@ -91,5 +93,7 @@ async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pat
     assert all(step.parent is None for step in steps)
     computed = [step.attributes["pillion.step.prefill_tokens"] for step in steps if step.attributes]
     assert sum(computed) >= 96  # type: ignore[arg-type]
-    order = [by_name(mine, name)[0].start_time or 0 for name in ("plan", "kv.pin", "prefill.chunk", "decode.remnant")]
+    order = [
+        by_name(mine, name)[0].start_time or 0 for name in ("plan", "kv.pin", "prefill.chunk", "decode.prompt_tail")
+    ]
     assert order == sorted(order)

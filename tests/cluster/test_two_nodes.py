@@ -37,7 +37,7 @@ def read(target: str, prompt: str | list[int], salt: str = "", max_tokens: int =
     assert last.usage is not None
     assert last.timings is not None
     times = last.timings
-    assert times.cached_tokens + times.prefilled_tokens + times.remnant_tokens == last.usage.prompt_tokens
+    assert times.cached_tokens + times.prefilled_tokens + times.tail_tokens == last.usage.prompt_tokens
     return tuple(one for delta in deltas for one in delta.token_ids), last
 
 
@@ -67,7 +67,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
             got, last = read(target, prompt)
             assert got == tokens
             assert last.timings.replays == 0
-            assert last.timings.remnant_tokens <= 16, "all whole blocks came over"
+            assert last.timings.tail_tokens <= 16, "all whole blocks came over"
             assert last.timings.prefill_worker == (prefill if last.timings.prefilled_tokens else "")
             moved += last.timings.prefilled_tokens // 16
         assert moved > 30

@@ -51,12 +51,12 @@ async def serve_and_ask(
     """Of a project that is up: who is there, greedy answers to ``prompts``, all at once, and HTTP's /v1/models."""
     gateway = run.of("gateway")[0]
     # The gateway learns of all of them from the registry, of itself too, a heartbeat later.
-    parts = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
+    components = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
     async with AsyncClient(f"{gateway.address}:50051") as client:
         give_up_s = time.monotonic() + SEEN_TIMEOUT_S
         status = await client.status()
-        while len(status.parts) < parts:
-            assert time.monotonic() < give_up_s, f"the gateway sees {[part.part_id for part in status.parts]}"
+        while len(status.components) < components:
+            assert time.monotonic() < give_up_s, f"the gateway sees {[each.component_id for each in status.components]}"
             await asyncio.sleep(0.1)
             status = await client.status()
 
@@ -71,10 +71,10 @@ async def serve_and_ask(
 
 def metrics_pages(run: ComposeRun) -> dict[str, str]:
     """Container -> its page for Prometheus, of all parts that are up. Raises URLError where one has none."""
-    parts = [
+    components = [
         one for one in run.containers if "PILLION_METRICS_PORT" in one.service.environment and one.exit_code is None
     ]
-    return {one.name: _get(f"http://{one.address}:9464/metrics").decode() for one in parts}
+    return {one.name: _get(f"http://{one.address}:9464/metrics").decode() for one in components}
 
 
 def _get(url: str) -> bytes:
@@ -91,8 +91,8 @@ async def _run(model: str, scale: dict[str, int], folder: pathlib.Path) -> None:
         print(f"up after {time.monotonic() - began_s:.1f} s, in this order: {', '.join(run.started)}")
         prompts = [f"Here is the story of number {number}: " + "it grew and grew. " * 20 for number in range(REQUESTS)]
         status, answers, models = await serve_and_ask(run, prompts)
-        for part in sorted(status.parts, key=lambda part: (part.role, part.part_id)):
-            print(f"  {part.role:8} {part.part_id}")
+        for component in sorted(status.components, key=lambda component: (component.role, component.component_id)):
+            print(f"  {component.role:8} {component.component_id}")
         assert all(answers), "an answer is empty"
         print(f"{len(answers)} answers, the first: {answers[0]!r}; /v1/models: {len(models)} bytes")
         pages = await asyncio.to_thread(metrics_pages, run)

@@ -71,7 +71,11 @@ def test_services() -> None:
         if name in PARTS:
             assert service.health is not None
             # No name and no address of its own: there may be several of it.
-            assert not service.environment.keys() & {"PILLION_PART_ID", "PILLION_ADVERTISE", "PILLION_NODE_ADVERTISE"}
+            assert not service.environment.keys() & {
+                "PILLION_COMPONENT_ID",
+                "PILLION_ADVERTISE",
+                "PILLION_NODE_ADVERTISE",
+            }
     assert read_services({"CPU_WORKERS": "0", "MODEL": "/models/x"})["decode"].replicas == 0
     edge = services["gateway"]
     assert edge.stop_grace_s > float(edge.environment["PILLION_DRAIN_TIMEOUT_S"])
@@ -173,9 +177,9 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         await run.up(UP_TIMEOUT_S)
         assert run.started.index("kvnode") < run.started.index("prefill") < run.started.index("gateway")
         status, answers, models_page = await serve_and_ask(run, [f"{n} " + "story " * 20 for n in range(4)])
-        roles = sorted(part.role for part in status.parts)
+        roles = sorted(part.role for part in status.components)
         assert roles == ["decode", "decode", "gateway", "kvnode", "prefill", "prefill"]
-        assert len({part.part_id for part in status.parts}) == 6
+        assert len({part.component_id for part in status.components}) == 6
         assert all(answers)
         assert b'"tiny"' in models_page
         pages = await asyncio.to_thread(metrics_pages, run)

@@ -157,7 +157,7 @@ def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> No
         said = environment(node)
         assert "metadata.name" in said["PILLION_NODE_ID"], "two pods are two nodes"
         folder = said["PILLION_ATTACH_SOCKET"].rpartition("/")[0].rpartition("/")[0]
-        names = [environment(worker)["PILLION_PART_ID"] for worker in pod["containers"]]
+        names = [environment(worker)["PILLION_COMPONENT_ID"] for worker in pod["containers"]]
         assert len(set(names)) == len(names)
         for container in (node, *pod["containers"]):
             assert environment(container)["PILLION_ATTACH_SOCKET"] == said["PILLION_ATTACH_SOCKET"]

@@ -40,14 +40,14 @@ def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
 
 
 def test_a_mixed_step() -> None:
-    decode, remnant = sequence(1, range(10)), sequence(2, range(50, 57))
+    decode, prompt_tail = sequence(1, range(10)), sequence(2, range(50, 57))
     part, span = sequence(3, range(20)), sequence(4, range(8), span=True)
     drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
     plan = StepPlan(
         (
             Piece(decode, 9, 1, 1),
             Piece(drafted, 5, 3, 3),
-            Piece(remnant, 4, 3, 1, fork_seeds=(7, -8)),
+            Piece(prompt_tail, 4, 3, 1, fork_seeds=(7, -8)),
             Piece(part, 8, 4, 0),
             Piece(span, 0, 8, 0),
         )

@@ -16,7 +16,7 @@ from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission, Shares, Visit
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.links.cluster import Cluster
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 A, B = Tenant(name="a"), Tenant(name="b")
 
@@ -257,14 +257,16 @@ async def test_a_shared_line_gives_each_tenant_its_places() -> None:
 async def test_workers_are_given_their_seats_and_some_more() -> None:
     cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
     assert cluster.places("") == 0
-    worker = PartRecord(
-        part_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
+    worker = ComponentRecord(
+        component_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
     )
     cluster.view.update([worker], 0.0)
     assert cluster.places("") == 100
-    small = replace(worker, part_id="d1", running_requests=0, free_seqs=4)
+    small = replace(worker, component_id="d1", running_requests=0, free_seqs=4)
     # Two gateways share the seats of one worker, and what is more: evenly, but for what the other one does not use.
-    me, other = (PartRecord(part_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h"))
+    me, other = (
+        ComponentRecord(component_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h")
+    )
     for running, places in ((50, 10), (10, 10), (3, 17), (0, 20)):
         cluster.view.update([small, me, replace(other, running_requests=running)], 100.0)
         assert cluster.places("") == places

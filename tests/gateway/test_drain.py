@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pillion import AsyncClient, Unavailable
 from pillion.net.rpc import open_channel
-from tests.support.fake_parts import Line, running_line, until
+from tests.support.fake_components import Line, running_line, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "pillion.v1.Gateway"
@@ -43,7 +43,7 @@ async def test_a_drain_loses_no_stream() -> None:
         await until(lambda: line.gateway.gateway.not_ready())
         # Health is asked and answered while streams go on; the registry has forgotten the gateway.
         assert [await says(health, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
-        assert all(part.role != "gateway" for part in await line.registry.parts())
+        assert all(component.role != "gateway" for component in await line.registry.components())
         async with AsyncClient(line.gateway.grpc_address) as late:
             with pytest.raises(Unavailable, match="this gateway is stopping") as caught:
                 await read(late)

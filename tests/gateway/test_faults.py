@@ -11,7 +11,7 @@ from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded
 from pillion.errors import Conflict, Internal, NotFound
 from pillion.gateway.request import calls, runner
 from pillion.gateway.request import request_machine as machine
-from tests.support.fake_parts import FakeDecode, Line, record, running_line, until
+from tests.support.fake_components import FakeDecode, Line, record, running_line, until
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
@@ -34,7 +34,7 @@ def whole(line: Line, deltas: list[Delta], replays: int) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (30, len(line.decode.script))
     timings = last.timings
     assert timings.replays == replays
-    assert timings.cached_tokens + timings.prefilled_tokens + timings.remnant_tokens == 30
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 30
 
 
 def line_text(line: Line) -> str:
@@ -231,7 +231,7 @@ async def test_a_node_that_restarts_gets_a_new_session() -> None:
 async def test_service_goes_on_while_redis_is_away() -> None:
     async with running_line(SCRIPT) as line:
         line.registry._ttl_ms = 1
-        line.gateway._cluster._registry.parts = unavailable
+        line.gateway._cluster._registry.components = unavailable
         line.gateway._cluster.index._link.call_each = unavailable
         whole(line, await read(line.client.generate(PROMPT)), replays=0)
         assert not (await line.client.status()).index_available

@@ -18,7 +18,7 @@ from pillion.net.rpc import start_server
 from pillion.v1 import prefill_pb2_grpc
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.prefill import Span
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 SPAN = Span(
     request_id="r",
@@ -37,9 +37,9 @@ def folder() -> Iterator[str]:
         yield path
 
 
-def node(*fenced: str) -> PartRecord:
-    return PartRecord(
-        part_id="kvnode-0", role="kvnode", address="unix:nowhere", node_id="kvnode-0", fenced_parts=fenced
+def node(*fenced: str) -> ComponentRecord:
+    return ComponentRecord(
+        component_id="kvnode-0", role="kvnode", address="unix:nowhere", node_id="kvnode-0", fenced_components=fenced
     )
 
 
@@ -55,10 +55,10 @@ def test_who_is_named_is_told_once_until_it_was_back() -> None:
 
 def test_a_record_survives_the_registry() -> None:
     record = node("a", "b")
-    assert PartRecord.from_json(record.to_json()) == record
-    assert PartRecord.from_json('{"part_id": "x", "role": "kvnode", "address": ""}').fenced_parts == ()
+    assert ComponentRecord.from_json(record.to_json()) == record
+    assert ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": ""}').fenced_components == ()
     with pytest.raises(ValueError, match="iterable"):
-        PartRecord.from_json('{"part_id": "x", "role": "kvnode", "address": "", "fenced_parts": 3}')
+        ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": "", "fenced_components": 3}')
 
 
 class Silent(prefill_pb2_grpc.PrefillServicer):
@@ -80,7 +80,7 @@ async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: 
         prefill_pb2_grpc.add_PrefillServicer_to_server(silent, server)
 
     server = await start_server(f"unix:{folder}/p.sock", [("pillion.v1.Prefill", add)])
-    link = PrefillLink(PartRecord(part_id="prefill-0", role="prefill", address=server.address), "gateway-0")
+    link = PrefillLink(ComponentRecord(component_id="prefill-0", role="prefill", address=server.address), "gateway-0")
 
     async def run() -> None:
         async for _ in link.run_span(SPAN, None):
@@ -99,15 +99,15 @@ async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: 
 async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     registry, index = Registry("redis://127.0.0.1:1", 5000), Index("redis://127.0.0.1:1")
     workers = [
-        PartRecord(part_id=f"{role}-0", role=role, address=f"unix:{folder}/{role}.sock", node_id="kvnode-0")
+        ComponentRecord(component_id=f"{role}-0", role=role, address=f"unix:{folder}/{role}.sock", node_id="kvnode-0")
         for role in ("prefill", "decode")
     ]
-    said: list[PartRecord] = [node(), *workers]
+    said: list[ComponentRecord] = [node(), *workers]
 
-    async def parts() -> list[PartRecord]:
+    async def components() -> list[ComponentRecord]:
         return said
 
-    monkeypatch.setattr(registry, "parts", parts)
+    monkeypatch.setattr(registry, "components", components)
     cluster = Cluster("gateway-0", registry, index, 60.0)
     try:
         await cluster.refresh()

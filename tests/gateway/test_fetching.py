@@ -18,7 +18,7 @@ from pillion.gateway.request.request_machine import State
 from pillion.kvstore.client import node_client as client
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
 from tests.gateway.test_request import hold, kinds, machine, planned
-from tests.support.fake_parts import Line, knows, running_line, until
+from tests.support.fake_components import Line, knows, running_line, until
 
 BOTH = "kvnode prefill decode far-kvnode"
 
@@ -88,7 +88,7 @@ async def test_when_all_is_fetched_nobody_prefills() -> None:
         knows(line, kv_1=9)
         deltas = await read(line.client.generate(PROMPT))
         whole(line, deltas, replays=0)
-        assert (cached_of(line, deltas), deltas[-1].timings.remnant_tokens) == (28, 2)
+        assert (cached_of(line, deltas), deltas[-1].timings.tail_tokens) == (28, 2)
         assert not line.prefill.spans
         await line.settled()
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pillion.net.rpc import open_channel
-from tests.support.fake_parts import running_line
+from tests.support.fake_components import running_line
 from tests.support.fuzz import a_request, malformed, send
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "300"))

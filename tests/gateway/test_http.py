@@ -11,7 +11,7 @@ from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
 from pillion.gateway.http_api.http_errors import from_pillion
-from tests.support.fake_parts import FINGERPRINT, MAX_LEN, running_line, until
+from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_line, until
 from tests.support.http import call, connected, request_bytes, send
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}

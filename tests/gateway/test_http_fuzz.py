@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.fake_parts import running_line, until
+from tests.support.fake_components import running_line, until
 from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from pillion.errors import Overloaded
-from tests.support.fake_parts import running_line, until
+from tests.support.fake_components import running_line, until
 from tests.support.http import call, connected, request_bytes
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "stream": True}

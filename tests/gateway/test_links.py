@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pillion import InvalidRequest, Overloaded
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 from tests.gateway.test_faults import start_decode_again
-from tests.support.fake_parts import Line, record, running_line, until
+from tests.support.fake_components import Line, record, running_line, until
 
 PROMPT = "What is the capital of France?"
 
@@ -97,14 +97,14 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
         cluster = line.gateway.gateway._cluster
         looks = 0
 
-        async def broken() -> list[PartRecord]:
+        async def broken() -> list[ComponentRecord]:
             nonlocal looks
             looks += 1
             raise TypeError("a record that nobody foresaw")
 
-        monkeypatch.setattr(cluster._registry, "parts", broken)
+        monkeypatch.setattr(cluster._registry, "components", broken)
         await until(lambda: looks >= 2)
         monkeypatch.undo()
         await line.registry.beat(record("gateway-9", "gateway", "unix:nowhere.sock"))
-        await until(lambda: any(part.part_id == "gateway-9" for part in cluster.view.records()))
+        await until(lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()))
         assert await replays(line) == 0

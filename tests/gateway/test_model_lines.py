@@ -13,7 +13,7 @@ from pillion.gateway.admission.admission import Visit
 from pillion.gateway.admission.model_lines import ModelLines
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.links.cluster import Cluster
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 A, B = Tenant(name="a", max_inflight_requests=4), Tenant(name="b", max_inflight_requests=10)
 
@@ -79,6 +79,6 @@ async def test_who_gives_up_in_the_line_leaves_it() -> None:
 
 def test_places_are_those_of_the_models_own_workers() -> None:
     cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
-    one = PartRecord(part_id="d0", role="decode", address="x", model="one", free_seqs=80, max_step_tokens=256)
-    cluster.view.update([one, replace(one, part_id="d1", model="two", free_seqs=4)], 0.0)
+    one = ComponentRecord(component_id="d0", role="decode", address="x", model="one", free_seqs=80, max_step_tokens=256)
+    cluster.view.update([one, replace(one, component_id="d1", model="two", free_seqs=4)], 0.0)
     assert (cluster.places("one"), cluster.places("two"), cluster.places("none")) == (100, 20, 0)

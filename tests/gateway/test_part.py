@@ -15,8 +15,8 @@ from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.gateway_server import start_gateway
 from pillion.supervisor.probes import answers, is_serving
-from pillion.wire.registry import PartRecord
-from tests.support.fake_parts import running_line, short_folder, toy_model, until
+from pillion.wire.registry import ComponentRecord
+from tests.support.fake_components import running_line, short_folder, toy_model, until
 from tests.support.redis import running_redis
 
 
@@ -37,7 +37,7 @@ def test_a_serving_gateway_has_no_torch(tmp_path: pathlib.Path) -> None:
     """Not even once it has prepared its model, tokenized and answered."""
     code = """
 import asyncio, pathlib, sys
-from tests.support.fake_parts import running_line
+from tests.support.fake_components import running_line
 
 async def main():
     async with running_line() as line:
@@ -80,16 +80,18 @@ async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Pat
     with running_redis() as redis:
         redis.kill()
         flags = GatewayFlags(redis_url=redis.url, grpc_port=0, http_port=0, heartbeat_ms=50)
-        part = await start_gateway(flags, prepared=toy_model(tmp_path))
+        component = await start_gateway(flags, prepared=toy_model(tmp_path))
         try:
             redis.start()
             registry = Registry(redis.url, 5000)
-            while not (found := await registry.parts()):
+            while not (found := await registry.components()):
                 pass
-            assert [(p.part_id, p.role, p.address) for p in found] == [(part.part_id, "gateway", part.grpc_address)]
+            assert [(p.component_id, p.role, p.address) for p in found] == [
+                (component.component_id, "gateway", component.grpc_address)
+            ]
         finally:
-            await part.stop()
-        assert await registry.parts() == []
+            await component.stop()
+        assert await registry.components() == []
         await registry.aclose()
 
 
@@ -124,8 +126,9 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
 async def test_status_adds_up_what_all_gateways_have_served() -> None:
     async with running_line("abc") as line:
         [delta async for delta in line.client.generate("x" * 9)]
-        other = PartRecord(
-            part_id="gateway-9", role="gateway", address="x", running_requests=2, prompt_tokens=100, cached_tokens=40,
+        other = ComponentRecord(
+            component_id="gateway-9", role="gateway", address="x", running_requests=2, prompt_tokens=100,
+            cached_tokens=40,
             completion_tokens=7,
         )  # fmt: skip
         await line.registry.beat(other)

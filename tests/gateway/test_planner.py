@@ -21,27 +21,31 @@ from pillion.gateway.planning.planner import (
     replan,
     shorten,
 )
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 
-def node(n: int) -> PartRecord:
-    return PartRecord(part_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
+def node(n: int) -> ComponentRecord:
+    return ComponentRecord(component_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
 
 
-def prefill(n: int, at: int = 0, tokens: int = 0) -> PartRecord:
-    return PartRecord(part_id=f"prefill-{n}", role="prefill", address="x", node_id=f"kv-{at}", waiting_tokens=tokens)
+def prefill(n: int, at: int = 0, tokens: int = 0) -> ComponentRecord:
+    return ComponentRecord(
+        component_id=f"prefill-{n}", role="prefill", address="x", node_id=f"kv-{at}", waiting_tokens=tokens
+    )
 
 
-def decode(n: int, at: int = 0, running: int = 0) -> PartRecord:
-    return PartRecord(part_id=f"decode-{n}", role="decode", address="x", node_id=f"kv-{at}", running_requests=running)
+def decode(n: int, at: int = 0, running: int = 0) -> ComponentRecord:
+    return ComponentRecord(
+        component_id=f"decode-{n}", role="decode", address="x", node_id=f"kv-{at}", running_requests=running
+    )
 
 
 LINE = (node(0), prefill(0), decode(0))
 
 
-def picture(prompt: int = 100, policy: str = "disaggregated", parts=LINE, **more) -> Picture:
+def picture(prompt: int = 100, policy: str = "disaggregated", components=LINE, **more) -> Picture:
     fields = {"hits": {}, "block_size": 16, "chunk_tokens": 32, "model": "toy"} | more
-    return Picture(prompt_tokens=prompt, policy=parse_policy(policy), parts=parts, **fields)
+    return Picture(prompt_tokens=prompt, policy=parse_policy(policy), components=components, **fields)
 
 
 def shape(decided: Plan) -> tuple[int, int, tuple[int, ...]]:
@@ -89,8 +93,8 @@ def test_the_tickets_truth_moves_the_split() -> None:
 
 
 def test_no_prefill_worker_means_co_located() -> None:
-    for parts in ((node(0), decode(0)), (node(0), decode(0), prefill(0, at=1))):
-        decided = plan(picture(parts=parts))
+    for components in ((node(0), decode(0)), (node(0), decode(0), prefill(0, at=1))):
+        decided = plan(picture(components=components))
         assert (decided.prefill, decided.remote, shape(decided)) == (None, False, (0, 0, ()))
         assert decided.reason == "co-located: no prefill worker"
 
@@ -98,29 +102,29 @@ def test_no_prefill_worker_means_co_located() -> None:
 def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none() -> None:
     nodes = (node(0), node(1), node(2), decode(0))
     far = (prefill(1, 1, tokens=500), prefill(2, 2, tokens=100))
-    decided = plan(picture(parts=(*nodes, *far)))
+    decided = plan(picture(components=(*nodes, *far)))
     assert decided.prefill is not None
-    assert (decided.prefill.part_id, decided.remote, decided.node_id) == ("prefill-2", True, "kv-0")
+    assert (decided.prefill.component_id, decided.remote, decided.node_id) == ("prefill-2", True, "kv-0")
     assert (shape(decided), decided.reason) == ((0, 96, (32, 32, 32)), "disaggregated, prefill on kv-2")
     # The own node's is preferred however busy it is; a node that failed the request is not used.
-    near = plan(picture(parts=(*nodes, *far, prefill(0, tokens=9000))))
+    near = plan(picture(components=(*nodes, *far, prefill(0, tokens=9000))))
     assert near.prefill is not None
-    assert (near.prefill.part_id, near.remote) == ("prefill-0", False)
-    other = plan(picture(parts=(*nodes, *far), avoid=frozenset({"kv-2"})))
+    assert (near.prefill.component_id, near.remote) == ("prefill-0", False)
+    other = plan(picture(components=(*nodes, *far), avoid=frozenset({"kv-2"})))
     assert other.prefill is not None
-    assert other.prefill.part_id == "prefill-1"
+    assert other.prefill.component_id == "prefill-1"
 
 
 def test_the_sources_are_live_nodes_the_longest_first() -> None:
-    parts = (*(node(n) for n in range(8)), decode(0))
+    components = (*(node(n) for n in range(8)), decode(0))
     hits = {"kv-0": 1, "kv-1": 5, "kv-2": 0, "kv-3": 6, "kv-9": 6, "kv-4": 4, "kv-5": 3, "kv-6": 2}
-    decided = plan(picture(parts=parts, hits=hits, avoid=frozenset({"kv-1"})))
+    decided = plan(picture(components=components, hits=hits, avoid=frozenset({"kv-1"})))
     # A node without a hit, one that is gone and one that failed are left out, and the number is bounded.
     assert [(one.node_id, one.blocks) for one in decided.sources] == [
         ("kv-3", 6), ("kv-4", 4), ("kv-5", 3), ("kv-6", 2), ("kv-0", 1),
     ]  # fmt: skip
     equals = {f"kv-{n}": 3 for n in range(8)}
-    first = Counter(plan(picture(parts=parts, hits=equals, spread=n)).sources[0].node_id for n in range(80))
+    first = Counter(plan(picture(components=components, hits=equals, spread=n)).sources[0].node_id for n in range(80))
     assert set(first.values()) == {10}
 
 
@@ -144,7 +148,7 @@ def test_what_is_worth_fetching(hits, here: int, limit: int, expected: tuple[int
     assert (wanted and (wanted.blocks, wanted.source_node_ids)) == expected
 
 
-def test_a_span_that_ended_early_is_a_longer_remnant() -> None:
+def test_a_span_that_ended_early_is_a_longer_prompt_tail() -> None:
     whole = plan(picture(hits={"kv-0": 1}))
     assert shape(whole) == (16, 96, (32, 32, 16))
     assert shape(shorten(whole, 64)) == (16, 64, (32, 16))
@@ -155,7 +159,7 @@ def test_a_span_that_ended_early_is_a_longer_remnant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "missing"),
+    ("components", "missing"),
     [
         ((), "no decode worker of model 'toy' lives"),
         ((node(0), prefill(0)), "no decode worker of model 'toy' lives"),
@@ -163,39 +167,42 @@ def test_a_span_that_ended_early_is_a_longer_remnant() -> None:
         ((node(1), decode(0)), "kv-0 is missing"),
     ],
 )
-def test_what_is_missing_is_named(parts: tuple[PartRecord, ...], missing: str) -> None:
+def test_what_is_missing_is_named(components: tuple[ComponentRecord, ...], missing: str) -> None:
     with pytest.raises(Unavailable, match=missing):
-        plan(picture(parts=parts))
+        plan(picture(components=components))
 
 
 def test_the_longest_hit_chooses_the_node_and_load_the_workers() -> None:
-    parts = (node(0), node(1), decode(0), decode(1, 1, running=9), decode(2, 1, running=3), prefill(0),
+    components = (node(0), node(1), decode(0), decode(1, 1, running=9), decode(2, 1, running=3), prefill(0),
              prefill(1, 1, tokens=500), prefill(2, 1, tokens=100))  # fmt: skip
-    decided = plan(picture(parts=parts, hits={"kv-0": 2, "kv-1": 3}))
-    assert (decided.node_id, decided.decode.part_id) == ("kv-1", "decode-2")
+    decided = plan(picture(components=components, hits={"kv-0": 2, "kv-1": 3}))
+    assert (decided.node_id, decided.decode.component_id) == ("kv-1", "decode-2")
     assert decided.prefill is not None
-    assert decided.prefill.part_id == "prefill-2"
+    assert decided.prefill.component_id == "prefill-2"
 
 
 def test_what_this_gateway_sent_since_the_heartbeat_counts() -> None:
-    parts = (node(0), decode(0), decode(1, running=2), prefill(0), prefill(1, tokens=50))
-    decided = plan(picture(parts=parts, own_load={"decode-0": 3, "prefill-0": 51}))
+    components = (node(0), decode(0), decode(1, running=2), prefill(0), prefill(1, tokens=50))
+    decided = plan(picture(components=components, own_load={"decode-0": 3, "prefill-0": 51}))
     assert decided.prefill is not None
-    assert (decided.decode.part_id, decided.prefill.part_id) == ("decode-1", "prefill-1")
+    assert (decided.decode.component_id, decided.prefill.component_id) == ("decode-1", "prefill-1")
 
 
 def test_parts_that_failed_are_avoided() -> None:
-    parts = (node(0), node(1), decode(0), decode(1, 1), prefill(0), prefill(1))
-    assert plan(picture(parts=parts, avoid=frozenset({"decode-0"}), hits={"kv-0": 5})).decode.part_id == "decode-1"
-    assert plan(picture(parts=parts, avoid=frozenset({"kv-0"}), hits={"kv-0": 5})).node_id == "kv-1"
+    components = (node(0), node(1), decode(0), decode(1, 1), prefill(0), prefill(1))
+    assert (
+        plan(picture(components=components, avoid=frozenset({"decode-0"}), hits={"kv-0": 5})).decode.component_id
+        == "decode-1"
+    )
+    assert plan(picture(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 5})).node_id == "kv-1"
     # The only decode worker is taken again; the only prefill worker is not, for decode workers prefill too.
     decided = plan(picture(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
-    assert (decided.decode.part_id, decided.prefill) == ("decode-0", None)
+    assert (decided.decode.component_id, decided.prefill) == ("decode-0", None)
 
 
 def test_ties_spread() -> None:
-    parts = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
-    chosen = Counter(plan(picture(parts=parts, spread=n)).decode.part_id for n in range(30))
+    components = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
+    chosen = Counter(plan(picture(components=components, spread=n)).decode.component_id for n in range(30))
     assert set(chosen.values()) == {10}
 
 
@@ -206,7 +213,7 @@ parts_strategy = st.lists(
         st.builds(decode, st.integers(0, 3), st.integers(0, 2), st.integers(0, 9)),
     ),
     max_size=8,
-    unique_by=lambda part: part.part_id,
+    unique_by=lambda component: component.component_id,
 )
 
 
@@ -217,19 +224,20 @@ parts_strategy = st.lists(
     share=st.fractions(0, 1),
     hits=st.dictionaries(st.sampled_from(["kv-0", "kv-1", "kv-2"]), st.integers(0, 400)),
     pinned=st.integers(0, 400),
-    parts=parts_strategy,
+    components=parts_strategy,
     avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
     spread=st.integers(0, 99),
 )
 @settings(max_examples=500)
-def test_properties(prompt, block_size, chunk, share, hits, pinned, parts, avoid, spread) -> None:
-    asked = picture(prompt, f"fraction:{share}", tuple(parts), hits=hits, block_size=block_size, chunk_tokens=chunk,
+def test_properties(prompt, block_size, chunk, share, hits, pinned, components, avoid, spread) -> None:
+    asked = picture(prompt, f"fraction:{share}", tuple(components), hits=hits, block_size=block_size,
+    chunk_tokens=chunk,
                     avoid=frozenset(avoid), spread=spread)  # fmt: skip
-    nodes = {part.node_id for part in parts if part.role == "kvnode"}
+    nodes = {component.node_id for component in components if component.role == "kvnode"}
     try:
         decided = plan(asked)
     except Unavailable:
-        assert not any(part.role == "decode" and part.node_id in nodes for part in parts)
+        assert not any(component.role == "decode" and component.node_id in nodes for component in components)
         return
     for one, cached in ((decided, hits.get(decided.node_id, 0)), (replan(decided, pinned), pinned)):
         assert one.cached_tokens == min(cached, (prompt - 1) // block_size) * block_size
@@ -239,16 +247,18 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, parts, avoid
         assert all(size > 0 and size % block_size == 0 for size in one.chunks)
         assert all(size <= max(chunk, block_size) for size in one.chunks)
         assert one.total_blocks * block_size >= prompt + 1 > (one.total_blocks - 1) * block_size
-        assert one.decode in parts
+        assert one.decode in components
         assert one.node_id == one.decode.node_id
         assert one.node_id in nodes
         assert (one.prefill is None) <= (not one.chunks)
         if one.prefill is not None:
-            assert one.prefill in parts
-            near = any(p.role == "prefill" and p.node_id == one.node_id and p.part_id not in avoid for p in parts)
+            assert one.prefill in components
+            near = any(
+                p.role == "prefill" and p.node_id == one.node_id and p.component_id not in avoid for p in components
+            )
             assert one.remote == (not near) == (one.prefill.node_id != one.node_id)
             assert one.prefill.node_id in nodes
-            assert one.prefill.part_id not in avoid
+            assert one.prefill.component_id not in avoid
         assert one.reason
         assert {source.node_id for source in one.sources} <= nodes
         assert len(one.sources) <= MAX_FETCH_SOURCES + 1
@@ -257,8 +267,10 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, parts, avoid
         wanted = bringing(one.sources, one.node_id, cached, one.limit_blocks)
         assert (wanted.blocks if wanted else cached) == max(cached, min(known, one.limit_blocks))
     # More load on the chosen one never makes another one's choice less likely: it is left, or there is no other.
-    busier = [replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p for p in parts]
-    again = plan(replace(asked, parts=tuple(busier)))
-    rivals = [p for p in parts if p.role == "decode" and p.node_id == decided.node_id and p.part_id not in avoid]
-    if again.decode.part_id == decided.decode.part_id and decided.decode.part_id not in avoid:
+    busier = [replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p for p in components]
+    again = plan(replace(asked, components=tuple(busier)))
+    rivals = [
+        p for p in components if p.role == "decode" and p.node_id == decided.node_id and p.component_id not in avoid
+    ]
+    if again.decode.component_id == decided.decode.component_id and decided.decode.component_id not in avoid:
         assert len(rivals) == 1

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Leanings
 from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel
 from pillion.gateway.planning.planner import plan, replan, shorten
-from pillion.wire.registry import PartRecord
-from tests.support.planner_parts import COST, decode, is_shared, line, node, picture, prefill
+from pillion.wire.registry import ComponentRecord
+from tests.support.planner_components import COST, decode, is_shared, line, node, picture, prefill
 
 
 @pytest.mark.parametrize(
-    ("prompt", "parts", "expected"),
+    ("prompt", "components", "expected"),
     [
         # Nobody is busy: a short prompt saves the call, a long one the small steps that the target leaves it.
         (40, line(), False),
         (2000, line(), True),
-        # Beside many streams a step leaves a remnant little.
+        # Beside many streams a step leaves a prompt tail little.
         (2000, line(decode=decode(streams=30)), True),
         (300, line(decode=decode(streams=30)), True),
         # Prefill workers are busy: what the decode worker has left is used first.
@@ -31,18 +31,18 @@ from tests.support.planner_parts import COST, decode, is_shared, line, node, pic
         (2000, line(prefill=prefill(queued_tokens=200_000)), False),
         # And the other way round.
         (300, line(decode=decode(queued_tokens=20_000)), True),
-        # A target that cannot be met any more: nothing is added to the remnants there.
+        # A target that cannot be met any more: nothing is added to the prompt tails there.
         (2000, line(decode=decode(streams=60), prefill=prefill(queued_tokens=3000)), True),
         # No target, and a step of the whole budget would hold up twenty streams.
         (2000, line(decode=decode(streams=20, target_itl_ms=0.0)), True),
         (2000, (node(0), decode()), False),
     ],
 )
-def test_who_computes_the_prompt(prompt: int, parts: tuple[PartRecord, ...], expected: bool) -> None:
-    decided = plan(picture(prompt, parts))
+def test_who_computes_the_prompt(prompt: int, components: tuple[ComponentRecord, ...], expected: bool) -> None:
+    decided = plan(picture(prompt, components))
     assert is_shared(decided) == expected
     assert decided.reason.startswith("auto: ")
-    assert decided.decode.part_id in decided.reason
+    assert decided.decode.component_id in decided.reason
     if expected:
         assert "prefill-0 computes" in decided.reason
     else:
@@ -55,7 +55,7 @@ def test_the_reason_says_what_was_compared() -> None:
     assert decided.reason.startswith(f"auto: prefill-0 computes {split - 160}: ")
     assert " s alone, " in decided.reason
     assert decided.reason.endswith("with prefill-0; decode-0 is the only one; prefix of 160 tokens")
-    assert plan(picture(parts=(node(0), decode()))).reason == (
+    assert plan(picture(components=(node(0), decode()))).reason == (
         "auto: co-located, no prefill worker; decode-0 is the only one; no prefix"
     )
     blind = plan(picture(index_available=False))
@@ -75,9 +75,9 @@ def test_the_tickets_truth_turns_the_dial() -> None:
 
 
 def test_a_hit_is_worth_what_it_saves() -> None:
-    parts = (node(0), node(1), decode(0, 0), decode(1, 1))
+    components = (node(0), node(1), decode(0, 0), decode(1, 1))
     hits = {"kv-0": 60}
-    assert plan(picture(1000, parts, hits=hits, fetch_block_s=1.0)).node_id == "kv-0"
+    assert plan(picture(1000, components, hits=hits, fetch_block_s=1.0)).node_id == "kv-0"
     # The hot node has so much to do that the other one is done sooner, though it computes everything again.
     hot = (node(0), node(1), decode(0, 0, queued_tokens=5000), decode(1, 1))
     decided = plan(picture(1000, hot, hits=hits, fetch_block_s=1.0))
@@ -93,56 +93,56 @@ def test_a_hit_is_worth_what_it_saves() -> None:
 
 def test_a_node_of_one_popular_prompt_does_not_melt() -> None:
     """Everybody has the same long prefix, which lies on one node: the requests still use all four."""
-    parts = tuple(part for n in range(4) for part in (node(n), decode(n, n)))
+    components = tuple(component for n in range(4) for component in (node(n), decode(n, n)))
     streams: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for number in range(80):
-        decided = plan(picture(600, parts, hits={"kv-0": 36}, own_load=streams, own_tokens=tokens, spread=number))
-        streams[decided.decode.part_id] += 1
-        tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
+        decided = plan(picture(600, components, hits={"kv-0": 36}, own_load=streams, own_tokens=tokens, spread=number))
+        streams[decided.decode.component_id] += 1
+        tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
     assert len(streams) == 4
     assert max(streams.values()) < 3 * min(streams.values())
 
 
 def test_equal_workers_share() -> None:
-    parts = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
+    components = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
     for prompt in (40, 2000):
-        plans = [plan(picture(prompt, parts, spread=n)) for n in range(30)]
-        assert set(Counter(decided.decode.part_id for decided in plans).values()) == {10}
-        assert set(Counter(d.prefill and d.prefill.part_id for d in plans).values()) == {10}
+        plans = [plan(picture(prompt, components, spread=n)) for n in range(30)]
+        assert set(Counter(decided.decode.component_id for decided in plans).values()) == {10}
+        assert set(Counter(d.prefill and d.prefill.component_id for d in plans).values()) == {10}
 
 
 def test_a_prefill_worker_elsewhere_costs_its_transfers() -> None:
-    parts = (node(0), node(1), decode(0, 0, streams=30), prefill(0, 0), prefill(1, 1))
-    near = plan(picture(parts=parts))
+    components = (node(0), node(1), decode(0, 0, streams=30), prefill(0, 0), prefill(1, 1))
+    near = plan(picture(components=components))
     assert near.prefill is not None
-    assert near.prefill.part_id == "prefill-0"
-    busy = tuple(replace(p, queued_tokens=9000) if p.part_id == "prefill-0" else p for p in parts)
-    far = plan(picture(parts=busy, fetch_block_s=1e-4))
+    assert near.prefill.component_id == "prefill-0"
+    busy = tuple(replace(p, queued_tokens=9000) if p.component_id == "prefill-0" else p for p in components)
+    far = plan(picture(components=busy, fetch_block_s=1e-4))
     assert far.prefill is not None
-    assert (far.prefill.part_id, far.remote) == ("prefill-1", True)
-    slow = plan(picture(parts=busy, fetch_block_s=1.0))
+    assert (far.prefill.component_id, far.remote) == ("prefill-1", True)
+    slow = plan(picture(components=busy, fetch_block_s=1.0))
     assert slow.prefill is not None
-    assert slow.prefill.part_id == "prefill-0"
+    assert slow.prefill.component_id == "prefill-0"
 
 
 def test_parts_that_failed_are_avoided() -> None:
-    parts = (node(0), node(1), decode(0, 0), decode(1, 1, streams=60), prefill(0, 0), prefill(1, 1))
-    assert plan(picture(parts=parts, avoid=frozenset({"decode-0"}))).decode.part_id == "decode-1"
-    assert plan(picture(parts=parts, avoid=frozenset({"kv-0"}), hits={"kv-0": 90})).node_id == "kv-1"
+    components = (node(0), node(1), decode(0, 0), decode(1, 1, streams=60), prefill(0, 0), prefill(1, 1))
+    assert plan(picture(components=components, avoid=frozenset({"decode-0"}))).decode.component_id == "decode-1"
+    assert plan(picture(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 90})).node_id == "kv-1"
     lost = plan(picture(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
-    assert (lost.decode.part_id, lost.prefill) == ("decode-0", None)
+    assert (lost.decode.component_id, lost.prefill) == ("decode-0", None)
 
 
 def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
     assert is_shared(plan(picture()))
     assert not is_shared(plan(picture(own_tokens={"prefill-0": 50_000})))
-    assert not is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000)))))
+    assert not is_shared(plan(picture(components=line(prefill=prefill(queued_tokens=20_000)))))
     # 1,600 tokens take some 2 s, and they were said 2 s ago. Silence for longer does not say that work is done.
     few = prefill(queued_tokens=1600)
     assert not is_shared(plan(picture(600, line(prefill=few))))
     assert is_shared(plan(picture(600, line(prefill=replace(few, heartbeat_age_ms=2000)))))
-    assert not is_shared(plan(picture(parts=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000)))))
+    assert not is_shared(plan(picture(components=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000)))))
 
 
 def test_who_has_not_measured_anything_is_judged_like_others() -> None:
@@ -213,9 +213,9 @@ def test_what_was_done_last_is_kept_by_size() -> None:
 def test_a_long_prompt_leaves_the_decode_worker_to_those_who_come() -> None:
     """Of two long prompts the second, alone in the world, is computed beside the first one's worker; where many
     short ones come, it waits there, for they would wait behind it."""
-    parts = line(prefill=prefill(queued_tokens=1000))
-    assert not is_shared(plan(picture(2000, parts)))
-    assert is_shared(plan(picture(2000, parts, demand_per_s=(1.0, 0.2))))
+    components = line(prefill=prefill(queued_tokens=1000))
+    assert not is_shared(plan(picture(2000, components)))
+    assert is_shared(plan(picture(2000, components, demand_per_s=(1.0, 0.2))))
     # But not at any price.
     assert not is_shared(plan(picture(2000, line(prefill=prefill(queued_tokens=20_000)), demand_per_s=(1.0, 0.2))))
 
@@ -254,7 +254,7 @@ parts_strategy = st.lists(
         ),
     ),
     max_size=9,
-    unique_by=lambda part: part.part_id,
+    unique_by=lambda component: component.component_id,
 )
 
 
@@ -264,22 +264,22 @@ parts_strategy = st.lists(
     chunk=st.integers(1, 700),
     hits=st.dictionaries(st.sampled_from(["kv-0", "kv-1", "kv-2", "kv-9"]), st.integers(0, 400)),
     pinned=st.integers(0, 400),
-    parts=parts_strategy,
+    components=parts_strategy,
     avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
     lean=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     fetch_block_s=st.sampled_from([0.0, 1e-4, 1.0]),
     spread=st.integers(0, 99),
 )
 @settings(max_examples=300, deadline=None)
-def test_properties(prompt, block_size, chunk, hits, pinned, parts, avoid, lean, fetch_block_s, spread) -> None:
-    nodes = {part.node_id for part in parts if part.role == "kvnode"}
-    seated = [part for part in parts if part.role == "decode" and part.node_id in nodes]
+def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, lean, fetch_block_s, spread) -> None:
+    nodes = {component.node_id for component in components if component.role == "kvnode"}
+    seated = [component for component in components if component.role == "decode" and component.node_id in nodes]
     if not seated:
         return
     decided = plan(
         picture(
             prompt,
-            (*parts,),
+            (*components,),
             block_size=block_size,
             chunk_tokens=chunk,
             hits=hits,
@@ -291,12 +291,12 @@ def test_properties(prompt, block_size, chunk, hits, pinned, parts, avoid, lean,
     )
     # Never a dead part, and never one that failed while another one lives.
     assert decided.decode in seated
-    if any(part.part_id not in avoid and part.node_id not in avoid for part in seated):
-        assert decided.decode.part_id not in avoid
+    if any(component.component_id not in avoid and component.node_id not in avoid for component in seated):
+        assert decided.decode.component_id not in avoid
         assert decided.node_id not in avoid
     if decided.prefill is not None:
-        assert decided.prefill in parts
-        assert decided.prefill.part_id not in avoid
+        assert decided.prefill in components
+        assert decided.prefill.component_id not in avoid
         assert decided.prefill.node_id in nodes
     assert {source.node_id for source in decided.sources} <= nodes
     limit = (prompt - 1) // block_size * block_size
@@ -330,12 +330,12 @@ def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, 
     """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
 
     def split(prefill_tokens: int, decode_streams: int, decode_tokens: int) -> int:
-        parts = (
+        components = (
             node(0),
             *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
             decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, target_itl_ms=target),
         )
-        return plan(picture(prompt, parts, lean=lean, hits={"kv-0": hit}, demand_per_s=demand)).split_tokens
+        return plan(picture(prompt, components, lean=lean, hits={"kv-0": hit}, demand_per_s=demand)).split_tokens
 
     before = split(queue, streams, waiting)
     assert split(queue + more, streams, waiting) <= before

@@ -6,24 +6,24 @@ from collections import Counter
 from dataclasses import replace
 
 from pillion.gateway.planning.planner import plan
-from pillion.wire.registry import PartRecord
-from tests.support.planner_parts import COST, decode, node, picture, prefill
+from pillion.wire.registry import ComponentRecord
+from tests.support.planner_components import COST, decode, node, picture, prefill
 
 
 def test_several_gateways_do_not_herd() -> None:
     """Four gateways, none of which hears of the others until the next heartbeat: nobody gets much more than a share."""
-    parts = (node(0), *(decode(n, queued_tokens=0 if n == 0 else 600) for n in range(4)), *map(prefill, range(4)))
+    components = (node(0), *(decode(n, queued_tokens=0 if n == 0 else 600) for n in range(4)), *map(prefill, range(4)))
     got: Counter[str] = Counter()
     for gateway in range(4):
         streams: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for number in range(16):
             spread = 17 * gateway + number
-            decided = plan(picture(600, parts, own_load=streams, own_tokens=tokens, spread=spread))
-            streams[decided.decode.part_id] += 1
-            tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
+            decided = plan(picture(600, components, own_load=streams, own_tokens=tokens, spread=spread))
+            streams[decided.decode.component_id] += 1
+            tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:
-                tokens[decided.prefill.part_id] += sum(decided.chunks)
+                tokens[decided.prefill.component_id] += sum(decided.chunks)
         got += streams
     assert got.total() == 64
     assert max(got.values()) <= 32
@@ -31,31 +31,31 @@ def test_several_gateways_do_not_herd() -> None:
 
 def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
     said = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
-    assert PartRecord.from_json(said.to_json()) == said
+    assert ComponentRecord.from_json(said.to_json()) == said
     for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
         text = said.to_json().replace("[0.005,0.001,0.0002,1e-07,2e-07]", broken)
         assert text != said.to_json()
-        assert PartRecord.from_json(text) == replace(said, step_cost_s=())
+        assert ComponentRecord.from_json(text) == replace(said, step_cost_s=())
     for broken in ("-5", "NaN", "1e999", "1" + 400 * "0", '"7"', "null", "[7]", "true"):
         text = said.to_json().replace('"queued_tokens":7', f'"queued_tokens":{broken}')
-        assert PartRecord.from_json(text) == replace(said, queued_tokens=0)
+        assert ComponentRecord.from_json(text) == replace(said, queued_tokens=0)
         costs = said.to_json().replace("[0.005,", f"[{broken},")
-        assert PartRecord.from_json(costs) == replace(said, step_cost_s=())
+        assert ComponentRecord.from_json(costs) == replace(said, step_cost_s=())
         target = said.to_json().replace('"target_itl_ms":60.0', f'"target_itl_ms":{broken}')
-        assert PartRecord.from_json(target) == replace(said, target_itl_ms=0.0)
+        assert ComponentRecord.from_json(target) == replace(said, target_itl_ms=0.0)
 
 
 def test_who_is_too_good_to_be_true_does_not_attract_everything() -> None:
     for absurd in ((1e-15, 0.0, 0.0, 0.0, 0.0), (0.0, 1e-30, 0.0, 0.0, 0.0), (1e-3, 0.0, 0.0, 0.0, 1e-12)):
-        parts = (node(0), *(decode(n, step_cost_s=absurd if n == 0 else COST) for n in range(3)),
+        components = (node(0), *(decode(n, step_cost_s=absurd if n == 0 else COST) for n in range(3)),
                  *(prefill(n, step_cost_s=absurd if n == 0 else COST) for n in range(3)))  # fmt: skip
         streams: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for number in range(60):
-            decided = plan(picture(2000, parts, own_load=streams, own_tokens=tokens, spread=number))
-            streams[decided.decode.part_id] += 1
-            tokens[decided.decode.part_id] += decided.prompt_tokens - decided.split_tokens
+            decided = plan(picture(2000, components, own_load=streams, own_tokens=tokens, spread=number))
+            streams[decided.decode.component_id] += 1
+            tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:
-                tokens[decided.prefill.part_id] += sum(decided.chunks)
+                tokens[decided.prefill.component_id] += sum(decided.chunks)
         assert max(streams.values()) < 2 * min(streams[f"decode-{n}"] for n in range(3))
         assert tokens["prefill-0"] < 2 * tokens["prefill-1"]

@@ -6,23 +6,25 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_parts import record, running_line, until
+from tests.support.fake_components import record, running_line, until
 
 
 async def pools(line: Any, **blocks: int) -> None:
     """KV nodes' pools in blocks of 4 tokens; only kv-0 and its workers live."""
     for role in ("kvnode", "prefill", "decode"):
-        part_id = "kv-0" if role == "kvnode" else f"{role}-0"
+        component_id = "kv-0" if role == "kvnode" else f"{role}-0"
         address = f"unix:{line.folder}/{role}.sock"
         more = {"total_blocks": blocks["kv0"]} if role == "kvnode" else {}
-        await line.registry.beat(record(part_id, role, address, **more))
+        await line.registry.beat(record(component_id, role, address, **more))
     gone = f"unix:{line.folder}/gone.sock"
     await line.registry.beat(record("decode-1", "decode", gone, node_id="kv-1"))
     if "kv1" in blocks:
         await line.registry.beat(record("kv-1", "kvnode", gone, node_id="kv-1", total_blocks=blocks["kv1"]))
     view = line.gateway.gateway._cluster.view
     wanted = {"decode-1", "kv-0", *(["kv-1"] if "kv1" in blocks else [])}
-    await until(lambda: wanted <= {r.part_id for r in view.records()} and any(r.total_blocks for r in view.records()))
+    await until(
+        lambda: wanted <= {r.component_id for r in view.records()} and any(r.total_blocks for r in view.records())
+    )
 
 
 @pytest.mark.parametrize(

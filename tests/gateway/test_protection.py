@@ -18,7 +18,7 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.admission.tenants import Tenant, cache_salt
 from pillion.kvstore.hashing import request_root
 from pillion.net.rpc import open_channel
-from tests.support.fake_parts import NAMESPACE, Line, running_line, until
+from tests.support.fake_components import NAMESPACE, Line, running_line, until
 from tests.support.http import call
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("acme", "other", "friend", "small")}

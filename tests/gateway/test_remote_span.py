@@ -11,7 +11,7 @@ from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionErro
 from pillion.gateway.request import remote_span
 from pillion.kvstore.hashing import chain_hashes, request_root
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
-from tests.support.fake_parts import BLOCK, NAMESPACE, Line, knows, running_line, until
+from tests.support.fake_components import BLOCK, NAMESPACE, Line, knows, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
 APART = "kvnode decode far-kvnode far-prefill"
@@ -29,7 +29,7 @@ async def finished(line: Line, deltas: list, replays: int = 0) -> tuple[int, int
     whole(line, deltas, replays)
     await line.settled()
     timings = deltas[-1].timings
-    return timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens
+    return timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens
 
 
 async def test_chunks_flow_from_node_to_node() -> None:
@@ -106,7 +106,7 @@ async def test_a_prefix_that_is_only_there_is_fetched_first_and_counts_as_cached
     [([0], 0), ([1, 1], 4), ([1, 2, 2], 8), ([Unavailable("gone")], 0), ([1, Conflict("fenced")], 4),
      ([NotFound("ticket")], 0)],
 )  # fmt: skip
-async def test_a_short_fetch_makes_a_longer_remnant(brings: list, prefilled: int) -> None:
+async def test_a_short_fetch_makes_a_longer_prompt_tail(brings: list, prefilled: int) -> None:
     async with running_line(SCRIPT, APART) as line:
         line.node.brings = brings
         deltas = await read(line.client.generate(PROMPT))

@@ -21,7 +21,7 @@ from pillion.gateway.request.validation import Resolved
 from pillion.types import SamplingParams
 from pillion.wire.kvnode import Brought, Ticket
 from pillion.wire.prefill import ChunkAck, Span
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 BLOCK = 4
 ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict("fenced"))
@@ -46,8 +46,8 @@ class World:
             raise Unavailable(f"KV node {node_id} is gone")
         return Node(self, node_id)
 
-    def prefill(self, part_id: str) -> World:
-        assert part_id == "prefill-1"
+    def prefill(self, component_id: str) -> World:
+        assert component_id == "prefill-1"
         return self
 
     async def pause(self) -> None:
@@ -119,13 +119,13 @@ class Node:
 
 
 def planned(tokens: int, cached: int) -> Plan:
-    parts = (
-        PartRecord(part_id="kv-0", role="kvnode", address="x", node_id="kv-0"),
-        PartRecord(part_id="kv-1", role="kvnode", address="x", node_id="kv-1"),
-        PartRecord(part_id="decode-0", role="decode", address="x", node_id="kv-0"),
-        PartRecord(part_id="prefill-1", role="prefill", address="x", node_id="kv-1"),
+    components = (
+        ComponentRecord(component_id="kv-0", role="kvnode", address="x", node_id="kv-0"),
+        ComponentRecord(component_id="kv-1", role="kvnode", address="x", node_id="kv-1"),
+        ComponentRecord(component_id="decode-0", role="decode", address="x", node_id="kv-0"),
+        ComponentRecord(component_id="prefill-1", role="prefill", address="x", node_id="kv-1"),
     )
-    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": cached}, parts=parts,
+    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": cached}, components=components,
                       policy=parse_policy("disaggregated"), block_size=BLOCK, chunk_tokens=8)  # fmt: skip
     return replan(plan(picture), cached)
 

@@ -12,12 +12,13 @@ from pillion.gateway.request.request_machine import RequestMachine, State
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
 from pillion.wire.prefill import ChunkAck
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 PARTS = tuple(
-    PartRecord(part_id=f"{role}-0", role=role, address="x", node_id="kv-0") for role in ("kvnode", "prefill", "decode")
+    ComponentRecord(component_id=f"{role}-0", role=role, address="x", node_id="kv-0")
+    for role in ("kvnode", "prefill", "decode")
 )
-FAR = PartRecord(part_id="kv-1", role="kvnode", address="x", node_id="kv-1")
+FAR = ComponentRecord(component_id="kv-1", role="kvnode", address="x", node_id="kv-1")
 EOS = 7
 GONE = Unavailable("gone")
 
@@ -26,7 +27,7 @@ def planned(
     attempt: int, tokens: int, hits: int = 0, policy: str = "disaggregated", avoid=frozenset(), far: int = 0
 ) -> ev.Planned:
     """On kv-0, whatever the index knows of kv-1."""
-    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far}, parts=(*PARTS, FAR),
+    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far}, components=(*PARTS, FAR),
                       policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
     return ev.Planned(attempt, plan(picture))
 
@@ -75,14 +76,14 @@ def test_a_whole_life() -> None:
     assert submit.token_ids == m.prompt
     assert m.handle(ev.Tokens(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
     assert m.handle(ev.Tokens(1, (3,)), 10.8) == [ev.Emit((3,))]
-    done = DecodeTimings(remnant_tokens=1, remnant_steps=1, queue_ms=3.0, preemptions=2)
+    done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2)
     assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, done), 11.0) == [
         ev.ReleaseTicket(hold()), ev.Finish(FinishReason.STOP),
     ]  # fmt: skip
     timings, usage = m.timings(99.0), m.usage()
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (21, 4, 3)
-    assert (timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens) == (4, 16, 1)
-    assert (timings.prefill_chunks, timings.remnant_steps, timings.preemptions) == (2, 1, 2)
+    assert (timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens) == (4, 16, 1)
+    assert (timings.prefill_chunks, timings.tail_steps, timings.preemptions) == (2, 1, 2)
     times = (timings.admission_ms, timings.prefill_ms, timings.decode_queue_ms, timings.time_to_first_token_ms)
     assert (*times, timings.total_ms) == pytest.approx((200, 300, 3, 700, 1000))
     assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)
@@ -99,7 +100,7 @@ def test_the_ticket_is_handed_over_once() -> None:
 def test_everything_cached_needs_no_prefill() -> None:
     m = machine()
     submit = to_decoding(m)
-    assert (submit.plan.split_tokens, m.timings(2.0).remnant_tokens, m.timings(2.0).prefill_worker) == (20, 1, "")
+    assert (submit.plan.split_tokens, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_worker) == (20, 1, "")
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
     m.handle(ev.DecodeFinished(2, FinishReason.LENGTH, None), 6.0)
     timings = m.timings(6.0)
     assert (timings.replays, m.usage().completion_tokens, m.usage().cached_tokens) == (1, 5, 20)
-    assert timings.cached_tokens + timings.prefilled_tokens + timings.remnant_tokens == 21
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 21
 
 
 @pytest.mark.parametrize(("last", "reason"), [((1, EOS), FinishReason.STOP), ((1, 2, 3, 4, 5), FinishReason.LENGTH)])

@@ -11,7 +11,7 @@ import pytest
 from pillion.errors import Unavailable
 from pillion.net.rpc import open_channel
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.support.fake_parts import Line, running_line, until
+from tests.support.fake_components import Line, running_line, until
 from tests.support.http import call
 
 

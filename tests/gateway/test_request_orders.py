@@ -135,5 +135,5 @@ def test_any_order_of_events(data) -> None:
     assert len(world.released) == len(set(world.released))
     assert set(world.released) == world.opened, "a ticket that was opened is released exactly once"
     timings = m.timings(now)
-    assert timings.cached_tokens + timings.prefilled_tokens + timings.remnant_tokens == len(m.prompt)
-    assert min(timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens - 1) >= 0
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == len(m.prompt)
+    assert min(timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens - 1) >= 0

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
-from tests.support.fake_parts import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
+from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
@@ -47,8 +47,8 @@ async def test_an_answer_streams_through_all_parts() -> None:
         prompt = tuple(CODEC.encode(PROMPT).ids)
         assert (last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens) == (30, 8, len(ids))
         timings = last.timings
-        assert (timings.cached_tokens, timings.prefilled_tokens, timings.remnant_tokens) == (8, 20, 2)
-        assert (timings.prefill_chunks, timings.remnant_steps, timings.replays) == (3, 1, 0)
+        assert (timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens) == (8, 20, 2)
+        assert (timings.prefill_chunks, timings.tail_steps, timings.replays) == (3, 1, 0)
         assert (timings.prefill_worker, timings.decode_worker) == ("prefill-0", "decode-0")
         assert timings.plan_reason == "disaggregated"
         assert 0 < timings.time_to_first_token_ms <= timings.total_ms
@@ -123,7 +123,7 @@ async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
 
 async def sized(line, blocks: int) -> None:
     """The pool has ``blocks`` blocks, as its node's heartbeat says."""
-    node = next(part for part in line.gateway._cluster.view.records() if part.role == "kvnode")
+    node = next(component for component in line.gateway._cluster.view.records() if component.role == "kvnode")
     await line.registry.beat(replace(node, total_blocks=blocks))
     await until(lambda: line.gateway._cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
 
@@ -162,8 +162,8 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another()
         view = line.gateway._cluster.view
         view.update([*view.records(), big, worker], time.monotonic())
         assert line.gateway._cluster.capacity_tokens("toy") == 256
-        served = replace(nodes, parts=(*nodes.parts, big, worker))
-        assert {part.node_id for part in served.holding(17)} == {"kv-1"}
+        served = replace(nodes, components=(*nodes.components, big, worker))
+        assert {component.node_id for component in served.holding(17)} == {"kv-1"}
         with pytest.raises(Unavailable, match="no KV node lives whose pool holds 17 tokens of model 'toy'"):
             nodes.holding(17)
 

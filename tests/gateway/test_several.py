@@ -11,7 +11,7 @@ from pillion.errors import NotFound
 from pillion.gateway.request import runner
 from pillion.gateway.request.request_machine import State
 from pillion.types import GenerateRequest, SamplingParams
-from tests.support.fake_parts import Line, running_line, script_of, until
+from tests.support.fake_components import Line, running_line, script_of, until
 from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
@@ -49,7 +49,7 @@ def whole(deltas: list[Delta], *texts: str) -> None:
     assert last.usage.prompt_tokens == 30
     assert last.usage.completion_tokens == sum(len(script_of(text)) for text in texts)
     timings = last.timings
-    assert timings.cached_tokens + timings.prefilled_tokens + timings.remnant_tokens == 30
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 30
     assert timings.total_ms >= timings.time_to_first_token_ms > 0
 
 

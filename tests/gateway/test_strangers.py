@@ -14,7 +14,7 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
 from pillion.gateway.http_api.http_call import Call
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
-from tests.support.fake_parts import Line, running_line, until
+from tests.support.fake_components import Line, running_line, until
 from tests.support.http import call, connected, request_bytes
 
 KEY = "plk-" + "k" * 43

@@ -20,13 +20,13 @@ import pytest
 from pillion import AsyncClient, ConfigError, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.config import GatewayFlags
-from pillion.gateway.gateway_server import GatewayPart, start_gateway
+from pillion.gateway.gateway_server import GatewayServer, start_gateway
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles
 from pillion.supervisor.probes import is_serving
 from pillion.v1 import kvnode_pb2_grpc
-from tests.support.fake_parts import BLOCK, FakeNode, Line, running_line, toy_model, until
+from tests.support.fake_components import BLOCK, FakeNode, Line, running_line, toy_model, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
@@ -58,14 +58,14 @@ async def shown(address: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def edge(line: Line, **flags: Any) -> AsyncIterator[GatewayPart]:
+async def edge(line: Line, **flags: Any) -> AsyncIterator[GatewayServer]:
     """A second gateway before the line's parts."""
     said = {"redis_url": line.url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
-    part = await start_gateway(GatewayFlags(**said), prepared=toy_model(line.folder / "again"))
+    component = await start_gateway(GatewayFlags(**said), prepared=toy_model(line.folder / "again"))
     try:
-        yield part
+        yield component
     finally:
-        await part.stop(0)
+        await component.stop(0)
 
 
 def edge_flags(folder: pathlib.Path, **more: str) -> dict[str, str]:
@@ -96,19 +96,19 @@ async def let_in(address: str, ca: pathlib.Path, own: TlsFiles | None) -> bool:
 
 async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
     one, two = sets
-    async with running_line("abc") as line, edge(line, **edge_flags(one)) as part:
-        async with AsyncClient(f"grpcs://{part.grpc_address}", ca=one / "ca.pem") as client:
+    async with running_line("abc") as line, edge(line, **edge_flags(one)) as component:
+        async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
             await until(client.models)
             assert "".join([delta.text async for delta in client.generate("x")]) == "abc"
-        assert b" 200 " in await get(part.http_address, one / "ca.pem")
+        assert b" 200 " in await get(component.http_address, one / "ca.pem")
         for options in ({}, {"ca": two / "ca.pem"}):
-            async with AsyncClient(part.grpc_address, **options) as stranger:
+            async with AsyncClient(component.grpc_address, **options) as stranger:
                 with pytest.raises(Unavailable):
                     await stranger.models()
         with pytest.raises(ssl.SSLCertVerificationError):
-            await get(part.http_address, two / "ca.pem")
-        assert await is_serving(f"grpcs://{part.grpc_address}", str(one / "ca.pem"))
-        assert not await is_serving(part.grpc_address)
+            await get(component.http_address, two / "ca.pem")
+        assert await is_serving(f"grpcs://{component.grpc_address}", str(one / "ca.pem"))
+        assert not await is_serving(component.grpc_address)
 
 
 async def test_clients_may_have_to_show_a_certificate(
@@ -117,19 +117,19 @@ async def test_clients_may_have_to_show_a_certificate(
     one, two = sets
     probe = f"unix:{tmp_path}/probe.sock"
     flags = edge_flags(one, tls_ca=str(one / "ca.pem"), probe_listen=probe)
-    async with running_line("abc") as line, edge(line, **flags) as part:
-        target = f"grpcs://{part.grpc_address}"
+    async with running_line("abc") as line, edge(line, **flags) as component:
+        target = f"grpcs://{component.grpc_address}"
         own = {"cert": one / "client.pem", "key": one / "client.key"}
         async with AsyncClient(target, ca=one / "ca.pem", **own) as client:
             await until(client.models)
-        assert b" 200 " in await get(part.http_address, one / "ca.pem", files_in(one, "client"))
+        assert b" 200 " in await get(component.http_address, one / "ca.pem", files_in(one, "client"))
         other = {"cert": two / "client.pem", "key": two / "client.key"}
         for options in ({}, other):
             async with AsyncClient(target, ca=one / "ca.pem", **options) as stranger:
                 with pytest.raises(Unavailable):
                     await stranger.models()
         for files in (None, files_in(two, "client"), files_in(one, "internal")):
-            assert not await let_in(part.http_address, one / "ca.pem", files)
+            assert not await let_in(component.http_address, one / "ca.pem", files)
         # The probes of this machine need none.
         await until(lambda: is_serving(probe))
 
@@ -143,28 +143,28 @@ async def test_new_certificates_without_a_restart(
     one, two = sets
     at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key")
-    async with running_line("abc") as line, edge(line, **edge_flags(tmp_path)) as part:
-        for address in (part.grpc_address, part.http_address):
+    async with running_line("abc") as line, edge(line, **edge_flags(tmp_path)) as component:
+        for address in (component.grpc_address, component.http_address):
             assert await shown(address) == (one / "server.pem").read_text()
         line.decode.gate.clear()
-        async with AsyncClient(f"grpcs://{part.grpc_address}", ca=one / "ca.pem") as client:
+        async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
             await until(client.models)
             asked = asyncio.create_task(anext(client.generate("x")))
             await until(lambda: line.decode.submits)
             # Half of a pair is no pair.
             put(two, tmp_path, "server.pem")
             with caplog.at_level(logging.WARNING, "pillion.net.watched"):
-                for address in (part.grpc_address, part.http_address):
+                for address in (component.grpc_address, component.http_address):
                     assert await shown(address) == (one / "server.pem").read_text()
             assert "what was read before stays in use" in caplog.text
             put(two, tmp_path, "server.key")
-            for address in (part.grpc_address, part.http_address):
+            for address in (component.grpc_address, component.http_address):
                 assert await shown(address) == (two / "server.pem").read_text()
             line.decode.gate.set()
             assert (await asked).text
-        async with AsyncClient(f"grpcs://{part.grpc_address}", ca=two / "ca.pem") as client:
+        async with AsyncClient(f"grpcs://{component.grpc_address}", ca=two / "ca.pem") as client:
             assert await client.models()
-        assert b" 200 " in await get(part.http_address, two / "ca.pem")
+        assert b" 200 " in await get(component.http_address, two / "ca.pem")
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,12 +220,12 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
     put(one, tmp_path, "server.pem", "server.key", "ca.pem")
     async with (
         running_line("abc") as line,
-        edge(line, **edge_flags(tmp_path, tls_ca=str(tmp_path / "ca.pem"))) as part,
+        edge(line, **edge_flags(tmp_path, tls_ca=str(tmp_path / "ca.pem"))) as component,
     ):
         own = files_in(one, "client")
         for address, protocol, question in (
-            (part.http_address, "http/1.1", b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
-            (part.grpc_address, "h2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"),
+            (component.http_address, "http/1.1", b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+            (component.grpc_address, "h2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"),
         ):
             for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
                 put(one, tmp_path, "ca.pem")
@@ -238,7 +238,7 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
                 put(two, tmp_path, "ca.pem")
                 said, _ = await asyncio.to_thread(asked_again, context, address, question, session)
                 assert not said, (protocol, version)
-        target = f"grpcs://{part.grpc_address}"
+        target = f"grpcs://{component.grpc_address}"
         async with AsyncClient(target, ca=one / "ca.pem", cert=own.cert, key=own.key) as client:
             with pytest.raises(Unavailable):
                 await client.models()

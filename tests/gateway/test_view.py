@@ -10,18 +10,18 @@ from pillion._version import PROTOCOL
 from pillion.errors import InvalidRequest
 from pillion.gateway.admission.admission import Admission, check_pool
 from pillion.gateway.links.cluster import OwnLoad
-from pillion.gateway.planning.cluster_view import SUSPECT_S, PartView
-from pillion.wire.registry import PartRecord
+from pillion.gateway.planning.cluster_view import SUSPECT_S, ClusterView
+from pillion.wire.registry import ComponentRecord
 
-A, B = (PartRecord(part_id=name, role="prefill", address="x") for name in "ab")
+A, B = (ComponentRecord(component_id=name, role="prefill", address="x") for name in "ab")
 
 
-def ids(records: tuple[PartRecord, ...]) -> str:
-    return "".join(record.part_id for record in records)
+def ids(records: tuple[ComponentRecord, ...]) -> str:
+    return "".join(record.component_id for record in records)
 
 
 def test_a_part_that_vanishes_stays_for_a_while() -> None:
-    view = PartView(grace_s=5)
+    view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     view.update([B], 105)
     assert ids(view.records()) == "ab"
@@ -32,14 +32,14 @@ def test_a_part_that_vanishes_stays_for_a_while() -> None:
 
 
 def test_without_an_answer_the_last_view_stands() -> None:
-    view = PartView(grace_s=5)
+    view = ClusterView(grace_s=5)
     view.update([A], 100)
     assert ids(view.trusted(9999)) == "a"
     assert view.aged(103)[0].heartbeat_age_ms == 3000
 
 
 def test_suspects_are_left_out_for_a_moment() -> None:
-    view = PartView(grace_s=5)
+    view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     view.suspect("a", 100)
     assert ids(view.trusted(100)) == ids(view.trusted(100 + SUSPECT_S - 0.01)) == "b"
@@ -47,8 +47,8 @@ def test_suspects_are_left_out_for_a_moment() -> None:
 
 
 def test_neighbours_in_protocol_are_peers_and_others_are_not() -> None:
-    view = PartView(grace_s=5)
-    view.update([replace(A, part_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], 100)
+    view = ClusterView(grace_s=5)
+    view.update([replace(A, component_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], 100)
     assert ids(view.records()) == "-101"
 
 
@@ -57,7 +57,7 @@ def test_own_load_adds_up_to_nothing() -> None:
     load.add("a", 5)
     load.add("a", 2)
     load.add("a", -7)
-    assert not load.by_part
+    assert not load.by_component
 
 
 def test_one_prompt_is_always_let_in() -> None:

@@ -101,7 +101,7 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
         for is_chunk, tiling in ((False, decode), (True, chunk)):
             programs = items_of(record, planner, window, is_chunk)
             assert plan.with_chunks or not is_chunk or not any(len(items) for items in programs)
-            parts_of = {}
+            components_of = {}
             for item in np.concatenate(programs):
                 assert item[BEGIN] % KEYS == 0
                 assert 0 < item[ROWS] <= tiling.rows
@@ -113,15 +113,15 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
                             met[int(row), int(item[HEAD]), int(key), int(slot)] += 1
                 if item[PARTIAL] >= 0:
                     unit = tuple(item[[ROW, ROWS, HEAD]].tolist())
-                    parts_of.setdefault(unit, []).append(int(item[PARTIAL]))
+                    components_of.setdefault(unit, []).append(int(item[PARTIAL]))
                     rows = range(item[PARTIAL], item[PARTIAL] + tiling.rows)
                     assert partials.isdisjoint(rows)
                     assert rows.stop <= planner.partial_rows
                     partials.update(rows)
             merges = merges_of(record, planner, window, is_chunk)
-            assert len(merges) == len(parts_of) <= tiling.max_merges
+            assert len(merges) == len(components_of) <= tiling.max_merges
             for merge in merges:
-                found = sorted(parts_of.pop(tuple(merge[[ROW, ROWS, HEAD]].tolist())))
+                found = sorted(components_of.pop(tuple(merge[[ROW, ROWS, HEAD]].tolist())))
                 assert found == [merge[PARTIAL] + part * tiling.rows for part in range(merge[PARTS])]
         assert met == wanted(batch, kv_heads, group, window)
 

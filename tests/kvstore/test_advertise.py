@@ -12,7 +12,7 @@ from pillion.config import DecodeFlags, KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.kvstore.index import advertise
 from pillion.kvstore.index.advertise import advertised
-from pillion.supervisor.parts import name_of
+from pillion.supervisor.components import name_of
 
 REDIS = "redis://127.0.0.1:6379/0"
 
@@ -69,5 +69,5 @@ def test_names_of_containers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         names.add(name_of("decode", DecodeFlags()))
     assert names == {"decode-0e0d7e8d3d96-7", "decode-9dc46c291b8a-7"}
-    assert name_of("decode", DecodeFlags(part_id="me")) == "me"
+    assert name_of("decode", DecodeFlags(component_id="me")) == "me"
     assert name_of("kvnode", KVNodeFlags(node_id="pod-3")) == "pod-3"

@@ -29,7 +29,7 @@ POOL_BYTES = 64 * BLOCK_BYTES
 CHILD = """
 import sys, time
 from pillion.kvstore.node.attach import attach
-a = attach(sys.argv[1], part_id="child", role="decode", block_bytes=4096, timeout_s=5)
+a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)
 time.sleep(60)
@@ -99,7 +99,7 @@ async def test_a_killed_worker_frees_its_slots(node: Node) -> None:
 
 async def test_the_worker_sees_the_nodes_end(node: Node) -> None:
     attachment = await asyncio.to_thread(
-        attach, node.path, part_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
     )
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(attachment.fileno(), ended.set)
@@ -116,7 +116,7 @@ async def test_the_worker_sees_the_nodes_end(node: Node) -> None:
 
 async def test_closing_is_the_end_of_the_epoch(node: Node) -> None:
     attachment = await asyncio.to_thread(
-        attach, node.path, part_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
     )
     assert (attachment.num_slots, len(attachment.memory)) == (64, POOL_BYTES)
     node.pool.lease(attachment.epoch, 3)
@@ -132,21 +132,24 @@ async def test_closing_is_the_end_of_the_epoch(node: Node) -> None:
 )
 async def test_refusals_are_one_line(node: Node, block_bytes: int, why: str) -> None:
     if block_bytes == 2 * BLOCK_BYTES:
-        node.pool.attach(AttachHello(part_id="first", role="prefill", block_bytes=BLOCK_BYTES))
+        node.pool.attach(AttachHello(component_id="first", role="prefill", block_bytes=BLOCK_BYTES))
     with pytest.raises(ConfigError, match=why) as caught:
-        await asyncio.to_thread(attach, node.path, part_id="w", role="decode", block_bytes=block_bytes, timeout_s=5)
+        await asyncio.to_thread(
+            attach, node.path, component_id="w", role="decode", block_bytes=block_bytes, timeout_s=5
+        )
     assert "\n" not in caught.value.message
 
 
 async def test_a_foreign_protocol_is_refused(node: Node) -> None:
-    reply = await asyncio.to_thread(speak, node.path, b'{"protocol":9,"part_id":"w","role":"x","block_bytes":1}\n')
+    reply = await asyncio.to_thread(speak, node.path, b'{"protocol":9,"component_id":"w","role":"x","block_bytes":1}\n')
     assert b"upgrade one version at a time" in reply
 
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"\n", b"[]\n", b"{}\n", b"\xff\xfe\n", b'{"part_id":1,"role":"x","block_bytes":1}\n', b"x" * MAX_LINE_BYTES,
-     b'{"part_id":"w","role":"x","block_bytes":true}\n'],
+    [b"", b"\n", b"[]\n", b"{}\n", b"\xff\xfe\n", b'{"component_id":1,"role":"x","block_bytes":1}\n', b"x" *
+    MAX_LINE_BYTES,
+     b'{"component_id":"w","role":"x","block_bytes":true}\n'],
 )  # fmt: skip
 async def test_nonsense_is_refused(node: Node, line: bytes) -> None:
     assert b'"error":"' in await asyncio.to_thread(speak, node.path, line)
@@ -189,7 +192,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
 
 def test_no_node_no_attachment(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="cannot attach"):
-        attach(str(tmp_path / "none"), part_id="w", role="decode", block_bytes=1, timeout_s=0.2)
+        attach(str(tmp_path / "none"), component_id="w", role="decode", block_bytes=1, timeout_s=0.2)
 
 
 def test_the_segment_leaves_no_name_and_cannot_be_cut() -> None:

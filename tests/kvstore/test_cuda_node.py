@@ -31,7 +31,7 @@ import sys, time
 from pillion.kvstore.node.attach import attach
 from tests.support.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
-a = attach(path, part_id=what, role="decode", block_bytes=65536, timeout_s=10)
+a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=10)
 assert len(a.memory) == 0
 device = DeviceBytes(a.device_memory)
 if what == "writer":
@@ -78,7 +78,7 @@ async def running(folder: str, **more: object) -> AsyncIterator[KVNode]:
 
 async def attached(folder: str, block_bytes: int = BLOCK_BYTES) -> Attachment:
     return await asyncio.to_thread(
-        attach, f"{folder}/attach.sock", part_id="w", role="decode", block_bytes=block_bytes, timeout_s=10
+        attach, f"{folder}/attach.sock", component_id="w", role="decode", block_bytes=block_bytes, timeout_s=10
     )
 
 
@@ -127,7 +127,7 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
 DYING = """
 import sys, time
 from pillion.kvstore.node.attach import attach
-a = attach(sys.argv[1], part_id="dying", role="decode", block_bytes=65536, timeout_s=10)
+a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=10)
 print(a.epoch, flush=True)
 sys.stdin.readline()
 a._sock.close()

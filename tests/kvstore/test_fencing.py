@@ -45,7 +45,7 @@ class Fixture:
         made = await asyncio.to_thread(
             attach,
             f"{self.folder}/attach.sock",
-            part_id=name,
+            component_id=name,
             role=role,
             block_bytes=BLOCK_BYTES,
             timeout_s=5,
@@ -119,17 +119,17 @@ async def test_what_it_holds_is_quarantined_until_it_says_that_it_drained(line: 
     stock = await line.client.lease(old, 4)
     await line.client.release(line.gateway, [ticket_id])
     before = await line.books()
-    assert (before.leased_blocks, before.quarantined_blocks, before.fenced_parts) == (6, 0, ())
+    assert (before.leased_blocks, before.quarantined_blocks, before.fenced_components) == (6, 0, ())
     line.fence(old)
     held = await line.books()
-    assert (held.leased_blocks, held.quarantined_blocks, held.fenced_parts) == (0, 6, ("decode-0",))
+    assert (held.leased_blocks, held.quarantined_blocks, held.fenced_components) == (0, 6, ("decode-0",))
     assert (held.pinned_blocks, held.tickets) == (2, 1), "its pins hold, too: it may still read"
     other = await line.worker("decode-1")
     assert not set(await line.client.lease(other, SLOTS)) & {*slots, *stock}
     fresh = await line.client.reattach(old)
     assert fresh != old
     after = await line.books()
-    assert (after.quarantined_blocks, after.fenced_parts, after.pinned_blocks, after.tickets) == (0, (), 0, 0)
+    assert (after.quarantined_blocks, after.fenced_components, after.pinned_blocks, after.tickets) == (0, (), 0, 0)
     assert after.committed_blocks == 2, "what it committed before is true"
     assert set(await line.client.lease(fresh, SLOTS)) >= {*slots[2:], *stock}
 
@@ -142,7 +142,7 @@ async def test_or_until_its_socket_ends(line: Fixture) -> None:
     assert (await line.books()).quarantined_blocks == 4
     await line.end(0)
     after = await line.books()
-    assert (after.quarantined_blocks, after.free_blocks, after.tickets, after.fenced_parts) == (0, SLOTS, 0, ())
+    assert (after.quarantined_blocks, after.free_blocks, after.tickets, after.fenced_components) == (0, SLOTS, 0, ())
     with pytest.raises(NotFound):
         await line.client.reattach(old)
 
@@ -223,7 +223,7 @@ async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None
     with pytest.raises(Cancelled):
         await waiting
     books = await line.books()
-    assert (books.waiting_tickets, books.fenced_parts) == (0, ("decode-0",))
+    assert (books.waiting_tickets, books.fenced_components) == (0, ("decode-0",))
 
 
 async def test_silence_fences_and_a_word_in_time_does_not(short_folder: str) -> None:
@@ -231,10 +231,10 @@ async def test_silence_fences_and_a_word_in_time_does_not(short_folder: str) -> 
         silent, lively, loading = [await line.worker(f"decode-{number}") for number in range(3)]
         await line.client.heartbeat(silent)
         async with asyncio.timeout(10):
-            while not (await line.books()).fenced_parts:
+            while not (await line.books()).fenced_components:
                 assert not (await line.client.heartbeat(lively)).fenced
                 await asyncio.sleep(0.02)
-        assert (await line.books()).fenced_parts == ("decode-0",), "who never spoke is still loading"
+        assert (await line.books()).fenced_components == ("decode-0",), "who never spoke is still loading"
         assert not (await line.client.heartbeat(loading)).fenced
         # A new epoch, too, may take its time until it begins.
         fresh = await line.client.reattach(silent)
@@ -242,7 +242,7 @@ async def test_silence_fences_and_a_word_in_time_does_not(short_folder: str) -> 
             await line.client.heartbeat(lively)
             await line.client.heartbeat(loading)
             await asyncio.sleep(0.02)
-        assert (await line.books()).fenced_parts == ()
+        assert (await line.books()).fenced_components == ()
         assert not (await line.client.heartbeat(fresh)).fenced
 
 
@@ -253,7 +253,9 @@ async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisSe
         registry = Registry(redis.url, 5000)
 
         async def said() -> list[tuple[str, ...]]:
-            return [part.fenced_parts for part in await registry.parts() if part.role == "kvnode"]
+            return [
+                component.fenced_components for component in await registry.components() if component.role == "kvnode"
+            ]
 
         async with asyncio.timeout(10):
             while await said() != [("decode-0",)]:  # noqa: ASYNC110

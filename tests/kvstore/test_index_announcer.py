@@ -55,7 +55,7 @@ async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, i
         await until(lambda: found(index, chain.packed, 700))
     await until(lambda: found(index, chain.packed, 0))
     registry = Registry(redis.url, 1)
-    assert await registry.parts() == []
+    assert await registry.components() == []
     await registry.aclose()
 
 

@@ -44,7 +44,7 @@ async def test_a_dead_redis_costs_little_and_comes_back(redis: RedisServer, inde
     assert not index.available
     assert await index.longest_prefix(known.packed) == [PrefixHit("a", 2)], "what was found before stands in"
     with pytest.raises(Unavailable):
-        await node.registry.parts()
+        await node.registry.components()
     redis.start()
     await until(lambda: found(index, known.packed, blocks=0, available=True))
 
@@ -139,7 +139,7 @@ async def test_a_server_that_speaks_nonsense(short_folder: str, nonsense: bytes)
             assert [hit for hit in await index.longest_prefix(chain.packed) if hit.blocks > len(chain)] == []
         for work in (
             lambda: registry.beat(node_record("a")),
-            registry.parts,
+            registry.components,
             registry.nodes,
             lambda: registry.leave("a"),
             lambda: writer.announce(bytes(8), chain.events()),
@@ -170,7 +170,7 @@ async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index
     await until(rest_is_there)
     await node.has(chain)
     await until(lambda: found(index, chain.packed, 100))
-    assert [part.part_id for part in await node.registry.parts()] == ["a"]
+    assert [part.component_id for part in await node.registry.components()] == ["a"]
 
 
 async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) -> None:
@@ -183,7 +183,7 @@ async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) 
     redis.command("HSET", keys.PARTS, "a", b"later {}")
     [hit] = await index.longest_prefix(chain.packed)
     assert 1 <= hit.blocks <= 3
-    assert await node.registry.parts() == []
+    assert await node.registry.components() == []
     await node.sweep_all(chain)
     await node.has(chain)
     assert await found(index, chain.packed, 3)
@@ -232,7 +232,7 @@ async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServe
 async def test_a_cancel_is_heard_even_where_the_library_loses_it(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    link = RedisLink(redis.url, "parts")
+    link = RedisLink(redis.url, "components")
 
     async def deaf(*_: object) -> list[bytes]:
         with contextlib.suppress(asyncio.CancelledError):
@@ -243,14 +243,14 @@ async def test_a_cancel_is_heard_even_where_the_library_loses_it(
 
     monkeypatch.setattr(link._client, "execute_command", deaf)
     question = ScriptCall([keys.PARTS], [])
-    call = asyncio.create_task(link.call("parts", question, list[Any], deadline_ms=30_000))
+    call = asyncio.create_task(link.call("components", question, list[Any], deadline_ms=30_000))
     await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     # A deadline is no cancel of the caller's.
     with contextlib.suppress(Unavailable):
-        await link.call("parts", question, list[Any], deadline_ms=20)
+        await link.call("components", question, list[Any], deadline_ms=20)
     await link.aclose()
 
 

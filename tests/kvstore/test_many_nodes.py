@@ -155,7 +155,7 @@ async def test_other_namespaces_share_nothing(short_folder: str, redis: RedisSer
             await asyncio.to_thread(
                 attach,
                 f"{short_folder}/b.attach",
-                part_id="foreign",
+                component_id="foreign",
                 role="decode",
                 block_bytes=BLOCK_BYTES,
                 timeout_s=5,

@@ -61,7 +61,7 @@ class Cluster:
         return await asyncio.to_thread(
             attach,
             f"{self.folder}/attach.sock",
-            part_id=role,
+            component_id=role,
             role=role,
             block_bytes=BLOCK_BYTES,
             timeout_s=5,
@@ -201,7 +201,7 @@ async def test_cancel_and_grant_at_once_leak_nothing(cluster: Cluster, attachmen
 async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     """Both orders, before the waiting task has had a chance to run."""
     pool = Pool(pool_bytes=20, decode_reserve_percent=0, max_waiting=9, heartbeat_timeout_s=5.0)
-    pool.attach(AttachHello(part_id="w", role="decode", block_bytes=1))
+    pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = pool.open_session("g")
     ticket = await pool.open_ticket(epoch, 1, b"", 15, resume=False)
     waiter = asyncio.create_task(pool.open_ticket(epoch, 2, b"", 15, resume=False))

@@ -100,7 +100,7 @@ async def test_a_cluster_answers_as_one_server(cluster: list[PortServer]) -> Non
     await again.beat()
     await a.sweep_all(chain)
     await until(lambda: found(index, chain.packed, 2))
-    assert [part.part_id for part in await a.registry.parts()] == ["a", "b"]
+    assert [component.component_id for component in await a.registry.components()] == ["a", "b"]
     for node in (a, b, again):
         await node.aclose()
     await index.aclose()
@@ -221,6 +221,6 @@ async def test_tls_lets_nobody_else_in(tls: TlsServer, wrong: str) -> None:
     }[wrong]
     registry = Registry(url, 1000)
     with pytest.raises(Unavailable) as caught:
-        await registry.parts()
+        await registry.components()
     assert "p@ss" not in caught.value.message
     await registry.aclose()

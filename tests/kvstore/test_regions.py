@@ -166,13 +166,13 @@ def test_one_fills_and_nobody_sees_less_than_all(steps: list[tuple[str, int, int
 
 
 def test_lines_that_are_none_are_refused() -> None:
-    good = line_to_bytes(RegionHello(part_id="w", region_key=KEY, size_bytes=1))
+    good = line_to_bytes(RegionHello(component_id="w", region_key=KEY, size_bytes=1))
     assert region_hello_from_line(good).region_key == KEY
     for bad in (
         good.replace(KEY.encode(), KEY[1:].encode()),
         good.replace(b'"size_bytes":1', b'"size_bytes":0'),
         good.replace(b'"size_bytes":1', b'"size_bytes":"1"'),
-        good.replace(b'"part_id":"w",', b""),
+        good.replace(b'"component_id":"w",', b""),
         b"[]\n",
     ):
         with pytest.raises(InvalidRequest):
@@ -344,7 +344,7 @@ async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: st
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.settimeout(10)
                 sock.connect(f"{short_folder}/attach.sock")
-                sock.sendall(line_to_bytes(RegionHello(part_id="liar", region_key=KEY, size_bytes=SIZE)))
+                sock.sendall(line_to_bytes(RegionHello(component_id="liar", region_key=KEY, size_bytes=SIZE)))
                 assert b'"fill"' in await asyncio.to_thread(sock.recv, 4096)
                 sock.sendall(answer)
                 assert b'"error"' in await asyncio.to_thread(sock.recv, 4096)

@@ -105,7 +105,7 @@ def test_books_that_cannot_be_read_hide_nothing_else() -> None:
 
 def test_vllm_names_say_the_same() -> None:
     meters = Meters()
-    for source, tokens in (("pool", 30), ("fetched", 10), ("restored", 2), ("prefill", 50), ("remnant", 8)):
+    for source, tokens in (("pool", 30), ("fetched", 10), ("restored", 2), ("prefill", 50), ("tail", 8)):
         meters.counter(names.PROMPT_TOKENS, "demo", source).add(tokens)
     for operation in ("chat", "text_completion"):
         meters.distribution(names.TTFT, operation, "demo").observe(0.3)
@@ -135,7 +135,7 @@ async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -
             Exports(Meters(), "decode-8", "decode", **page)  # type: ignore[arg-type]
         url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
-        assert 'part="decode-7"' in text
+        assert 'component="decode-7"' in text
         assert "process_resident_memory_bytes" in text
     finally:
         await asyncio.to_thread(exports.close)

@@ -89,12 +89,13 @@ def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: 
     (preemptions,) = values(line.meters, names.PREEMPTIONS).values()
     assert accepted <= used["speculative"]
     assert preemptions == line.preemptions
-    # Each answer's first token comes out of its remnant, and one more each time that it came back from a preemption.
+    # Each answer's first token comes out of its prompt tail, and one more each time that it came back from a
+    # preemption.
     firsts = len(streams) + line.preemptions
     assert sum(len(said.token_ids) for said in streams) <= firsts + used["decode"] + accepted
     if not line.preemptions:
         assert sum(len(said.token_ids) for said in streams) == firsts + used["decode"] + accepted
-        assert used["remnant"] + used["prefill"] <= sum(len(said.prompt) for said in line.said.values())
+        assert used["tail"] + used["prefill"] <= sum(len(said.prompt) for said in line.said.values())
     assert only(line.meters, names.STEP_DURATION).count == values(line.meters, names.STEPS)[("ok",)]
 
 
@@ -148,7 +149,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
     request.tokens(0, 1, 100.35)
     request.tokens(0, 4, 100.55)
     usage = Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=7)
-    timings = Timings(prefilled_tokens=8, remnant_tokens=2, admission_ms=20, decode_queue_ms=30)
+    timings = Timings(prefilled_tokens=8, tail_tokens=2, admission_ms=20, decode_queue_ms=30)
     request.ended(100.6, usage, timings, (0, 0), ["length"], None)
     assert only(meters, names.TTFT).total == pytest.approx(0.3)
     itl = only(meters, names.ITL)
@@ -172,7 +173,7 @@ def test_several_answers_have_one_first_token() -> None:
     request.tokens(0, 1, 100.4)
     request.tokens(0, 1, 100.5)
     request.tokens(1, 1, 101.2)
-    request.ended(101.2, Usage(4, 0, 4), Timings(remnant_tokens=4, replays=2), (0, 0), ["stop", "stop"], None)
+    request.ended(101.2, Usage(4, 0, 4), Timings(tail_tokens=4, replays=2), (0, 0), ["stop", "stop"], None)
     assert (only(meters, names.TTFT).count, only(meters, names.TTFT).total) == (1, pytest.approx(0.2))
     assert only(meters, names.ITL).total == pytest.approx(0.1 + 1.0)
     assert only(meters, names.TPOT).count == 2
@@ -199,14 +200,14 @@ def test_outcomes(error: errors.PillionError | None, reasons: list[str], outcome
 
 @given(st.tuples(*[st.integers(0, 500)] * 5))
 def test_sources_add_up_to_the_prompt(tokens: tuple[int, ...]) -> None:
-    pool, fetched, restored, prefilled, remnant = tokens
+    pool, fetched, restored, prefilled, prompt_tail = tokens
     meters, request = metered()
     request.tokens(0, 1, 100.1)
     usage = Usage(sum(tokens), pool + fetched + restored, 1)
-    timings = Timings(prefilled_tokens=prefilled, remnant_tokens=remnant)
+    timings = Timings(prefilled_tokens=prefilled, tail_tokens=prompt_tail)
     request.ended(100.2, usage, timings, (fetched, restored), ["stop"], None)
     found = {source: value for (_, source), value in values(meters, names.PROMPT_TOKENS).items()}
-    assert tuple(found[source] for source in ("pool", "fetched", "restored", "prefill", "remnant")) == tokens
+    assert tuple(found[source] for source in ("pool", "fetched", "restored", "prefill", "tail")) == tokens
 
 
 def test_refusals_name_the_bound_and_not_the_tenant() -> None:
@@ -239,7 +240,7 @@ def test_json_lines_know_their_trace() -> None:
     context = span.get_span_context()
     assert said["trace_id"] == f"{context.trace_id:032x}"
     assert said["span_id"] == f"{context.span_id:016x}"
-    assert (said["level"], said["part"], said["logger"]) == ("warning", "gateway-0", "pillion.gateway")
+    assert (said["level"], said["component"], said["logger"]) == ("warning", "gateway-0", "pillion.gateway")
     assert said["message"] == "a word\nof two lines"
     assert said["time"] == "1970-01-01T00:00:00.250Z"
     assert said["replays"] == 1

@@ -43,7 +43,7 @@ def test_a_plain_stream_never_waits() -> None:
     assert line.void_rows == 0
 
 
-def test_remnants_and_spans_follow_themselves() -> None:
+def test_prompt_tails_and_spans_follow_themselves() -> None:
     line = AheadLine(budget=8, slots=200)
     line.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
     run_out(line)

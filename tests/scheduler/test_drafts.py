@@ -62,7 +62,7 @@ def test_wrong_guesses_change_nothing(wrong: int) -> None:
     assert line.said[1].token_ids == answer(prompt(1, 9), 3, 20)
 
 
-def test_guesses_leave_room_for_remnants() -> None:
+def test_guesses_leave_room_for_prompt_tails() -> None:
     line = SchedulerLine(slots=200, budget=18, max_num_seqs=4, drafter=Oracle())
     first = line.submit(prompt(1, 9), 60)
     line.step()

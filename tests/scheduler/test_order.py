@@ -19,7 +19,7 @@ def served(line: SchedulerLine) -> list[int]:
     return ids
 
 
-def test_the_more_urgent_remnant_goes_first() -> None:
+def test_the_more_urgent_prompt_tail_goes_first() -> None:
     line = SchedulerLine(slots=100, budget=8, max_num_seqs=4)
     usual = line.submit(prompt(1, 30), 4)
     urgent = line.submit(prompt(2, 30), 4, priority=-1)
@@ -31,7 +31,7 @@ def test_the_more_urgent_remnant_goes_first() -> None:
     line.check_answers()
 
 
-def test_a_begun_remnant_is_not_left_for_one_as_urgent() -> None:
+def test_a_begun_prompt_tail_is_not_left_for_one_as_urgent() -> None:
     line = SchedulerLine(slots=100, budget=8, max_num_seqs=4)
     first = line.submit(prompt(1, 30), 4)
     assert served(line) == [first]
@@ -47,7 +47,7 @@ def test_who_has_waited_long_enough_goes_before_the_urgent() -> None:
     assert served(line) == [patient]
 
 
-def test_a_patient_remnant_is_not_starved_by_a_stream_of_urgent_ones() -> None:
+def test_a_patient_prompt_tail_is_not_starved_by_a_stream_of_urgent_ones() -> None:
     line = SchedulerLine(slots=400, budget=4, max_num_seqs=2)
     patient = line.submit(prompt(1, 40), 2, priority=1)
     assert patient is not None

@@ -19,13 +19,13 @@ def run_steps(line: SchedulerLine, count: int) -> None:
             pass
 
 
-def test_a_step_is_decodes_then_remnants_filled_exactly() -> None:
+def test_a_step_is_decodes_then_prompt_tails_filled_exactly() -> None:
     line = SchedulerLine(budget=16, max_num_seqs=4)
     first = line.submit(prompt(1, 10), 20)
     line.step()
     second, third = line.submit(prompt(2, 11), 20), line.submit(prompt(3, 30), 20)
     plan = line.step()
-    # One decode, a short remnant whole, and of the long one what is left, cut in the middle of a block.
+    # One decode, a short prompt tail whole, and of the long one what is left, cut in the middle of a block.
     assert [(piece.sequence.seq_id, piece.count) for piece in plan.pieces] == [(first, 1), (second, 11), (third, 4)]
     assert [piece.samples for piece in plan.pieces] == [True, True, False]
     plan = line.step()
@@ -70,7 +70,7 @@ def test_generated_text_is_committed_too() -> None:
     line.finish()
     marks = line.said[again].end.marks  # type: ignore[union-attr]
     assert marks is not None
-    assert marks.remnant_tokens == 2
+    assert marks.tail_tokens == 2
     line.check_answers()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_cost import MIN_REMNANT_TOKENS, Budget, StepCost, features
+from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, Budget, StepCost, features
 from pillion.engine.scheduling.step_plan import Piece, Sampled, StepPlan
 from tests.support.scheduler_line import SchedulerLine, prompt
 
@@ -43,7 +43,7 @@ def chunk(start: int, count: int) -> Piece:
 def run(
     budget: Budget, machine: Machine, pieces: list[Piece], start: int, steps: int, noise: float = 0.0
 ) -> list[float]:
-    """Steps of these decodes beside an endless remnant at ``start``; gives their durations."""
+    """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
     random, found = np.random.default_rng(7), []
     for now in itertools.islice(itertools.count(), steps):
         plan = [*pieces, chunk(start, budget.left(pieces, start))]
@@ -98,12 +98,12 @@ def test_a_hiccup_is_not_believed() -> None:
     assert budget.left(decodes(16, 500), 4000) >= 0.7 * before
 
 
-def test_a_target_that_cannot_be_met_still_serves_remnants() -> None:
+def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
     budget = Budget(256, 0.001)
     found = run(budget, Machine(), decodes(16, 500), 0, 10)
-    assert budget.left(decodes(16, 500), 0) == MIN_REMNANT_TOKENS
+    assert budget.left(decodes(16, 500), 0) == MIN_TAIL_TOKENS
     assert found[-1] > 0.001
-    # The hard limit stands above all: the decodes leave nothing, the remnant gets nothing.
+    # The hard limit stands above all: the decodes leave nothing, the prompt tail gets nothing.
     assert budget.left(decodes(250, 500), 0) == 6
 
 
@@ -137,7 +137,7 @@ def test_no_budget_is_guessed() -> None:
     """A decode worker that rarely sees a chunk, on a machine for which a fourth stream costs next to nothing: neither
     its first chunk nor one after many plain steps overshoots its target of 100 ms."""
     budget, machine = Budget(256, 0.1), Machine(constant=9.5e-3, per_token=1.05e-3, per_read=7.5e-7, per_pair=2.9e-7)
-    random, remnants = np.random.default_rng(1), []
+    random, prompt_tails = np.random.default_rng(1), []
 
     def step(pieces: list[Piece]) -> float:
         streams = sum(piece.samples for piece in pieces)
@@ -152,14 +152,14 @@ def test_no_budget_is_guessed() -> None:
         beside, start = decodes(int(random.choice([1, 4, 8, 16])), 400), 0
         while start < tokens:
             count = min(budget.left(beside, start), tokens - start)
-            remnants.append(step([*beside, chunk(start, count)]))
+            prompt_tails.append(step([*beside, chunk(start, count)]))
             start += count
-    assert max(remnants) < 0.120
-    assert np.median(remnants) > 0.080
+    assert max(prompt_tails) < 0.120
+    assert np.median(prompt_tails) > 0.080
 
 
 def test_the_scheduler_keeps_to_it() -> None:
-    """A remnant of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
+    """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
     line = SchedulerLine(slots=400, budget=256, max_num_seqs=4)
     line.scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020)
     line.submit(prompt(1, 8), 60)

@@ -12,7 +12,7 @@ import pytest
 
 from pillion import AsyncClient, Client, InvalidRequest, Overloaded, PillionError, RequestOutput, SamplingParams
 from pillion.client.batch import MAX_CONCURRENCY, one_each
-from tests.support.fake_parts import Line, running_line, until
+from tests.support.fake_components import Line, running_line, until
 
 
 async def batch(line: Line, blocking: bool, *arguments: Any, **options: Any) -> list[RequestOutput | PillionError]:

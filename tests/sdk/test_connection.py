@@ -28,7 +28,7 @@ from pillion import (
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.support.fake_parts import running_line, until
+from tests.support.fake_components import running_line, until
 
 CONFIG = """
 [req]

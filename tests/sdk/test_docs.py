@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 
-from tests.support.parts import Parts, running_parts
+from tests.support.components import Components, running_components
 from tests.support.tiny_model import save_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -21,11 +21,11 @@ TARGET, MODEL = '"127.0.0.1:50051"', 'LLM("demo"'
 
 
 @contextlib.asynccontextmanager
-async def parts_of(folder: pathlib.Path) -> AsyncIterator[Parts]:
+async def components_of(folder: pathlib.Path) -> AsyncIterator[Components]:
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as short:
-        async with running_parts(pathlib.Path(short), model=model) as parts:
-            yield parts
+        async with running_components(pathlib.Path(short), model=model) as components:
+            yield components
 
 
 async def run(folder: pathlib.Path, *words: str, asked: str = "") -> str:
@@ -50,9 +50,9 @@ async def test_the_code_of_the_page_runs(tmp_path: pathlib.Path) -> None:
     assert code.count(MODEL) == 1
     for name in ("ca.pem", "client.pem", "client.key"):
         (tmp_path / name).write_text("read when a connection is made")
-    async with parts_of(tmp_path) as parts:
+    async with components_of(tmp_path) as components:
         options = ", dtype='float32', max_model_len=512, cpu_threads=1"
-        code = code.replace(TARGET, repr(parts.gateway.grpc_address))
+        code = code.replace(TARGET, repr(components.gateway.grpc_address))
         code = code.replace(MODEL, f"LLM({str(tmp_path / 'tiny')!r}{options}")
         (tmp_path / "page.py").write_text(code)
         said = await run(tmp_path, "page.py")
@@ -64,14 +64,14 @@ async def test_the_code_of_the_page_runs(tmp_path: pathlib.Path) -> None:
 async def test_examples_run(tmp_path: pathlib.Path) -> None:
     examples = ROOT / "examples"
     assert {path.name for path in examples.glob("*.py")} == {"offline.py", "batch.py", "first_of_two.py"}
-    async with parts_of(tmp_path) as parts:
-        target = parts.gateway.grpc_address
+    async with components_of(tmp_path) as components:
+        target = components.gateway.grpc_address
         offline, batch, race = await asyncio.gather(
             run(tmp_path, str(examples / "offline.py"), str(tmp_path / "tiny")),
             run(tmp_path, str(examples / "batch.py"), target, asked="Once\n" + "x" * 600 + "\nTwice\n"),
             run(tmp_path, str(examples / "first_of_two.py"), target),
         )
-        status = await parts.client.status()
+        status = await components.client.status()
         assert status.active_requests == 0
     assert offline.count("->") == 3
     cached = [int(count) for count in re.findall(r"\((\d+) of \d+ prompt tokens cached", offline)]

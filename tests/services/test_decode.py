@@ -43,8 +43,8 @@ async def test_a_stream_says_what_the_model_says() -> None:
         assert answer.last is not None
         assert answer.last.finish_reason is FinishReason.LENGTH
         assert answer.last.timings is not None
-        assert answer.last.timings.remnant_tokens == 30
-        assert answer.last.timings.remnant_steps == 1
+        assert answer.last.timings.tail_tokens == 30
+        assert answer.last.timings.tail_steps == 1
         await workers.quiet()
         # The next turn hits what was generated: 49 tokens have their KV, 12 whole blocks.
         again = await workers.ticket([*prompt(1, 30), *answer.token_ids, 3, 4])
@@ -246,7 +246,7 @@ async def test_a_failing_step_fails_its_streams_and_the_loop_lives_on() -> None:
         await workers.quiet()
 
 
-@pytest.mark.parametrize("hello", [None, common_pb2.Hello(protocol=99, part_id="x")])
+@pytest.mark.parametrize("hello", [None, common_pb2.Hello(protocol=99, component_id="x")])
 async def test_the_first_word_is_a_hello_that_we_understand(hello: common_pb2.Hello | None) -> None:
     async with running_workers() as workers:
         call = workers.decode_stub.Connect()

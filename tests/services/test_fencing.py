@@ -18,7 +18,7 @@ from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.index import Registry
 from pillion.wire.kvnode import HeartbeatReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.redis import running_redis
 from tests.support.workers import Answer, Workers, connected, running_workers, submit_of, until
@@ -117,7 +117,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         await lost(late)
         books = await workers.node.status()
         assert worker.tenure.over
-        assert (books.fenced_parts, books.quarantined_blocks) == (("decode-0",), 6)
+        assert (books.fenced_components, books.quarantined_blocks) == (("decode-0",), 6)
         await workers.node.check_integrity()
         workers.decode_backend.gate.set()
         await returned(worker, old)
@@ -134,7 +134,7 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
         async with running_workers(decode=said) as workers:
 
             async def known() -> bool:
-                return "decode-0" in {part.part_id for part in await registry.parts()}
+                return "decode-0" in {component.component_id for component in await registry.components()}
 
             async def wait_until(expected: bool) -> None:
                 async with asyncio.timeout(10):
@@ -213,7 +213,7 @@ async def test_an_answer_to_an_old_question_renews_nothing() -> None:
         SlowNode(),  # type: ignore[arg-type]
         1,
         lease,
-        describe=lambda: PartRecord(part_id="w", role="decode", address=""),
+        describe=lambda: ComponentRecord(component_id="w", role="decode", address=""),
         on_lost=failures.append,
         on_fail=failures.append,
         on_renewed=lambda: held.append(lease.held()),
@@ -307,7 +307,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         fence(workers, worker)
         await until(lambda: worker._returning is not None, "the fence to be heard")
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
-        await until(lambda: not workers.kvnode.pool.ledger.books().fenced_parts, "its end at the node")
+        await until(lambda: not workers.kvnode.pool.ledger.books().fenced_components, "its end at the node")
         await workers.node.check_integrity()
 
 
@@ -336,7 +336,7 @@ async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
     said = {"heartbeat_timeout_ms": 300}
     async with running_workers(node=said, decode=said, prefill=said, backend=SlowToWarm) as workers:
         await asyncio.sleep(0.2)
-        assert not workers.kvnode.status().fenced_parts
-        for part in (workers.prefill, workers.decode):
-            assert part.worker.tenure.epoch == part.worker._attachment.epoch
+        assert not workers.kvnode.status().fenced_components
+        for component in (workers.prefill, workers.decode):
+            assert component.worker.tenure.epoch == component.worker._attachment.epoch
         await workers.quiet()

@@ -48,7 +48,7 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
         assert answer.last is not None
         assert answer.last.finish_reason is FinishReason.LENGTH
         assert answer.last.timings is not None
-        assert answer.last.timings.remnant_tokens == 10
+        assert answer.last.timings.tail_tokens == 10
         await workers.release(ticket)
         await workers.quiet()
 

@@ -61,17 +61,17 @@ async def test_the_registry_shows_the_worker_until_it_leaves() -> None:
         async with running_workers(decode={"redis_url": url, "served_model_name": "shown"}) as workers:
             registry = Registry(url, 5000)
             for _ in range(200):
-                parts = {part.part_id: part for part in await registry.parts()}
-                if parts:
+                components = {component.component_id: component for component in await registry.components()}
+                if components:
                     break
                 await asyncio.sleep(0.02)
-            record = parts["decode-0"]
+            record = components["decode-0"]
             assert (record.role, record.model, record.address) == ("decode", "shown", workers.decode.address)
             assert (record.node_id, record.vocab_size, record.block_size_tokens) == ("kvnode-0", VOCAB_SIZE, BLOCK)
             assert record.max_model_len_tokens == 1024
             assert bytes.fromhex(record.namespace) == workers.decode.worker.model.namespace()
             await workers.decode.stop(0.0)
-            assert await registry.parts() == []
+            assert await registry.components() == []
             await registry.aclose()
 
 

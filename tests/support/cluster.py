@@ -60,7 +60,7 @@ class ServedCluster:
                 self.seen[process.pid] = process
         return [process for process in self.seen.values() if alive(process)]
 
-    def part(self, role: str) -> psutil.Process | None:
+    def component(self, role: str) -> psutil.Process | None:
         """The process of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), None while it is dead."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -71,7 +71,7 @@ class ServedCluster:
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to the part; returns its pid."""
-        process = self.part(role)
+        process = self.component(role)
         assert process is not None, f"no {role} lives"
         process.send_signal(number)
         return process.pid

@@ -91,7 +91,7 @@ class Host:
         self.worker = await asyncio.to_thread(
             attach,
             f"{self.folder}/{self.name}.attach",
-            part_id=f"worker at {self.name}",
+            component_id=f"worker at {self.name}",
             role="decode",
             block_bytes=BLOCK_BYTES,
             timeout_s=5,

@@ -11,7 +11,7 @@ from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import Index, PrefixHit, Registry
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace, Told
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 ROOT = bytes(32)
 TTL_MS = 60_000
@@ -46,8 +46,10 @@ class Chain:
         return self.hashes[block][: keys.FIELD_BYTES]
 
 
-def node_record(node_id: str, boot_epoch: int = 1) -> PartRecord:
-    return PartRecord(part_id=node_id, role="kvnode", address="unix:x", node_id=node_id, boot_epoch=boot_epoch)
+def node_record(node_id: str, boot_epoch: int = 1) -> ComponentRecord:
+    return ComponentRecord(
+        component_id=node_id, role="kvnode", address="unix:x", node_id=node_id, boot_epoch=boot_epoch
+    )
 
 
 class FakeNode:

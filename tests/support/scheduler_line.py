@@ -177,7 +177,7 @@ class SchedulerLine:
         self.unheard.append(outcome)
 
     def _check_plan(self, plan: StepPlan, decodes_before: set[int]) -> None:
-        """I5: the budget is never exceeded and filled exactly, decodes go first, remnants in their order."""
+        """I5: the budget is never exceeded and filled exactly, decodes go first, prompt tails in their order."""
         scheduler, lines = self.scheduler, self.scheduler.lines
         budget = scheduler.budget.max_tokens
         assert plan.num_tokens <= budget
@@ -186,7 +186,7 @@ class SchedulerLine:
         # A decode may stand on a first token that is yet to be chosen.
         ahead = {place for place, _ in plan.unknown}
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
-        assert kinds == sorted(kinds, reverse=True), "a remnant before a decode"
+        assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in lines.running:
             waits = sequence.flying and (sequence.next_is_last or sequence.reads_history)
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
@@ -205,8 +205,8 @@ class SchedulerLine:
             assert not cut or plan.num_tokens == budget, "the step is not filled"
             short = [p for p, decodes in zip(plan.pieces, kinds, strict=True) if not decodes]
             left = [p for p in short if p.count < p.sequence.step_end() - p.start]
-            assert len(left) <= 1, "two remnants were cut in one step"
-            assert not left or left[0] is short[-1], "a remnant was served behind one that was cut"
+            assert len(left) <= 1, "two prompt tails were cut in one step"
+            assert not left or left[0] is short[-1], "a prompt tail was served behind one that was cut"
 
     # The node's side.
 

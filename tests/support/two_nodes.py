@@ -38,7 +38,7 @@ class Hosts:
     def worker(self, role: str, node_id: str, *flags: str) -> str:
         """Begin to start a worker of ``role`` at a node; returns its name."""
         name = f"{role}-{node_id}"
-        said = ("--part-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
+        said = ("--component-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
         self._start(name, role, *self._model, *said, "--attach-socket", self._attach(node_id), *flags)
         return name
 
@@ -57,7 +57,11 @@ class Hosts:
             for name in ("gateway", *names):
                 assert self.processes[name].poll() is None, f"{name} ended:\n{self._log(name).read_text()}"
             status = self._status(target)
-            workers = {part.part_id for part in status.parts if part.role in ("prefill", "decode")} if status else ()
+            workers = (
+                {component.component_id for component in status.components if component.role in ("prefill", "decode")}
+                if status
+                else ()
+            )
             with contextlib.suppress(PillionError), Client(target) as client:
                 return workers == set(names) and bool(client.models())
             return False

@@ -12,7 +12,7 @@ from typing import Any
 
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
-from pillion.engine.worker.worker_server import WorkerPart
+from pillion.engine.worker.worker_server import WorkerServer
 from pillion.kvstore.client.node_client import NodeClient, Session
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
@@ -35,8 +35,8 @@ class Workers:
     """Handles of a running line without gateway; the test is the gateway."""
 
     kvnode: KVNode
-    prefill: WorkerPart
-    decode: WorkerPart
+    prefill: WorkerServer
+    decode: WorkerServer
     prefill_backend: FakeBackend
     decode_backend: FakeBackend
     node: NodeClient
@@ -191,12 +191,14 @@ async def running_workers(
         stack.push_async_callback(kvnode.stop)
         worker: dict[str, Any] = {**common, "block_size": BLOCK, "cpu_threads": 1, "max_model_len": 1024}
         first = await start_prefill(
-            PrefillFlags(**{**worker, "part_id": "prefill-0", "listen": f"unix:{folder}/p.sock", **(prefill or {})}),
+            PrefillFlags(
+                **{**worker, "component_id": "prefill-0", "listen": f"unix:{folder}/p.sock", **(prefill or {})}
+            ),
             backend_factory=factory(backends[0]),
         )
         stack.push_async_callback(first.stop, 0.0)
         second = await start_decode(
-            DecodeFlags(**{**worker, "part_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
+            DecodeFlags(**{**worker, "component_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
             backend_factory=factory(backends[1]),
         )
         stack.push_async_callback(second.stop, 0.0)

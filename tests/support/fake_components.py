@@ -20,7 +20,7 @@ from pillion import AsyncClient
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, PillionError
-from pillion.gateway.gateway_server import GatewayPart, start_gateway
+from pillion.gateway.gateway_server import GatewayServer, start_gateway
 from pillion.kvstore.index.index import PrefixHit, Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
@@ -28,7 +28,7 @@ from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
 from pillion.wire.prefill import ChunkAck, Span, ack_to_pb, span_from_pb
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 from tests.support.redis import running_redis
 from tests.support.toy_tokenizer import byte_tokenizer, write_tokenizer
 
@@ -39,11 +39,11 @@ EOS = 257
 MAX_LEN = 256
 
 
-def record(part_id: str, role: str, address: str, **more: Any) -> PartRecord:
+def record(component_id: str, role: str, address: str, **more: Any) -> ComponentRecord:
     """What a part of the toy model says of itself."""
     served = {} if role == "kvnode" else {"model": "toy", "fingerprint": FINGERPRINT, "namespace": NAMESPACE}
     fields = {"block_size_tokens": BLOCK, "max_model_len_tokens": MAX_LEN, "node_id": "kv-0"} | served | more
-    return PartRecord(part_id=part_id, role=role, address=address, **fields)
+    return ComponentRecord(component_id=component_id, role=role, address=address, **fields)
 
 
 def script_of(text: str) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             said: tuple[TokenLogprob, ...] = ()
             if submit.sampling.logprobs is not None:
                 said = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
-            timings = DecodeTimings(remnant_tokens=1, remnant_steps=1, queue_ms=0.25) if reason else None
+            timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25) if reason else None
             delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=said)
             out.put_nowait(delta)
 
@@ -296,7 +296,7 @@ class Line:
     decode: FakeDecode
     far_node: FakeNode
     far_prefill: FakePrefill
-    gateway: GatewayPart
+    gateway: GatewayServer
     client: AsyncClient
     registry: Registry
     url: str
@@ -310,7 +310,7 @@ class Line:
             await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
         await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
         assert core.active_tokens == 0
-        assert not self.gateway._cluster.load.by_part
+        assert not self.gateway._cluster.load.by_component
 
 
 def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
@@ -356,14 +356,14 @@ async def running_line(
         stack.push_async_callback(registry.aclose)
         servers = {}
         for role in roles.split():
-            part_id, name, servicer, add = services[role]
+            component_id, name, servicer, add = services[role]
             address = f"unix:{folder}/{role}.sock"
             servers[role] = await rpc.start_server(
                 address, [(f"pillion.v1.{name}", lambda s, a=add, v=servicer: a(v, s))]
             )
             stack.push_async_callback(servers[role].stop, 0)
             far = {"node_id": "kv-1"} if role.startswith("far-") else {}
-            await registry.beat(record(part_id, role.removeprefix("far-"), address, **far))
+            await registry.beat(record(component_id, role.removeprefix("far-"), address, **far))
         said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         said |= {"split_policy": "disaggregated"} | flags
         gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))

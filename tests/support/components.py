@@ -17,7 +17,7 @@ DISAGGREGATED: dict[str, Any] = {"split_policy": "disaggregated"}
 
 
 @dataclass(slots=True)
-class Parts:
+class Components:
     """Handles of a running line; ``client`` talks to ``gateway``."""
 
     kvnode: Any
@@ -35,16 +35,16 @@ class Parts:
         from pillion.gateway.gateway_server import start_gateway
 
         said = DISAGGREGATED | flags
-        part = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **said))
+        component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **said))
         try:
-            async with AsyncClient(part.grpc_address) as client:
+            async with AsyncClient(component.grpc_address) as client:
                 yield client
         finally:
-            await part.stop()
+            await component.stop()
 
 
 @contextlib.asynccontextmanager
-async def running_parts(
+async def running_components(
     folder: pathlib.Path,
     *,
     model: dict[str, Any],
@@ -52,10 +52,10 @@ async def running_parts(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     gateway: dict[str, Any] | None = None,
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[Components]:
     """Start Redis, one KV node, one prefill worker, one decode worker and one gateway under ``folder``.
 
-    ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per part.
+    ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per component.
     """
     from pillion.decode_service.decode_server import start_decode
     from pillion.gateway.gateway_server import start_gateway
@@ -72,15 +72,15 @@ async def running_parts(
         stack.push_async_callback(kvnode.stop)
         worker = {**common, **model, "attach_socket": socket, "cpu_threads": 1}
         first = await start_prefill(
-            PrefillFlags(**worker, part_id="prefill-0", listen=f"unix:{folder}/p.sock", **(prefill or {}))
+            PrefillFlags(**worker, component_id="prefill-0", listen=f"unix:{folder}/p.sock", **(prefill or {}))
         )
         stack.push_async_callback(first.stop)
         second = await start_decode(
-            DecodeFlags(**worker, part_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
+            DecodeFlags(**worker, component_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
         )
         stack.push_async_callback(second.stop)
         said = DISAGGREGATED | (gateway or {})
         edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **said))
         stack.push_async_callback(edge.stop)
         client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
-        yield Parts(kvnode, first, second, edge, client, folder, common, model)
+        yield Components(kvnode, first, second, edge, client, folder, common, model)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from pillion.gateway.planning.planner import Picture, Plan, parse_policy
-from pillion.wire.registry import PartRecord
+from pillion.wire.registry import ComponentRecord
 
 # Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.
 COST = (5e-3, 1e-3, 2e-4, 1e-7, 2e-7)
 BLOCK = 16
 
 
-def node(n: int) -> PartRecord:
-    return PartRecord(part_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
+def node(n: int) -> ComponentRecord:
+    return ComponentRecord(component_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}")
 
 
-def worker(role: str, n: int, at: int = 0, **fields: Any) -> PartRecord:
+def worker(role: str, n: int, at: int = 0, **fields: Any) -> ComponentRecord:
     said = {
         "step_cost_s": COST,
         "largest_step_tokens": 512,
@@ -24,24 +24,24 @@ def worker(role: str, n: int, at: int = 0, **fields: Any) -> PartRecord:
         "free_seqs": 64,
         "block_bytes": 2**20,
     } | fields
-    return PartRecord(part_id=f"{role}-{n}", role=role, address="x", node_id=f"kv-{at}", **said)
+    return ComponentRecord(component_id=f"{role}-{n}", role=role, address="x", node_id=f"kv-{at}", **said)
 
 
-def prefill(n: int = 0, at: int = 0, **fields: Any) -> PartRecord:
+def prefill(n: int = 0, at: int = 0, **fields: Any) -> ComponentRecord:
     return worker("prefill", n, at, **fields)
 
 
-def decode(n: int = 0, at: int = 0, streams: int = 0, **fields: Any) -> PartRecord:
+def decode(n: int = 0, at: int = 0, streams: int = 0, **fields: Any) -> ComponentRecord:
     busy = {"running_requests": streams, "decoding_requests": streams, "context_tokens": 500 * streams}
     return worker("decode", n, at, **(busy | {"target_itl_ms": 60.0} | fields))
 
 
-def picture(prompt: int = 2000, parts: tuple[PartRecord, ...] = (), **more: Any) -> Picture:
+def picture(prompt: int = 2000, components: tuple[ComponentRecord, ...] = (), **more: Any) -> Picture:
     fields = {"hits": {}, "block_size": BLOCK, "chunk_tokens": 512, "model": "toy"} | more
-    return Picture(prompt_tokens=prompt, policy=parse_policy("auto"), parts=parts or line(), **fields)
+    return Picture(prompt_tokens=prompt, policy=parse_policy("auto"), components=components or line(), **fields)
 
 
-def line(**more: PartRecord) -> tuple[PartRecord, ...]:
+def line(**more: ComponentRecord) -> tuple[ComponentRecord, ...]:
     return (node(0), more.get("prefill", prefill()), more.get("decode", decode()))
 
 

@@ -67,14 +67,14 @@ def use_internal_tls(flags: Any) -> None:
 
 def name_of(role: str, flags: Any) -> str:
     """What the part is called in traces and logs."""
-    said = getattr(flags, "part_id", "") or getattr(flags, "node_id", "")
+    said = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
     if isinstance(said, str) and said:
         return said
     # Process ids alone are alike in containers: the first process of each is number 1, or the one after its init.
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
-def run_part(role: str, flags: Any) -> int:
+def run_component(role: str, flags: Any) -> int:
     """Blocks until the part has ended; returns the exit status. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.observability import telemetry
@@ -85,8 +85,8 @@ def run_part(role: str, flags: Any) -> int:
     set_up_logging(flags.log_level, flags.log_format, name)
     use_internal_tls(flags)
     # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
-    if role != "gateway" and getattr(flags, "part_id", name) != name:
-        flags = replace(flags, part_id=name)
+    if role != "gateway" and getattr(flags, "component_id", name) != name:
+        flags = replace(flags, component_id=name)
     telemetry.setup(name, role)
     module, function = ROLES[role]
     start = getattr(importlib.import_module(module), function)
@@ -110,16 +110,16 @@ async def _run(name: str, role: str, start: Any, flags: Any) -> int:
             starting.cancel()
             await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
             return 0
-        part = starting.result()
-        exports = _export(part.meters, name, role, flags)
-        log.info("%s ready at %s", name, part.address)
-        failed = asyncio.create_task(part.wait_failed())
+        component = starting.result()
+        exports = _export(component.meters, name, role, flags)
+        log.info("%s ready at %s", name, component.address)
+        failed = asyncio.create_task(component.wait_failed())
         await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
         reason = failed.result() if failed.done() else ""
         if reason:
             log.error("%s stops: %s", name, reason)
         # What failed has nobody left to wait for.
-        await _stop_within(name, part, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
+        await _stop_within(name, component, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
         return 1 if reason else 0
     finally:
         for task in (watcher, stopped, failed):
@@ -136,9 +136,9 @@ def _export(meters: Meters, name: str, role: str, flags: Any) -> Exports:
     return Exports(meters, name, role, **page)
 
 
-async def _stop_within(name: str, part: Any, grace_s: float) -> None:
+async def _stop_within(name: str, component: Any, grace_s: float) -> None:
     try:
-        await asyncio.wait_for(part.stop(grace_s), grace_s + STOP_TIMEOUT_S)
+        await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
     except TimeoutError:
         log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
 
