@@ -36,7 +36,7 @@ def planned(
     components=PARTS,
 ) -> ev.Planned:
     """On kv-0, whatever the index knows of kv-1."""
-    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far}, 
+    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
                       components=(*components, FAR),
                       policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
     return ev.Planned(attempt, plan(picture))
