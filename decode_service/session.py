@@ -1,8 +1,12 @@
 """One gateway's connection: its streams, and what is to be said of them next.
 
-    submit --> checked --> ticket adopted --> queued, prompt tail, decode --> finished | failed
-                  |              |                     |
-                  +--------------+------error----------+-----> last delta       cancel or the connection's end: silence
+    submit --> checked --> ticket adopted --> its chain is there --> queued, prompt tail, decode --> finished | failed
+                  |              |                     |                        |
+                  +--------------+-----error-----------+------------------------+-----> last delta
+    cancel, or the connection's end: silence
+
+A submit comes while a prefill worker is still at work on its span: this worker then waits at the KV node for the blocks
+that the span will commit, so the node's word is the whole hand-off.
 
 A submit's forks are streams from its first token on. If it ends before that, they end with it, and only its own key
 says so.
@@ -26,6 +30,7 @@ from pillion.decode_service.submit_validation import check_submit
 from pillion.engine.scheduling.sequence import ForkSpec, Marks, SequenceSpec
 from pillion.engine.scheduling.step_plan import ChunkDone, Update
 from pillion.engine.worker.step_spans import record_stream
+from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker import Worker
 from pillion.errors import (
     Conflict,
@@ -44,6 +49,8 @@ from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
 
 log = logging.getLogger("pillion.decode")
 
+# Streams that wait for their chains, over all connections; they hold no sequence of the worker yet.
+MAX_AWAITING = 4096
 # Refusals that nobody has read yet; with more of them, no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
@@ -75,6 +82,8 @@ class _Stream:
         self.forks: tuple[_Stream, ...] = ()
         self.trace: Context = telemetry.from_traceparent(submit.traceparent)
         self.timer: asyncio.TimerHandle | None = None
+        # Set while the ticket is adopted; a fork has none.
+        self.tickets: Tickets | None = None
         self.generated = 0
         # The step thread writes them; here they are only read.
         self.marks: Marks | None = None
@@ -126,6 +135,11 @@ class DecodeSession:
                 raise InvalidRequest(f"key {key} is in use on this connection")
         try:
             self._check(submit)
+            if submit.awaited_blocks:
+                if len(self._adopting) >= MAX_AWAITING:
+                    raise Overloaded(f"{self._worker.component_id} awaits {MAX_AWAITING} chains already")
+            else:
+                self._check_room(len(keys))
         except PillionError as error:
             self._fail(submit.key, error)
             return
@@ -133,7 +147,8 @@ class DecodeSession:
         forks = [self._open(submit, fork.key, fork.seed) for fork in submit.forks]
         stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
-        self._adopting[task] = len(keys)
+        # A stream takes its place when its chain is there.
+        self._adopting[task] = 0 if submit.awaited_blocks else len(keys)
         task.add_done_callback(self._adopting.pop)
 
     def cancel(self, key: int) -> None:
@@ -207,7 +222,10 @@ class DecodeSession:
         check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
         if submit.forks and submit.prompt_tokens != len(submit.token_ids):
             raise InvalidRequest("only a prompt without an answer forks")
-        if len(worker.owners) + sum(self._adopting.values()) + len(submit.forks) >= self._max_streams:
+
+    def _check_room(self, streams: int) -> None:
+        worker = self._worker
+        if len(worker.owners) + sum(self._adopting.values()) + streams > self._max_streams:
             raise Overloaded(
                 f"{worker.component_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)"
             )
@@ -217,12 +235,23 @@ class DecodeSession:
         submit, worker = stream.submit, self._worker
         try:
             total_blocks = len(submit.token_ids) // worker.block_size + 1
-            holding, tail_hash = await worker.tickets.adopt(submit.ticket_id, total_blocks)
-            stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
-            sequence = worker.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
+            tickets = stream.tickets = worker.tickets
+            holding, tail_hash = await tickets.adopt(
+                submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
+            )
+            if len(holding.chain_slots) < submit.awaited_blocks and self._streams.get(submit.key) is stream:
+                holding, tail_hash = await tickets.await_chain(holding, submit.awaited_blocks)
             if self._streams.get(submit.key) is not stream:
-                worker.tickets.let_go(holding)
+                tickets.let_go(holding)
                 return
+            stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
+            if submit.awaited_blocks:
+                try:
+                    self._check_room(1 + len(stream.forks))
+                except Overloaded:
+                    tickets.let_go(holding)
+                    raise
+            sequence = worker.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
             stream.marks = sequence.marks
             worker.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
@@ -246,6 +275,8 @@ class DecodeSession:
             return None
         if stream.timer is not None:
             stream.timer.cancel()
+        if stream.tickets is not None and stream.marks is None:
+            stream.tickets.stop_awaiting(stream.submit.ticket_id)
         if not stream.generated:
             for fork in stream.forks:
                 if self._drop(fork.key) is not None:

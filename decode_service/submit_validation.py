@@ -32,6 +32,8 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
         yield FieldViolation("max_tokens", f"{submit.max_tokens} are generated already, or none are wanted")
     if len(submit.root_hash) != ROOT_HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
+    if submit.awaited_blocks > total:
+        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
 

@@ -1,7 +1,7 @@
 """A worker's side of tickets: adopting them for new work, and opening new ones for preempted streams.
 
-    adopt --> in use --> (the scheduler: a sequence holds it) --release told to the node--> free to be adopted again
-                 +-----> let_go: adopted, but not wanted after all ---------^
+    adopt --> held, and its chain awaited --> in use: a sequence holds it --the node has the release--> free again
+                    +---------------------------+--> let_go: not wanted after all ---------------------^
 
 What the node answers carries slots, and slots must end up somewhere. So a call that may carry some is never cancelled,
 and one whose outcome is unknown ends the worker's epoch: whoever waits here then hears Unavailable, and the node frees
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -22,6 +23,8 @@ from pillion.wire.kvnode import Adopted, Ticket
 
 # Longest time that a preempted stream waits in the node's line for memory.
 RESUME_TIMEOUT_S = 120.0
+# Longest time in which an awaited chain may stand still; a gateway gives up on a silent span after the same time.
+CHAIN_STALL_TIMEOUT_S = 300.0
 # Longest time that a ticket which is being released keeps its next use waiting.
 IN_USE_TIMEOUT_S = 1.0
 
@@ -40,6 +43,7 @@ class TicketNode(Protocol):
         timeout_s: float,
     ) -> Ticket: ...
     async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted: ...
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> Adopted: ...
 
 
 class Tickets:
@@ -55,15 +59,17 @@ class Tickets:
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
         self._opening: dict[int, asyncio.Task[Ticket]] = {}
+        self._awaiting: dict[int, asyncio.Task[Adopted]] = {}
 
     async def adopt(
-        self, ticket_id: int, end_block: int, *, start_block: int = 0, guess_blocks: int = 1
+        self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
     ) -> tuple[Holding, bytes]:
         """Hold a ticket and lease what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
 
-        ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Returns the
-        holding and the hash of the chain's tail (empty for an empty chain). It must end up in a sequence or in
-        :meth:`let_go`, so shield this call from cancellation.
+        ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Blocks before
+        ``awaited_blocks`` are somebody else's to commit: what lies behind them is leased at once, and the caller goes
+        on with :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain).
+        The holding must end up in a sequence or in :meth:`let_go`, so shield this call from cancellation.
 
         Raises:
             NotFound: no such ticket, it is in use here, or its chain is too short: plan again.
@@ -72,7 +78,8 @@ class Tickets:
         """
         await self._claim(ticket_id)
         try:
-            first = await self._node.adopt(self._epoch, ticket_id, guess_blocks)
+            behind = end_block - awaited_blocks if awaited_blocks else guess_blocks
+            first = await self._node.adopt(self._epoch, ticket_id, behind)
             self._check_open()
         except PillionError as error:
             self.released((ticket_id,))
@@ -81,7 +88,7 @@ class Tickets:
         try:
             if len(chain) < start_block:
                 raise NotFound(f"the ticket holds {len(chain)} blocks, {start_block} are needed: plan again")
-            missing = end_block - len(chain) - len(leased)
+            missing = end_block - max(len(chain), awaited_blocks) - len(leased)
             if missing > 0:
                 leased += (await self._node.adopt(self._epoch, ticket_id, missing)).leased_slots
                 self._check_open()
@@ -89,6 +96,46 @@ class Tickets:
             self.let_go(Holding(ticket_id, chain, leased))
             raise self._judge(error) from None
         return Holding(ticket_id, chain, leased), first.tail_hash
+
+    async def await_chain(self, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
+        """The same holding with a chain of ``blocks`` blocks, and its tail's hash, once others have committed them.
+
+        Raises, with the holding let go, NotFound where the chain stands still for CHAIN_STALL_TIMEOUT_S or
+        :meth:`stop_awaiting` was called, Overloaded where too many wait at the node, Unavailable where the epoch ends.
+        """
+        try:
+            chain = await self._grown(holding.ticket_id, blocks, len(holding.chain_slots))
+        except PillionError as error:
+            self.let_go(holding)
+            raise self._judge(error) from None
+        return replace(holding, chain_slots=chain.chain_slots), chain.tail_hash
+
+    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> Adopted:
+        """These calls carry no slots, so they may be cancelled."""
+        while True:
+            waiting = asyncio.create_task(
+                self._node.await_chain(self._epoch, ticket_id, blocks, timeout_s=CHAIN_STALL_TIMEOUT_S)
+            )
+            self._awaiting[ticket_id] = waiting
+            try:
+                chain = await waiting
+            except asyncio.CancelledError:
+                self._check_open()
+                raise NotFound("the ticket's chain is not awaited any more") from None
+            finally:
+                del self._awaiting[ticket_id]
+            self._check_open()
+            if len(chain.chain_slots) >= blocks:
+                return chain
+            if len(chain.chain_slots) <= have_blocks:
+                raise NotFound(f"the ticket's chain stood still for {CHAIN_STALL_TIMEOUT_S:.0f} s: plan again")
+            have_blocks = len(chain.chain_slots)
+
+    def stop_awaiting(self, ticket_id: int) -> None:
+        """Nobody wants the chain any more: :meth:`await_chain` lets go of the ticket and raises NotFound."""
+        waiting = self._awaiting.get(ticket_id)
+        if waiting is not None:
+            waiting.cancel()
 
     def let_go(self, holding: Holding) -> None:
         """An adopted ticket that is not wanted after all."""
@@ -104,6 +151,8 @@ class Tickets:
     def retire(self) -> None:
         """The epoch has ended: what it held is the node's to free, and what still comes is nobody's."""
         self._retired = True
+        for waiting in self._awaiting.values():
+            waiting.cancel()
         self.released(tuple(self._in_use))
 
     def _check_open(self) -> None:

@@ -99,6 +99,7 @@ class Calls:
 
     def run_span(self, action: ev.RunSpan) -> None:
         """Answers ChunkAcked each, then SpanEnded; or SpanLost."""
+        self._begun = False
         self._assign_plan(action.plan)
         self._spawn(self._run_span(action))
 
@@ -121,12 +122,15 @@ class Calls:
             traceparent=telemetry.traceparent(self._context),
             priority=job.priority,
             forks=tuple(Fork(0, follower._seed) for follower in followers),
+            awaited_blocks=action.awaited_blocks,
         )
         streams = (self, *followers)
         for stream in streams:
-            stream.assign({worker: (1, 0)})
             stream._adopted = stream._begun = False
-        self.assign({worker: (1, action.plan.prompt_tokens - action.plan.split_tokens)})
+        for follower in followers:
+            follower.assign({worker: (1, 0)})
+        # Beside a span under way, what the prefill worker has yet to compute stays assigned to it.
+        self._assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
         try:
             keys = self._cluster.decode(worker).submit(submit, [partial(one._heard, attempt) for one in streams])
         except PillionError as error:
@@ -272,7 +276,8 @@ class Calls:
         assert worker is not None
 
         def acked(ack: ChunkAck) -> None:
-            self._assign_plan(action.plan, ack.end_tokens)
+            if not self._begun:
+                self._assign_plan(action.plan, ack.end_tokens)
             self._post(ev.ChunkAcked(action.attempt, ack))
 
         try:
@@ -307,7 +312,7 @@ class Calls:
             if not self._begun and self._stream is not None:
                 # Its prompt is computed.
                 self._begun = True
-                self.assign(dict.fromkeys(self._assigned, (1, 0)))
+                self.assign({self._stream[0]: (1, 0)})
             self._post(ev.Tokens(attempt, delta.token_ids, delta.timings, delta.logprobs))
         if delta.finish_reason is not None:
             self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))

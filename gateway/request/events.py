@@ -243,6 +243,8 @@ class RunSpan:
 class SubmitDecode:
     """Send the prompt tail to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost.
 
+    ``awaited_blocks``: so many a RunSpan of the same moment commits; the worker waits for them at the node.
+
     ``forks`` are the indexes of the answers that begin with it; they hear of their own streams.
     """
 
@@ -250,6 +252,7 @@ class SubmitDecode:
     plan: Plan
     hold: Hold
     token_ids: tuple[int, ...]
+    awaited_blocks: int = 0
     forks: tuple[int, ...] = ()
 
 

@@ -1,8 +1,8 @@
 """The life of one answer to a request (I9): events and a clock in, actions out. Most requests have one answer.
 
                    +--------------------- attempt + 1, tokens = prompt + emitted ---------------------+
-                   v                                                                                  |
-    start --> PLANNING --Planned--> PINNING --TicketGranted--> PREFILLING --SpanEnded--> DECODING     |
+                   v                                                       SpanEnded, or the stream   |
+    start --> PLANNING --Planned--> PINNING --TicketGranted--> PREFILLING --speaks first-> DECODING   |
                  |  ^                |  |                      ^    |                     |  |        |
                  |  | no part lives  |  +--> FETCHING --Fetched+    |                     |  |        |
                  |  |                |  others know more            |                     |  |        |
@@ -26,6 +26,11 @@ replayed like any other, with attempts of its own.
 Where the index knows more of the prompt than the ticket has pinned, on whatever node, that is fetched first. A fetch
 never fails: it brings less, and what is missing is computed (I1). So does a span that ends early, for its blocks may
 have to come from another node: the rest is the decode worker's.
+
+A span on the decode worker's own node is sent together with the submit: the decode worker waits at the node for the
+span's last block, so no message of the gateway stands between the two. Its stream may then speak before the span's last
+acknowledgement has arrived, which says that all chunks are there. A span of another node is over before the submit,
+for its blocks may fall short.
 
 A plan without chunks skips PREFILLING. An attempt is named by its number, and what an older
 attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
@@ -90,6 +95,9 @@ class RequestMachine:
         self._max_attempts = max_attempts
         self._avoid: frozenset[str] = frozenset()
         self._component_wait_until = arrived
+        # Whether a span, and the decode worker's stream, of this attempt are under way.
+        self._span_open = False
+        self._stream_open = False
         self._lost: ev.DecodeLost | None = None
         self._log = _Log(arrived)
 
@@ -129,8 +137,14 @@ class RequestMachine:
                 return self._retry_or_fail(event.error, event.retryable, now)
             case ev.Fetched() if self.state is State.FETCHING:
                 return self._go_on(event.blocks, now)
-            case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self.state is State.PREFILLING:
+            case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self._span_open:
                 return self._prefilling(event, now)
+            case ev.Tokens() | ev.DecodeFinished() | ev.Adopted() if self.state is State.PREFILLING:
+                self._log.complete(self._plan(), self._prompt_limit(), now)
+                self.state = State.DECODING
+                return self.handle(event, now)
+            case ev.DecodeLost() if self.state is State.PREFILLING:
+                return self._decoding(event, now)
             case ev.Adopted() if self.state is State.DECODING:
                 return self._let_go()
             case ev.WentSilent():
@@ -196,22 +210,35 @@ class RequestMachine:
         self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
         self._log.find(self.plan)
         if not self.plan.chunks:
-            return self._submit()
+            self.state = State.DECODING
+            return [self._submit()]
         self.state = State.PREFILLING
-        self._log.span_sent = now
-        return [ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())]
+        self._log.send_span(now)
+        self._span_open = True
+        run_span = ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())
+        if self.plan.remote:
+            return [run_span]
+        return [run_span, self._submit(self.plan.split_tokens // self.plan.block_size)]
 
     def _prefilling(self, event: ev.ChunkAcked | ev.SpanEnded | ev.SpanLost, now: float) -> list[Action]:
-        plan = self._plan()
-        # Of a replay only the prompt's part counts, and its last token is always the decode worker's.
-        limit = min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
+        plan, limit = self._plan(), self._prompt_limit()
+        self._span_open = isinstance(event, ev.ChunkAcked)
+        if self.state is not State.PREFILLING:
+            # The stream has spoken, so every chunk is there, whatever became of the call.
+            return []
         if isinstance(event, ev.ChunkAcked):
             self._log.ack(min(event.ack.end_tokens, limit), now)
             return []
+        if isinstance(event, ev.SpanEnded) and self._stream_open and event.end_tokens < plan.split_tokens:
+            # The decode worker waits for blocks that nobody computes any more.
+            event = ev.SpanLost(event.attempt, Unavailable("the span ended early"), retryable=True)
         if isinstance(event, ev.SpanEnded):
             self._log.reach(min(event.end_tokens, limit))
+            self.state = State.DECODING
+            if self._stream_open:
+                return []
             self.plan = shorten(plan, event.end_tokens)
-            return self._submit()
+            return [self._submit()]
         if plan.prefill is not None:
             self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event.error, event.retryable, now)
@@ -257,10 +284,15 @@ class RequestMachine:
         """What this attempt has to work with: prompt, and answer so far."""
         return (*self.prompt, *self.emitted)
 
-    def _submit(self) -> list[Action]:
+    def _prompt_limit(self) -> int:
+        """How far a span counts as prefill: of a replay only the prompt does, and never its last token."""
+        plan = self._plan()
+        return min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
+
+    def _submit(self, awaited_blocks: int = 0) -> Action:
         assert self.hold is not None
-        self.state = State.DECODING
-        return [ev.SubmitDecode(self.attempt, self._plan(), self.hold, self.tokens())]
+        self._stream_open = True
+        return ev.SubmitDecode(self.attempt, self._plan(), self.hold, self.tokens(), awaited_blocks)
 
     def _look_up(self, after_ms: int) -> Action:
         return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms)
@@ -290,11 +322,13 @@ class RequestMachine:
     def _leave(self, stream_over: bool = False) -> list[Action]:
         """Stop whatever the current attempt does, wherever it is."""
         actions: list[Action] = []
-        streams = self.state is State.DECODING or (self.state is State.FOLLOWING and self.plan is not None)
-        if streams and not stream_over:
+        # A further answer's stream begins with the first answer's submit.
+        follows = self.state is State.FOLLOWING and self.plan is not None
+        if (self._stream_open or self.state is State.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
-        elif self.state in (State.PLANNING, State.PINNING, State.FETCHING, State.PREFILLING):
+        if self._span_open or self.state in (State.PLANNING, State.PINNING, State.FETCHING):
             actions.append(ev.StopWork(self.attempt))
+        self._span_open = self._stream_open = False
         return [*actions, *self._let_go()]
 
     def _let_go(self) -> list[Action]:
@@ -319,6 +353,7 @@ class _Log:
         self.cached_tokens = 0
         self.acked_tokens = 0
         self.chunks = 0
+        self.chunks_before = 0
         self.span_sent: float | None = None
         self.prefill_ms = 0.0
         self.first_token: float | None = None
@@ -336,6 +371,11 @@ class _Log:
             self.found = True
             self.cached_tokens = plan.cached_tokens
 
+    def send_span(self, now: float) -> None:
+        """A span goes out; its chunks count on top of those of earlier attempts."""
+        self.span_sent = now
+        self.chunks_before = self.chunks
+
     def ack(self, end_tokens: int, now: float) -> None:
         """One chunk; the time since the dispatch or the chunk before it is prefill time."""
         self.chunks += 1
@@ -343,6 +383,11 @@ class _Log:
         since = self.span_sent if self.span_sent is not None else now
         self.prefill_ms += (now - since) * 1000
         self.span_sent = now
+
+    def complete(self, plan: Plan, end_tokens: int, now: float) -> None:
+        """All chunks are there, though not all acknowledgements have come."""
+        self.chunks = self.chunks_before + len(plan.chunks) - 1
+        self.ack(end_tokens, now)
 
     def reach(self, end_tokens: int) -> None:
         """Everything before it is there for the decode worker."""

@@ -137,6 +137,19 @@ class NodeClient:
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
         return wire.adopted_from_pb(await call_unary(self._stub.AdoptTicket, request, timeout_s))
 
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> Adopted:
+        """The chain of a ticket that the epoch holds, once it has ``blocks`` blocks, or as far as it goes when the time
+        is over. Nothing is leased; cancelling it leaves nothing behind.
+
+        Raises NotFound where the epoch does not hold the ticket, Overloaded where too many calls wait.
+        """
+        request = kvnode_pb2.AwaitChainRequest(
+            epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
+        )
+        # The node ends it in time by itself; a little longer, so that its answer still counts.
+        reply = await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
+        return Adopted(tuple(reply.chain_slots), (), reply.tail_hash)
+
     async def lease(self, epoch: int, blocks: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
         """Up to ``blocks`` slots, possibly none."""
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)

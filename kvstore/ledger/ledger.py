@@ -19,6 +19,7 @@ once admitted can always finish, whoever dies on the way (I5).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.ledger import commits, integrity
@@ -221,10 +222,7 @@ class Ledger:
         A block that is found needs no slot any more, so one that was reserved for it is free to be promised again.
         Raises NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
         """
-        self.active(epoch)
-        ticket = self.tickets.get(ticket_id)
-        if ticket is None or epoch not in ticket.holders:
-            raise NotFound("no such ticket: it was released, or the node restarted")
+        ticket = self.held(epoch, ticket_id)
         if ticket.tail is not None and (ticket.blocks > len(hashes) or hashes[ticket.blocks - 1] != ticket.tail.hash):
             raise InvalidRequest("the ticket is of another chain")
         for block_hash in hashes[ticket.blocks :]:
@@ -239,6 +237,19 @@ class Ledger:
             ticket.reserved -= promised
             self.reserved -= promised
         return ticket
+
+    def held(self, epoch: int, ticket_id: int) -> TicketState:
+        """A ticket that an active epoch holds. Raises NotFound where it does not."""
+        self.active(epoch)
+        ticket = self.tickets.get(ticket_id)
+        if ticket is None or epoch not in ticket.holders:
+            raise NotFound("no such ticket: it was released, or the node restarted")
+        return ticket
+
+    def chain_of(self, ticket: TicketState) -> Adopted:
+        """The slots that a ticket pins, in order, and the hash of the last one's block."""
+        chain = tuple(block.slot for block in self.tree.chain(ticket.tail))
+        return Adopted(chain, (), ticket.tail.hash if ticket.tail else b"")
 
     def move_pin(self, ticket: TicketState, block: Block) -> None:
         """The ticket's chain ends with ``block``, a child of its tail, from now on."""
@@ -274,8 +285,7 @@ class Ledger:
         ticket.reserved -= promised
         self.reserved -= promised
         leased = (*self._take(holder, promised, ticket_id), *self._take(holder, extra, NO_TICKET))
-        chain = tuple(block.slot for block in self.tree.chain(ticket.tail))
-        return Adopted(chain, leased, ticket.tail.hash if ticket.tail else b"")
+        return replace(self.chain_of(ticket), leased_slots=leased)
 
     # -- slots
 

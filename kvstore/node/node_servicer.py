@@ -65,6 +65,13 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     ) -> kvnode_pb2.AdoptTicketReply:
         return wire.adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
 
+    async def AwaitChain(  # noqa: N802
+        self, request: kvnode_pb2.AwaitChainRequest, context: Context
+    ) -> kvnode_pb2.AwaitChainReply:
+        timeout_s = request.timeout_ms / 1000
+        chain = await self._pool.await_chain(request.epoch, request.ticket_id, request.blocks, timeout_s)
+        return kvnode_pb2.AwaitChainReply(chain_slots=chain.chain_slots, tail_hash=chain.tail_hash)
+
     async def LeaseSlots(  # noqa: N802
         self, request: kvnode_pb2.LeaseSlotsRequest, context: Context
     ) -> kvnode_pb2.LeaseSlotsReply:

@@ -40,6 +40,8 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
+# Calls that wait for a ticket's chain to grow, over all workers.
+MAX_CHAIN_WAITS = 4096
 
 
 class Pool:
@@ -58,6 +60,7 @@ class Pool:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
         meters: how long tickets and fetches took; the node adds its books.
+        chain_waits: calls that wait for a ticket's chain to grow.
     """
 
     def __init__(
@@ -84,6 +87,9 @@ class Pool:
         self._block_bytes = 0
         self._judged_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
+        # By ticket: the epoch that waits for its chain, the blocks it waits for, and what wakes it.
+        self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
+        self.chain_waits = 0
         # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
         self._first_epoch: dict[int, int] = {}
         self._last_epoch: dict[int, int] = {}
@@ -237,6 +243,7 @@ class Pool:
             return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
         finally:
             self._fetch_time.observe(time.monotonic() - began_s)
+            self._chain_grown(ticket_id)
 
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
@@ -289,6 +296,19 @@ class Pool:
         self.changed()
         return adopted
 
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> Adopted:
+        """The chain of a ticket that the epoch holds, once it has ``blocks`` blocks or ``timeout_s`` is over.
+
+        No slot is leased and nothing changes, so the caller may go away at any time.
+
+        Raises NotFound where the epoch does not hold the ticket, Overloaded beyond MAX_CHAIN_WAITS, Cancelled where the
+        epoch ends meanwhile.
+        """
+        self._worker(epoch)
+        if self.ledger.held(epoch, ticket_id).blocks < blocks:
+            await self._wait_for_chain(epoch, ticket_id, blocks, timeout_s)
+        return self.ledger.chain_of(self.ledger.held(epoch, ticket_id))
+
     # -- slots
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
@@ -308,6 +328,8 @@ class Pool:
         """See :meth:`Ledger.commit`."""
         self._worker(epoch)
         results = self.ledger.commit(epoch, runs)
+        for run in runs:
+            self._chain_grown(run.ticket_id)
         self.changed()
         return results
 
@@ -323,6 +345,9 @@ class Pool:
         self.ledger.check_integrity()
         if len(self._waiting) != len(self.line):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.line)} stand in line")
+        waits = sum(map(len, self._chain_waits.values()))
+        if waits != self.chain_waits:
+            raise Conflict(f"{waits} calls wait for chains, {self.chain_waits} are counted")
 
     # -- inside
 
@@ -343,6 +368,30 @@ class Pool:
             if self._waiting.get(waiter.key) is future:
                 del self._waiting[waiter.key]
             self.changed()
+
+    async def _wait_for_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> None:
+        if self.chain_waits >= MAX_CHAIN_WAITS:
+            raise Overloaded(f"{MAX_CHAIN_WAITS} calls wait for chains at this node already")
+        wait = epoch, blocks, asyncio.get_running_loop().create_future()
+        self._chain_waits.setdefault(ticket_id, []).append(wait)
+        self.chain_waits += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await wait[2]
+        finally:
+            self.chain_waits -= 1
+            waits = self._chain_waits[ticket_id]
+            waits.remove(wait)
+            if not waits:
+                del self._chain_waits[ticket_id]
+
+    def _chain_grown(self, ticket_id: int) -> None:
+        """Wakes the calls that wait for as many blocks as the ticket's chain has now."""
+        waits, ticket = self._chain_waits.get(ticket_id), self.ledger.tickets.get(ticket_id)
+        for _, blocks, woken in waits or ():
+            if ticket is not None and ticket.blocks >= blocks and not woken.done():
+                woken.set_result(None)
 
     def _missing(self, hashes: Sequence[bytes], held: int) -> list[IndexEvent]:
         """What the index believed in for nothing. The node says so itself, and not the gateway that was misled: so it
@@ -373,6 +422,10 @@ class Pool:
     def _dismiss(self, epoch: int, words: str) -> None:
         for key in self.line.withdraw_epoch(epoch):
             self._fail(key, words)
+        for waits in self._chain_waits.values():
+            for waiting, _, woken in waits:
+                if waiting == epoch and not woken.done():
+                    woken.set_exception(Cancelled(words))
 
     def _fail(self, key: tuple[int, int], words: str) -> None:
         future = self._waiting.pop(key)

@@ -71,6 +71,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
+    AWAITED_BLOCKS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection; chosen by the gateway, never reused on it."""
     request_id: _builtins.str
@@ -88,6 +89,10 @@ class Submit(_message.Message):
     """W3C trace context."""
     priority: _builtins.int
     """See GenerateRequest.priority."""
+    awaited_blocks: _builtins.int
+    """Blocks that a prefill worker is still to commit to the ticket's chain, counted from the chain's begin: the worker
+    waits for them at the KV node. 0: all that the ticket will ever hold is there.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, followed by tokens that earlier attempts already generated."""
@@ -123,10 +128,11 @@ class Submit(_message.Message):
         traceparent: _builtins.str = ...,
         priority: _builtins.int = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
+        awaited_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "forks", b"forks", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -242,6 +242,63 @@ class AdoptTicketReply(_message.Message):
 Global___AdoptTicketReply: _TypeAlias = AdoptTicketReply  # noqa: Y015
 
 @_typing.final
+class AwaitChainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The caller holds the ticket under this epoch."""
+    ticket_id: _builtins.int
+    blocks: _builtins.int
+    """Blocks that the chain shall have."""
+    timeout_ms: _builtins.int
+    """Longest wait."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        ticket_id: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitChainRequest: _TypeAlias = AwaitChainRequest  # noqa: Y015
+
+@_typing.final
+class AwaitChainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHAIN_SLOTS_FIELD_NUMBER: _builtins.int
+    TAIL_HASH_FIELD_NUMBER: _builtins.int
+    tail_hash: _builtins.bytes
+    """Hash of the chain's tail, empty where the chain is empty."""
+    @_builtins.property
+    def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of the pinned chain, in order."""
+
+    def __init__(
+        self,
+        *,
+        chain_slots: _abc.Iterable[_builtins.int] | None = ...,
+        tail_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "tail_hash", b"tail_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitChainReply: _TypeAlias = AwaitChainReply  # noqa: Y015
+
+@_typing.final
 class LeaseSlotsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -55,6 +55,11 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.AdoptTicketRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.AdoptTicketReply.FromString,
                 _registered_method=True)
+        self.AwaitChain = channel.unary_unary(
+                '/pillion.v1.KVNode/AwaitChain',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.AwaitChainRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.AwaitChainReply.FromString,
+                _registered_method=True)
         self.LeaseSlots = channel.unary_unary(
                 '/pillion.v1.KVNode/LeaseSlots',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.LeaseSlotsRequest.SerializeToString,
@@ -129,6 +134,16 @@ class KVNodeServicer(object):
     def AdoptTicket(self, request, context):
         """Makes a worker a holder of a ticket and leases it slots from the ticket's reservation.
         NOT_FOUND: no such ticket.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitChain(self, request, context):
+        """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
+        at any time. When the time is over, the answer is the chain as far as it goes then.
+        NOT_FOUND: no such ticket, or the caller does not hold it.
+        RESOURCE_EXHAUSTED: too many calls wait here already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,6 +232,11 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.AdoptTicket,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.AdoptTicketRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.AdoptTicketReply.SerializeToString,
+            ),
+            'AwaitChain': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitChain,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.AwaitChainRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.AwaitChainReply.SerializeToString,
             ),
             'LeaseSlots': grpc.unary_unary_rpc_method_handler(
                     servicer.LeaseSlots,
@@ -368,6 +388,33 @@ class KVNode(object):
             '/pillion.v1.KVNode/AdoptTicket',
             pillion_dot_v1_dot_kvnode__pb2.AdoptTicketRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.AdoptTicketReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitChain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/AwaitChain',
+            pillion_dot_v1_dot_kvnode__pb2.AwaitChainRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.AwaitChainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,12 @@ class KVNodeStub:
     """Makes a worker a holder of a ticket and leases it slots from the ticket's reservation.
     NOT_FOUND: no such ticket.
     """
+    AwaitChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.AwaitChainRequest, _kvnode_pb2.AwaitChainReply]
+    """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
+    at any time. When the time is over, the answer is the chain as far as it goes then.
+    NOT_FOUND: no such ticket, or the caller does not hold it.
+    RESOURCE_EXHAUSTED: too many calls wait here already.
+    """
     LeaseSlots: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.LeaseSlotsRequest, _kvnode_pb2.LeaseSlotsReply]
     """Leases free slots for generated text, evicting what nobody pins; may give fewer than asked."""
     ReturnSlots: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReturnSlotsRequest, _kvnode_pb2.ReturnSlotsReply]
@@ -99,6 +105,12 @@ class KVNodeAsyncStub(KVNodeStub):
     AdoptTicket: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.AdoptTicketRequest, _kvnode_pb2.AdoptTicketReply]  # type: ignore[assignment]
     """Makes a worker a holder of a ticket and leases it slots from the ticket's reservation.
     NOT_FOUND: no such ticket.
+    """
+    AwaitChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.AwaitChainRequest, _kvnode_pb2.AwaitChainReply]  # type: ignore[assignment]
+    """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
+    at any time. When the time is over, the answer is the chain as far as it goes then.
+    NOT_FOUND: no such ticket, or the caller does not hold it.
+    RESOURCE_EXHAUSTED: too many calls wait here already.
     """
     LeaseSlots: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.LeaseSlotsRequest, _kvnode_pb2.LeaseSlotsReply]  # type: ignore[assignment]
     """Leases free slots for generated text, evicting what nobody pins; may give fewer than asked."""
@@ -164,6 +176,18 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvnode_pb2.AdoptTicketReply, _abc.Awaitable[_kvnode_pb2.AdoptTicketReply]]:
         """Makes a worker a holder of a ticket and leases it slots from the ticket's reservation.
         NOT_FOUND: no such ticket.
+        """
+
+    @_abc_1.abstractmethod
+    def AwaitChain(
+        self,
+        request: _kvnode_pb2.AwaitChainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.AwaitChainReply, _abc.Awaitable[_kvnode_pb2.AwaitChainReply]]:
+        """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
+        at any time. When the time is over, the answer is the chain as far as it goes then.
+        NOT_FOUND: no such ticket, or the caller does not hold it.
+        RESOURCE_EXHAUSTED: too many calls wait here already.
         """
 
     @_abc_1.abstractmethod

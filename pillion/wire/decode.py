@@ -44,6 +44,7 @@ class Submit:
     traceparent: str = ""
     priority: int = 0
     forks: tuple[Fork, ...] = ()
+    awaited_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def submit_from_pb(message: decode_pb2.Submit) -> Submit:
         traceparent=message.traceparent,
         priority=message.priority,
         forks=tuple(Fork(fork.key, fork.seed) for fork in message.forks),
+        awaited_blocks=message.awaited_blocks,
     )
 
 
@@ -117,6 +119,7 @@ def submit_to_pb(submit: Submit) -> decode_pb2.Submit:
         traceparent=submit.traceparent,
         priority=submit.priority,
         forks=[decode_pb2.Fork(key=fork.key, seed=fork.seed) for fork in submit.forks],
+        awaited_blocks=submit.awaited_blocks,
     )
 
 

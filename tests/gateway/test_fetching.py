@@ -32,8 +32,9 @@ def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> No
     (fetch,) = m.handle(ev.TicketGranted(1, hold(), 2), 1.5)
     assert isinstance(fetch, ev.Fetch)
     assert (fetch.hold, fetch.wanted, m.state) == (hold(), Bringing(5, ("kv-1",)), State.FETCHING)
-    (after,) = m.handle(ev.Fetched(1, brought), 2.0)
-    assert type(after) is (ev.SubmitDecode if cached == 20 else ev.RunSpan)
+    after, *rest = m.handle(ev.Fetched(1, brought), 2.0)
+    assert [after, *rest][-1].awaited_blocks == (0 if cached == 20 else 5)
+    assert kinds([after, *rest]) == (["SubmitDecode"] if cached == 20 else ["RunSpan", "SubmitDecode"])
     assert (after.plan.cached_tokens, m.usage().cached_tokens, m.timings(2.0).admission_ms) == (cached, cached, 500.0)
     assert m.handle(ev.Fetched(1, 5), 2.0) == []
 
@@ -46,7 +47,7 @@ def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
     m.handle(planned(2, 21, far=5), 2.0)
     m.handle(ev.TicketGranted(2, hold(2), 0), 2.0)
     assert m.handle(ev.Fetched(1, 5), 2.0) == []
-    assert kinds(m.handle(ev.Fetched(2, 1), 3.0)) == ["RunSpan"]
+    assert kinds(m.handle(ev.Fetched(2, 1), 3.0)) == ["RunSpan", "SubmitDecode"]
     assert m.usage().cached_tokens == 4
 
 

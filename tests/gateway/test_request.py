@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
@@ -18,16 +20,24 @@ PARTS = tuple(
     ComponentRecord(component_id=f"{role}-0", role=role, address="x", node_id="kv-0")
     for role in ("kvnode", "prefill", "decode")
 )
+REMOTE = tuple(replace(one, node_id="kv-1") if one.role == "prefill" else one for one in PARTS)
 FAR = ComponentRecord(component_id="kv-1", role="kvnode", address="x", node_id="kv-1")
 EOS = 7
 GONE = Unavailable("gone")
 
 
 def planned(
-    attempt: int, tokens: int, hits: int = 0, policy: str = "disaggregated", avoid=frozenset(), far: int = 0
+    attempt: int,
+    tokens: int,
+    hits: int = 0,
+    policy: str = "disaggregated",
+    avoid=frozenset(),
+    far: int = 0,
+    components=PARTS,
 ) -> ev.Planned:
     """On kv-0, whatever the index knows of kv-1."""
-    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far}, components=(*PARTS, FAR),
+    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
+                      components=(*components, FAR),
                       policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
     return ev.Planned(attempt, plan(picture))
 
@@ -66,14 +76,14 @@ def test_a_whole_life() -> None:
     (opened,) = m.handle(planned(1, 21), 10.1)
     assert isinstance(opened, ev.OpenTicket)
     assert opened.plan.total_blocks == 6
-    (span,) = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
+    span, submit = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
     assert isinstance(span, ev.RunSpan)
+    assert isinstance(submit, ev.SubmitDecode)
+    assert (submit.token_ids, submit.awaited_blocks) == (m.prompt, 5)
     assert (span.plan.cached_tokens, span.plan.split_tokens, span.plan.chunks) == (4, 20, (8, 8))
     assert m.handle(ev.ChunkAcked(1, ack(0, 12)), 10.4) == []
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 10.5) == []
-    (submit,) = m.handle(ev.SpanEnded(1, 20), 10.5)
-    assert isinstance(submit, ev.SubmitDecode)
-    assert submit.token_ids == m.prompt
+    assert m.handle(ev.SpanEnded(1, 20), 10.5) == []
     assert m.handle(ev.Tokens(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
     assert m.handle(ev.Tokens(1, (3,)), 10.8) == [ev.Emit((3,))]
     done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2)
@@ -139,7 +149,7 @@ def test_a_lost_span_is_replanned_without_its_worker() -> None:
     m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
     m.handle(ev.ChunkAcked(1, ack(0, 8)), 1.0)
     actions = m.handle(ev.SpanLost(1, GONE, True), 1.0)
-    assert kinds(actions) == ["StopWork", "ReleaseTicket", "LookUp"]
+    assert kinds(actions) == ["CancelDecode", "ReleaseTicket", "LookUp"]
     assert actions[2].avoid == frozenset({"prefill-0"})
     assert plan_is_colocated(m, actions[2])
 
@@ -152,13 +162,49 @@ def plan_is_colocated(m: RequestMachine, look_up: ev.LookUp) -> bool:
 @pytest.mark.parametrize(("ended", "split"), [(0, 4), (12, 12), (15, 12), (20, 20), (99, 20)])
 def test_what_a_span_leaves_is_the_decode_workers(ended: int, split: int) -> None:
     m = machine()
-    m.handle(planned(1, 21), 1.0)
-    m.handle(ev.TicketGranted(1, hold(), 1), 1.0)
+    m.handle(planned(1, 21, components=REMOTE), 1.0)
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunSpan"]
     (submit,) = m.handle(ev.SpanEnded(1, ended), 1.0)
     assert isinstance(submit, ev.SubmitDecode)
     assert (submit.plan.cached_tokens, submit.plan.split_tokens, sum(submit.plan.chunks)) == (4, split, split - 4)
     assert ("ended" in submit.plan.reason) == (split < 20)
-    assert (m.usage().cached_tokens, submit.token_ids) == (4, m.prompt)
+    assert (m.usage().cached_tokens, submit.token_ids, submit.awaited_blocks) == (4, m.prompt, 0)
+
+
+def prefilling() -> RequestMachine:
+    """A span of two chunks and its stream are under way, the first chunk is acknowledged."""
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunSpan", "SubmitDecode"]
+    m.handle(ev.ChunkAcked(1, ack(0, 12)), 1.5)
+    return m
+
+
+@pytest.mark.parametrize(
+    ("late", "left"),
+    [(ev.ChunkAcked(1, ack(1, 20)), ["CancelDecode", "StopWork"]), (ev.SpanEnded(1, 20), ["CancelDecode"]),
+     (ev.SpanLost(1, GONE, True), ["CancelDecode"])],
+)  # fmt: skip
+def test_a_stream_that_speaks_before_the_spans_last_word_has_all_its_chunks(late: ev.Event, left: list[str]) -> None:
+    m = prefilling()
+    assert m.handle(ev.Adopted(1), 2.0) == [ev.ReleaseTicket(hold())]
+    assert m.state is State.DECODING
+    assert m.handle(late, 2.5) == []
+    timings = m.timings(3.0)
+    assert (timings.prefilled_tokens, timings.prefill_chunks, timings.prefill_ms) == (16, 2, 1000)
+    assert kinds(m.handle(ev.Cancelled(), 3.0)) == [*left, "Fail"]
+
+
+def test_a_stream_lost_before_its_chain_is_there_ends_the_span_too() -> None:
+    m = prefilling()
+    actions = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
+    assert kinds(actions) == ["StopWork", "ReleaseTicket", "LookUp"]
+    assert actions[2].avoid == frozenset({"decode-0"})
+
+
+def test_a_span_that_ends_early_leaves_nobody_waiting() -> None:
+    m = prefilling()
+    assert kinds(m.handle(ev.SpanEnded(1, 12), 2.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
 
 
 def test_attempts_are_bounded() -> None:
@@ -269,7 +315,7 @@ def test_ending_frees_everything_in_every_state(event: ev.Event, state: State) -
     m.start()
     expected = {State.FOLLOWING: ["CancelDecode", "Fail"], State.PLANNING: ["StopWork", "Fail"],
                 State.PINNING: ["StopWork", "Fail"], State.FETCHING: ["StopWork", "ReleaseTicket", "Fail"],
-                State.PREFILLING: ["StopWork", "ReleaseTicket", "Fail"],
+                State.PREFILLING: ["CancelDecode", "StopWork", "ReleaseTicket", "Fail"],
                 State.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], State.DONE: []}  # fmt: skip
     if state is State.FOLLOWING:
         m = follower()

@@ -176,7 +176,9 @@ async def test_a_lost_span_costs_one_more_plan() -> None:
         tell(line, *TEXTS)
         line.prefill.failures = [(1, Unavailable("gone"))]
         whole(await read(ask(line)), *TEXTS)
-        assert len(line.decode.submits) == 1
+        # The first plan's streams, which wait for the span's blocks, are cancelled.
+        assert [submit.attempt for submit in line.decode.submits] == [1, 2]
+        assert len(line.decode.cancelled) == 1 + len(line.decode.submits[0].forks)
         await line.settled()
 
 

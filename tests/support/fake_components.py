@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import pathlib
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -143,6 +144,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.gate.set()
         self.running = 0
         self.metadata: list[Any] = []
+        # By ticket: set when its span is through.
+        self.through: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def RunSpan(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         check_hello(request.hello)
@@ -158,6 +161,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
                     raise error
                 await (asyncio.Event() if index == self.hang_at else self.gate).wait()
                 end += tokens
+                if index == len(span.chunk_tokens) - 1:
+                    self.through[span.ticket_id].set()
                 yield ack_to_pb(ChunkAck(chunk_index=index, end_tokens=end, queue_ms=0.5, compute_ms=1.0))
         finally:
             self.running -= 1
@@ -184,6 +189,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
+        # Whose spans it waits for where a submit comes before its span is through.
+        self.prefill = FakePrefill()
 
     def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
         """Of the token at position ``at`` of the answer: falling with the position, exact in 32 bits. ``worth`` of the
@@ -231,6 +238,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             code, retryable = self.refusals.pop(0)
             out.put_nowait(DecodeDelta(key=submit.key, error=DecodeError(code, "refused by the script", retryable)))
             return
+        if submit.awaited_blocks:
+            await self.prefill.through[submit.ticket_id].wait()
         # The worker holds the ticket: a delta that is empty but for the key.
         out.put_nowait(DecodeDelta(key=submit.key))
         await self.gate.wait()
@@ -341,6 +350,7 @@ async def running_line(
     """Redis, the fake parts of ``roles``, and a gateway with ``flags``. "far-kvnode" and "far-prefill" are kv-1's."""
     node, prefill, decode = FakeNode(), FakePrefill(), FakeDecode(script)
     far_node, far_prefill = FakeNode("kv-1"), FakePrefill()
+    decode.prefill = prefill
     add_node, add_prefill = kvnode_pb2_grpc.add_KVNodeServicer_to_server, prefill_pb2_grpc.add_PrefillServicer_to_server
     services = {
         "kvnode": ("kv-0", "KVNode", node, add_node),
