@@ -18,14 +18,18 @@ PACKED_FOR_ROWS = 16
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs weights of ``dtype``."""
+    """Whether this build of torch, on this processor, packs weights of ``dtype``.
+
+    bfloat16 is the only type that is packed. oneDNN refuses it on processors without AVX-512 (and without
+    AVX-NE-CONVERT), so torch is asked what the processor can do; everywhere else the weight stays plain.
+    """
     ops = torch.ops.mkldnn
-    here: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return (
-        here
-        and dtype == torch.bfloat16
-        and hasattr(ops, "_linear_pointwise")
-        and hasattr(ops, "_reorder_linear_weight")
+        dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and all(hasattr(ops, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
+        and hasattr(ops, "_is_mkldnn_bf16_supported")
+        and bool(ops._is_mkldnn_bf16_supported())
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,14 +14,32 @@ from torch.nn.functional import linear
 
 from pillion.kernels.torch.torch_linear import Linear, can_pack
 
+# One layer of each type, made and called as the torch backend does it.
+ONE_LAYER = """
+import torch
+from pillion.kernels.torch.torch_linear import Linear, can_pack
+dtype = getattr(torch, "{dtype}")
+generator = torch.Generator().manual_seed(1)
+rows, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 16), (32, 16)))
+found = Linear(weight)(rows)
+torch.testing.assert_close(found, torch.nn.functional.linear(rows.double(), weight.double()).to(dtype))
+print(can_pack(dtype))
+"""
+
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 70), st.integers(1, 100), st.integers(1, 100), st.booleans(), st.booleans(), st.integers(0, 2**31)
+    st.integers(1, 70),
+    st.integers(1, 100),
+    st.integers(1, 100),
+    st.booleans(),
+    st.sampled_from([None, False]),
+    st.integers(0, 2**31),
 )
-def test_packed_is_the_same_product(rows: int, inner: int, outer: int, bias: bool, pack: bool, seed: int) -> None:
-    if pack and not can_pack(torch.bfloat16):
-        pytest.skip("this build of torch packs nothing")
+def test_packed_is_the_same_product(
+    rows: int, inner: int, outer: int, bias: bool, pack: bool | None, seed: int
+) -> None:
+    """``pack`` None packs where this processor can; elsewhere both are plain."""
     generator = torch.Generator().manual_seed(seed)
     x, w, b = (torch.randn(*s, generator=generator).bfloat16() for s in ((rows, inner), (outer, inner), (outer,)))
     found = Linear(w, b if bias else None, pack=pack)(x)
@@ -30,3 +52,12 @@ def test_float32_is_never_packed() -> None:
     assert not can_pack(torch.float32)
     x, w = torch.randn(3, 5), torch.randn(7, 5)
     assert torch.equal(Linear(w)(x), linear(x, w))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_layer_works_on_a_processor_without_avx512(dtype: str) -> None:
+    """oneDNN and torch are held to AVX2, as on a machine that has nothing wider; the layer stays plain and correct."""
+    narrow = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", ONE_LAYER.format(dtype=dtype)]
+    done = subprocess.run(command, env=narrow, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
