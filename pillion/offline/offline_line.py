@@ -17,6 +17,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+
+# Its own hook for the interpreter's end is registered by this import; ours has to come later, so as to run before it.
+import concurrent.futures.thread
 import contextlib
 import logging
 import os

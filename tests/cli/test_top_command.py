@@ -29,6 +29,7 @@ from pillion.top.top_figures import Look
 from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
+from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STATUS = ClusterStatus(
@@ -141,7 +142,7 @@ def test_one_frame_for_scripts(target: str, unused_tcp_port: int) -> None:
 
 
 def test_without_a_terminal_frames_follow_each_other(target: str) -> None:
-    with subprocess.Popen(command("--target", target), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with started(command("--target", target), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         lines: list[str] = []
         while sum(line.startswith("requests/s") for line in lines) < 2:
@@ -158,7 +159,7 @@ def test_the_terminal_is_left_as_it_was(target: str, number: signal.Signals) -> 
     ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
     argv = command("--target", target)
-    with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT) as process:
+    with started(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT) as process:
         os.close(theirs)
         out, asked = b"", False
         # Linux says EIO where the other side is closed.

@@ -14,6 +14,7 @@ from pillion.errors import ConfigError
 from pillion.kvstore.tiers.disk_files import HEADER_BYTES, LOCK_NAME, DiskFolder, Layout
 from pillion.kvstore.tiers.tiers import BlockName
 from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, OTHER, chain, file_of, files_in, flip, loaded, opened
+from tests.support.processes import started
 
 
 async def test_blocks_come_back_after_a_restart(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
         "import sys, time; from pillion.kvstore.tiers.disk_files import DiskFolder; "
         "held = DiskFolder(sys.argv[1]); print(1, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
+    with started([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
         try:

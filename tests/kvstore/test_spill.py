@@ -231,7 +231,7 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
         await until(host.read.is_set)
         ticket = host.open(0)
         host.go_on.set()
-        await until(lambda: host.free == 8)
+        await until(lambda: host.free == 8 and not host.spiller._moving)
         assert host.node.has(0)
         assert prompt(0)[0] not in tier
         assert len(tier) == 5
