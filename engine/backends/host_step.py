@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pillion.engine.backends.backend import HostBackend, FinishedStep
+from pillion.engine.backends.backend import FinishedStep, HostBackend
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import SamplingRows

@@ -55,7 +55,7 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
         for key, spellings in tensors.items():
             wanted[f"layers.{layer}.{key}"] = tuple(
                 tuple(
-                    CheckpointTensor(f"model.layers.{layer}.{piece.name}", tensor.shape, tensor.part)
+                    CheckpointTensor(f"model.layers.{layer}.{tensor.name}", tensor.shape, tensor.part)
                     for tensor in spelling
                 )
                 for spelling in spellings

@@ -14,7 +14,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
-from pillion.engine.checkpoints.model_files import INDEX_NAME, Progress, ModelSource, locate, weight_files
+from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.rope_config import served_variant

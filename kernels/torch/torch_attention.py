@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pillion.kernels.torch.attention_tiles import QueryGroup, TilePlanner, KeyTile, choose_tile_tokens
+from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 # Gives the log-sum-exp beside the output, which scaled_dot_product_attention keeps to itself.

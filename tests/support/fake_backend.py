@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import KVLayout, FinishedStep
+from pillion.engine.backends.backend import FinishedStep, KVLayout
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_step import run_at_once
 from pillion.engine.backends.loading import LoadedModel

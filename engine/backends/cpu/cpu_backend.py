@@ -18,8 +18,8 @@ import torch
 
 from pillion.engine.backends.backend import (
     DevicePool,
-    KVLayout,
     FinishedStep,
+    KVLayout,
     checked_copies,
     checked_memory,
     warm_up_batches,

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
-from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan, GpuAttentionPlanner, Batch, Tiling
+from pillion.kernels.gpu.attention.gpu_attention_plan import Batch, GpuAttentionPlan, GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from pillion.kernels.gpu.tuned import tuned
