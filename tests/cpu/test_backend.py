@@ -12,9 +12,9 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
+from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
-from tests.support.tiny_model import save_model
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)

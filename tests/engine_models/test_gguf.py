@@ -16,7 +16,7 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config, parse_config
 from pillion.errors import ConfigError
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)

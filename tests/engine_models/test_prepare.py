@@ -25,7 +25,7 @@ from pillion.engine.checkpoints.prepare import kv_layout, prepare, resolve_dtype
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
 
 

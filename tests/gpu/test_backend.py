@@ -15,9 +15,9 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
 from pillion.errors import ConfigError, Internal
+from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
-from tests.support.tiny_model import save_model
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
 # float32 products are cuBLAS's, in another order.

@@ -8,7 +8,7 @@ import torch
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import Internal
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
