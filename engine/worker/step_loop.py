@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pillion.engine.backends.backend import BackendLost, Flight
+from pillion.engine.backends.backend import BackendLost, InFlightStep
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
 from pillion.errors import Internal
@@ -35,7 +35,7 @@ MAX_UNREAD_OUTCOMES = 64
 # How often the thread looks whether it was stopped while it waits for asyncio.
 UNREAD_POLL_S = 1.0
 
-Launch = Callable[[StepPlan], Flight]
+Launch = Callable[[StepPlan], InFlightStep]
 
 
 class OnStep(Protocol):
@@ -55,7 +55,7 @@ class _Failed:
 
     error: Exception
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         raise self.error
 
 
@@ -89,7 +89,7 @@ class StepLoop:
         self._launch = launch
         self._ahead = ahead
         # Steps under way with the times of their launch, oldest first: one between two steps, two for a moment.
-        self._out: deque[tuple[StepPlan, Flight, float]] = deque()
+        self._out: deque[tuple[StepPlan, InFlightStep, float]] = deque()
         self._landed_s = 0.0
         self._on_outcome = on_outcome
         self._on_death = on_death
@@ -152,7 +152,7 @@ class StepLoop:
             for _, flight, _ in self._out:
                 # Whether it fails is nobody's concern any more; that it has ended is: until then it uses the pool.
                 with contextlib.suppress(Exception):
-                    flight.land()
+                    flight.wait()
 
     def _step(self) -> bool:
         """Launch one step, and land what is due. False when there was nothing to do."""
@@ -168,7 +168,7 @@ class StepLoop:
     def _begin(self, plan: StepPlan) -> bool:
         """Launch a step. True when it may stay under way while the next one is scheduled."""
         began_s = self._clock()
-        flight: Flight
+        flight: InFlightStep
         try:
             flight = self._launch(plan)
         except BackendLost:
@@ -185,7 +185,7 @@ class StepLoop:
         plan, flight, began_s = self._out.popleft()
         began_s = max(began_s, self._landed_s)
         try:
-            sampled = flight.land()
+            sampled = flight.wait()
         except BackendLost:
             raise
         except Exception as error:

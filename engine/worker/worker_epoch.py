@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from opentelemetry.context import Context
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import Flight
+from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -253,7 +253,7 @@ class WorkerEpoch:
         listeners = (self.listeners.get(seq_id) for seq_id in seq_ids)
         record_step(start_s, end_s, tokens, [listener.trace for listener in listeners if listener is not None])
 
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan) -> InFlightStep:
         batch, rows = build_batch(plan, self._block_size), build_sampling(plan)
         return self._model.backend.launch(batch, plan.copies, rows)
 

@@ -19,8 +19,8 @@ from pillion.kvstore.index.index import Registry
 from pillion.wire.kvnode import HeartbeatReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import ComponentRecord
+from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
-from tests.support.redis import running_redis
 from tests.support.workers import Answer, Workers, connected, running_workers, submit_of, until
 
 UNAVAILABLE = 14
