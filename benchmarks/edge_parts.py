@@ -30,7 +30,7 @@ from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_to_pb, submit_from_pb
 from pillion.wire.registry import ComponentRecord
-from tests.support.toy_tokenizer import byte_tokenizer, write_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
 BLOCK = 16
 MODEL = "toy"

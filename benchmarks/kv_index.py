@@ -27,8 +27,8 @@ from pillion.kvstore.index.index import Index, Registry
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS, IndexWriter, SweepPlace
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis import RedisServer, running_redis
-from tests.support.redis_kinds import running_cluster
+from testbed.redis import RedisServer, running_redis
+from testbed.redis_kinds import running_cluster
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 32_768

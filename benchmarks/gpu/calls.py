@@ -181,7 +181,7 @@ def _blocks_case(way: str) -> Make:
 def _sampling_case(temperature: float, top_p: float) -> Make:
     def make(bench: Bench, shape: Shape, rows: int) -> Case:
         from pillion.kernels.gpu.sampling.gpu_sampling import choose
-        from pillion.kernels.gpu.sampling.sampling_device import Scratch
+        from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
         from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 
         size = rows * shape.vocab * 4
@@ -189,7 +189,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
         logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
         said = sampled_rows(rows, temperature, top_p)
         record = torch.from_numpy(pack_rows(said)).to(bench.device)
-        scratch = Scratch.allocate(rows, shape.vocab, bench.device)
+        scratch = SamplerScratch.allocate(rows, shape.vocab, bench.device)
         out = torch.zeros(rows, dtype=torch.int32, device=bench.device)
         cutting = cuts_any(said)
 

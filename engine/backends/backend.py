@@ -106,10 +106,10 @@ class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
     """
 
 
-class Flight(Protocol):
+class InFlightStep(Protocol):
     """A step from its launch to its landing."""
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         """Blocks until this step's tokens are on the host; called once, of flights in the order of their launch.
 
         Raises what the step failed with. Landed or failed, the step reads and writes no slot any more.
@@ -117,12 +117,12 @@ class Flight(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class FinishedStep:
     """The flight of a step that was run at once."""
 
     sampled: Sampled
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         """Waits for nothing."""
         return self.sampled
 
@@ -157,7 +157,7 @@ class Backend(Protocol):
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Use ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged cache."""
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Flight:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> InFlightStep:
         """Begin a step: copy whole slots, (source, target) pairs, pair after pair; then write the batch's KV; then
         choose a token for each of ``sample_rows`` as ``rows`` say, in that order.
 

@@ -15,8 +15,8 @@ import torch
 
 from pillion.engine.backends.backend import (
     DevicePool,
+    FinishedStep,
     KVLayout,
-    Landed,
     checked_copies,
     checked_memory,
     warm_up_batches,
@@ -88,7 +88,7 @@ class TorchBackend:
         for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target].copy_(self._pool[source])
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
         """The whole step, at once."""
         return run_at_once(self, batch, copies, rows)
 

@@ -31,7 +31,7 @@ _LISTED_NAMES = 4  # Most tensors that an error names.
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CheckpointTensor:
     """A tensor of a checkpoint and its shape. ``part``: the one entry of its first dimension that is meant, or all."""
 
     name: str
@@ -39,10 +39,10 @@ class Piece:
     part: int | None = None
 
 
-Way = tuple[Piece, ...]
+Spelling = tuple[CheckpointTensor, ...]
 
 
-def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     """Every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``), with the ways to spell it."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     wanted["final_norm"] = _named("model.norm.weight", config.hidden_size)
@@ -52,19 +52,22 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
         tensors = {**_norms(config), **_attention(config)}
         has_experts = config.moe is not None and config.moe.layers[layer]
         tensors.update(_experts(config) if has_experts else _mlp(config))
-        for key, ways in tensors.items():
+        for key, spellings in tensors.items():
             wanted[f"layers.{layer}.{key}"] = tuple(
-                tuple(Piece(f"model.layers.{layer}.{piece.name}", piece.shape, piece.part) for piece in way)
-                for way in ways
+                tuple(
+                    CheckpointTensor(f"model.layers.{layer}.{tensor.name}", tensor.shape, tensor.part)
+                    for tensor in spelling
+                )
+                for spelling in spellings
             )
     return wanted
 
 
-def _named(name: str, *shape: int) -> tuple[Way, ...]:
-    return ((Piece(name, shape),),)
+def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
+    return ((CheckpointTensor(name, shape),),)
 
 
-def _norms(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def _norms(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     """Families with norms behind their sublayers call the one between attention and MLP otherwise."""
     wanted, hidden = {}, config.hidden_size
     between = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
@@ -81,7 +84,7 @@ def _norms(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
     return wanted
 
 
-def _attention(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def _attention(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     fused = {"self_attn.qkv_proj": queries + 2 * keys}
@@ -91,7 +94,7 @@ def _attention(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
     }
 
 
-def _mlp(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def _mlp(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     inner = config.intermediate_size
     parts, fused = {"mlp.gate_proj": inner, "mlp.up_proj": inner}, {"mlp.gate_up_proj": 2 * inner}
     return {
@@ -100,39 +103,52 @@ def _mlp(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
     }
 
 
-def _linear(key: str, ways: tuple[dict[str, int], ...], columns: int, bias: bool) -> dict[str, tuple[Way, ...]]:
+def _linear(
+    key: str, spellings: tuple[dict[str, int], ...], columns: int, bias: bool
+) -> dict[str, tuple[Spelling, ...]]:
     """A linear layer's weight [rows, columns] and bias [rows]; a way is the rows of each of its pieces, by name."""
     wanted = {
         f"{key}.weight": tuple(
-            tuple(Piece(f"{name}.weight", (rows, columns)) for name, rows in way.items()) for way in ways
+            tuple(CheckpointTensor(f"{name}.weight", (rows, columns)) for name, rows in spelling.items())
+            for spelling in spellings
         )
     }
     if bias:
         wanted[f"{key}.bias"] = tuple(
-            tuple(Piece(f"{name}.bias", (rows,)) for name, rows in way.items()) for way in ways
+            tuple(CheckpointTensor(f"{name}.bias", (rows,)) for name, rows in spelling.items())
+            for spelling in spellings
         )
     return wanted
 
 
-def _experts(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def _experts(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     """Qwen's names, Mixtral's, and the stacked ones of transformers 5, which are the same for both."""
     assert config.moe is not None
     count, inner, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
     router = (count, hidden)
-    wanted: dict[str, tuple[Way, ...]] = {
-        "router": ((Piece("mlp.gate.weight", router),), (Piece("block_sparse_moe.gate.weight", router),))
+    wanted: dict[str, tuple[Spelling, ...]] = {
+        "router": (
+            (CheckpointTensor("mlp.gate.weight", router),),
+            (CheckpointTensor("block_sparse_moe.gate.weight", router),),
+        )
     }
     for index in range(count):
         qwen, mixtral = f"mlp.experts.{index}", f"block_sparse_moe.experts.{index}"
         wanted[f"experts.{index}.gate_up"] = (
-            (Piece(f"{qwen}.gate_proj.weight", (inner, hidden)), Piece(f"{qwen}.up_proj.weight", (inner, hidden))),
-            (Piece(f"{mixtral}.w1.weight", (inner, hidden)), Piece(f"{mixtral}.w3.weight", (inner, hidden))),
-            (Piece("mlp.experts.gate_up_proj", (count, 2 * inner, hidden), index),),
+            (
+                CheckpointTensor(f"{qwen}.gate_proj.weight", (inner, hidden)),
+                CheckpointTensor(f"{qwen}.up_proj.weight", (inner, hidden)),
+            ),
+            (
+                CheckpointTensor(f"{mixtral}.w1.weight", (inner, hidden)),
+                CheckpointTensor(f"{mixtral}.w3.weight", (inner, hidden)),
+            ),
+            (CheckpointTensor("mlp.experts.gate_up_proj", (count, 2 * inner, hidden), index),),
         )
         wanted[f"experts.{index}.down"] = (
-            (Piece(f"{qwen}.down_proj.weight", (hidden, inner)),),
-            (Piece(f"{mixtral}.w2.weight", (hidden, inner)),),
-            (Piece("mlp.experts.down_proj", (count, hidden, inner), index),),
+            (CheckpointTensor(f"{qwen}.down_proj.weight", (hidden, inner)),),
+            (CheckpointTensor(f"{mixtral}.w2.weight", (hidden, inner)),),
+            (CheckpointTensor("mlp.experts.down_proj", (count, hidden, inner), index),),
         )
     return wanted
 
@@ -149,43 +165,46 @@ class Checkpoint:
         if config.tie_word_embeddings and "lm_head.weight" in handles:
             # Written once more, or another one, whatever the config says: the weights decide.
             wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._ways = self._choose(wanted)
+        self._spellings = self._choose(wanted)
         self._check_names()
         self._check_shapes()
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor that the decoder calls ``key``, in ``dtype``; a view of the file where nothing had to change."""
-        pieces = []
-        for piece in self._ways[key]:
-            handle, name = self._handles[piece.name]
-            tensor: torch.Tensor = handle.get_tensor(name) if piece.part is None else handle.get_slice(name)[piece.part]
-            pieces.append(tensor.to(dtype))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        tensors = []
+        for wanted in self._spellings[key]:
+            handle, name = self._handles[wanted.name]
+            tensor = handle.get_tensor(name) if wanted.part is None else handle.get_slice(name)[wanted.part]
+            tensors.append(tensor.to(dtype))
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
     def has(self, key: str) -> bool:
         """Whether the model has a tensor of that name."""
-        return key in self._ways
+        return key in self._spellings
 
-    def _choose(self, wanted: dict[str, tuple[Way, ...]]) -> dict[str, Way]:
+    def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
         """For each tensor the first way that is complete. Raises ConfigError for those that have none."""
 
-        def absent(way: Way) -> list[str]:
-            return [piece.name for piece in way if piece.name not in self._handles]
+        def absent(spelling: Spelling) -> list[str]:
+            return [tensor.name for tensor in spelling if tensor.name not in self._handles]
 
-        chosen = {key: min(ways, key=lambda way: len(absent(way)) / len(way)) for key, ways in wanted.items()}
-        missing = sorted({name for way in chosen.values() for name in absent(way)})
+        chosen = {
+            key: min(spellings, key=lambda spelling: len(absent(spelling)) / len(spelling))
+            for key, spellings in wanted.items()
+        }
+        missing = sorted({name for spelling in chosen.values() for name in absent(spelling)})
         if missing:
             raise ConfigError(f"{self._folder} lacks {_names(missing)}, which a {self._family} model needs")
         return chosen
 
     def _check_names(self) -> None:
-        known = {piece.name for way in self._ways.values() for piece in way}
+        known = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
         strange = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
         if strange:
             raise ConfigError(f"{self._folder} holds {_names(strange)}, which a {self._family} model does not have")
 
     def _check_shapes(self) -> None:
-        shapes = {piece.name: piece.shape for way in self._ways.values() for piece in way}
+        shapes = {tensor.name: tensor.shape for spelling in self._spellings.values() for tensor in spelling}
         for plain, shape in shapes.items():
             handle, name = self._handles[plain]
             found = handle.get_slice(name)

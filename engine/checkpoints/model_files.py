@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """Where a model lies: a Hugging Face folder or a GGUF file, and the name that clients know it by."""
 
     path: Path
@@ -41,21 +41,21 @@ class Source:
         return self.path.is_file()
 
 
-def locate(model: str, revision: str, progress: Progress) -> Source:
+def locate(model: str, revision: str, progress: Progress) -> ModelSource:
     """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, where there are none."""
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
-        return Source(_demo_file(), DEMO_NAME)
+        return ModelSource(_demo_file(), DEMO_NAME)
     path = Path(model).expanduser()
     if path.is_dir():
-        return Source(path.resolve(), path.resolve().name)
+        return ModelSource(path.resolve(), path.resolve().name)
     if path.is_file():
         if not _is_gguf(path):
             raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
-        return Source(path.resolve(), path.name.removesuffix(".gguf"))
+        return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        return Source(_hub_folder(model, revision, progress), model)
+        return ModelSource(_hub_folder(model, revision, progress), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 

@@ -14,7 +14,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
-from pillion.engine.checkpoints.model_files import INDEX_NAME, Progress, Source, locate, weight_files
+from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.rope_config import served_variant
@@ -76,7 +76,7 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
     )
 
 
-def _recorded(source: Source, dtype: str, progress: Progress) -> ModelRecord:
+def _recorded(source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:
     """What is known of a model; looked at once, by whoever comes first."""
     cache = ModelCache()
     record = cache.read_record(source.path, dtype)
@@ -131,7 +131,7 @@ def _model_len(said: int, longest: int) -> int:
     return said or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS)
 
 
-def _examine(cache: ModelCache, source: Source, dtype: str, progress: Progress) -> ModelRecord:
+def _examine(cache: ModelCache, source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:
     if source.is_gguf:
         digest = digest_file(source.path)[:32]
         folder = cache.folder(
@@ -155,7 +155,7 @@ def _examine(cache: ModelCache, source: Source, dtype: str, progress: Progress) 
     )
 
 
-def _of_shapes(source: Source, dtype: str) -> ModelRecord:
+def _of_shapes(source: ModelSource, dtype: str) -> ModelRecord:
     """A folder without weights: what is measured with random ones. It must hold its tokenizer. Written nowhere."""
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from pillion.engine.models.layers import GATED, GatedMLP, Norm
+from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights
 from pillion.engine.models.rope import partial_order
@@ -34,16 +34,16 @@ class LayerWeights:
     or each as a whole (``q_norm``, ``k_norm``).
     """
 
-    attention_norm: Norm | None
+    attention_norm: RmsNorm | None
     qkv: Linear
-    qk_norm: Norm | None
-    q_norm: Norm | None
-    k_norm: Norm | None
+    qk_norm: RmsNorm | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
     o: Linear
-    attention_post_norm: Norm | None
-    mlp_norm: Norm | None
+    attention_post_norm: RmsNorm | None
+    mlp_norm: RmsNorm | None
     mlp: GatedMLP | MoeWeights
-    mlp_post_norm: Norm | None
+    mlp_post_norm: RmsNorm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ModelWeights:
     embedding: torch.Tensor
     embedding_scale: float
     layers: tuple[LayerWeights, ...]
-    final_norm: Norm
+    final_norm: RmsNorm
     lm_head: Linear
 
 
@@ -78,9 +78,9 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     return float(torch.tensor(config.embedding_scale, dtype=dtype))
 
 
-def load_final_norm(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Norm:
+def load_final_norm(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
     """The norm before the head."""
-    return Norm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
+    return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
 
 
 def load_head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> torch.Tensor:
@@ -97,18 +97,18 @@ def load_layer(
     """One layer, its matrices made by ``linear``."""
     prefix = f"layers.{index}."
 
-    def norm(key: str) -> Norm | None:
+    def norm(key: str) -> RmsNorm | None:
         if not checkpoint.has(prefix + key):
             return None
         weight = _norm_weight(checkpoint, config, dtype, prefix + key)
-        return Norm(weight, config.rms_norm_eps, config.norm != "plain")
+        return RmsNorm(weight, config.rms_norm_eps, config.norm != "plain")
 
     q_norm, k_norm = norm("q_norm"), norm("k_norm")
     qk_norm = None
     if config.qk_norm == "head" and q_norm is not None and k_norm is not None:
         of_queries = q_norm.weight.expand(config.num_heads, -1)
         of_keys = k_norm.weight.expand(config.num_kv_heads, -1)
-        qk_norm = Norm(torch.cat((of_queries, of_keys)), config.rms_norm_eps, q_norm.wide)
+        qk_norm = RmsNorm(torch.cat((of_queries, of_keys)), config.rms_norm_eps, q_norm.wide)
         q_norm = k_norm = None
     return LayerWeights(
         attention_norm=norm("attention_norm"),

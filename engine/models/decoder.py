@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from pillion.engine.checkpoints.weights import LayerWeights, ModelWeights
-from pillion.engine.models.layers import Norm, soft_cap
+from pillion.engine.models.layers import RmsNorm, soft_cap
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import Rope, rotate
 from pillion.kernels.torch.torch_attention import StepAttention
@@ -73,11 +73,11 @@ def _project(
     return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, -config.num_kv_heads :]
 
 
-def _normed(hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+def _normed(hidden: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
     return hidden if norm is None else norm(hidden)
 
 
-def _add(config: ModelConfig, hidden: torch.Tensor, found: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
+def _add(config: ModelConfig, hidden: torch.Tensor, found: torch.Tensor, post_norm: RmsNorm | None) -> torch.Tensor:
     """The residual stream with what attention or MLP found, all [T, H]."""
     return torch.add(hidden, _normed(found, post_norm), alpha=config.residual_scale)
 

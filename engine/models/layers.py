@@ -31,7 +31,7 @@ def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class RmsNorm:
     """One of the two above with its weight: [last dimension], or [heads, head_dim] for values [T, heads, head_dim]."""
 
     weight: torch.Tensor

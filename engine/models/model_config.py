@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
-from pillion.engine.models.families import FAMILIES, TEXT_OF, Family
+from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
 from pillion.engine.models.rope_config import RopeConfig, parse_global_and_local, parse_rope
 from pillion.errors import ConfigError
 
@@ -193,7 +193,7 @@ def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
     return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
 
 
-def _embedding_scale(raw: Mapping[str, Any], options: Mapping[str, Any], family: Family) -> float:
+def _embedding_scale(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily) -> float:
     if family.scaled_embedding:
         return math.sqrt(size(raw, "hidden_size"))
     return number(options, "embedding_multiplier", 1.0)
@@ -232,7 +232,7 @@ def _slides(options: Mapping[str, Any], num_layers: int, has_rope: tuple[bool, .
 
 
 def _ropes(
-    raw: Mapping[str, Any], family: Family, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
+    raw: Mapping[str, Any], family: ModelFamily, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     if "rope_local_base_freq" in family.defaults:
         return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)

@@ -12,7 +12,7 @@ from pillion.types import TokenLogprob
 MIN_LOGPROB = -9999.0
 
 
-class Report:
+class LogprobReport:
     """The log probabilities that a step's rows asked for.
 
     Made before the logits are edited, so that all of it is log-softmax of the raw ones, without temperature, penalties

@@ -24,7 +24,7 @@ import torch
 
 from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_nucleus, lone_nuclei, row_cut
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
-from pillion.engine.sampling.logprobs import Report
+from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.penalties import edited
 from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Float32, Int64, SamplingRows
 from pillion.engine.scheduling.step_plan import Sampled
@@ -47,7 +47,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     table = whole_groups(logits)
     # Infinities and what comes of them are legal here.
     with np.errstate(all="ignore"):
-        report = Report(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
+        report = LogprobReport(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
         with edited(table, rows.edits):
             tokens = _choose(table, rows)
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())

@@ -94,7 +94,7 @@ def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, c
 
 
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
-    from tests.support.tiny_model import save_model
+    from testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
     done = pillion("serve", model, "--kv-pool-bytes", "1MiB", PILLION_CACHE=str(tmp_path / "cache"))

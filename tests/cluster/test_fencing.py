@@ -18,8 +18,8 @@ import pytest
 
 from pillion import Client
 from pillion.types import Delta
-from tests.support.cluster import ServedCluster, alive, served, wait_for
-from tests.support.tiny_model import save_model
+from testbed.cluster import ServedCluster, alive, served, wait_for
+from testbed.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 

@@ -12,10 +12,10 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
+from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
-from tests.support.tiny_model import save_model
-from tests.support.torch_model import Driver, perturb_vectors
+from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
 pytestmark = needs_kernels
@@ -90,7 +90,7 @@ def test_other_instruction_sets_agree(llama, kernels):
     except ConfigError as error:
         pytest.skip(error.message)
     text = text_of(90, 3)
-    reference, driver = Driver(llama), CpuDriver(llama, backend=backend)
+    reference, driver = BackendDriver(llama), CpuDriver(llama, backend=backend)
     wanted = reference.run_all(reference.sequences.add()[0], text, [40])
     found = driver.run_all(driver.sequences.add()[0], text, [40])
     assert (found - wanted).abs().mean() < 0.02 * wanted.std()
@@ -131,7 +131,7 @@ def test_a_row_that_is_wanted_several_times(llama):
 
 def test_steps_that_sample_nothing_and_steps_that_grow(llama):
     driver = CpuDriver(llama, num_slots=300)
-    reference = Driver(llama, num_slots=300)
+    reference = BackendDriver(llama, num_slots=300)
     text = text_of(900, 4)
     for drive in (driver, reference):
         (number,) = drive.sequences.add()

@@ -19,8 +19,8 @@ from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
+from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
-from tests.support.tiny_model import save_model
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),

@@ -18,8 +18,8 @@ from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer import Answer, Piece
 from pillion.gateway.tokens.detokenizer import Detokenizer
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
+from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.test_request import EOS, GONE, ack, hold, planned
-from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
 PROMPT = tuple(range(100, 121))

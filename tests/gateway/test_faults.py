@@ -38,7 +38,7 @@ def whole(line: Line, deltas: list[Delta], replays: int) -> None:
 
 
 def line_text(line: Line) -> str:
-    from tests.support.toy_tokenizer import byte_tokenizer
+    from testbed.toy_tokenizer import byte_tokenizer
 
     return byte_tokenizer().decode(list(line.decode.script))
 

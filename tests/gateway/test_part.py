@@ -16,8 +16,8 @@ from pillion.errors import ConfigError
 from pillion.gateway.gateway_server import start_gateway
 from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import ComponentRecord
+from testbed.redis import running_redis
 from tests.support.fake_components import running_line, short_folder, toy_model, until
-from tests.support.redis import running_redis
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pillion import DeadlineExceeded
 from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.request import remote_span
 from pillion.kvstore.hashing import chain_hashes, request_root
+from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
 from tests.support.fake_components import BLOCK, NAMESPACE, Line, knows, running_line, until
-from tests.support.toy_tokenizer import byte_tokenizer
 
 APART = "kvnode decode far-kvnode far-prefill"
 IDS = tuple(byte_tokenizer().encode(PROMPT).ids)

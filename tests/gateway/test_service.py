@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
+from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
-from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"

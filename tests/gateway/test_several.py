@@ -11,8 +11,8 @@ from pillion.errors import NotFound
 from pillion.gateway.request import runner
 from pillion.gateway.request.request_machine import State
 from pillion.types import GenerateRequest, SamplingParams
+from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import Line, running_line, script_of, until
-from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"

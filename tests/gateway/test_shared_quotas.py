@@ -20,8 +20,8 @@ from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.redis_link import OPEN_MS
 from pillion.kvstore.index.shared_buckets import Ask, SharedBuckets, Short
+from testbed.redis import RedisServer, running_redis
 from tests.support.fake_components import until
-from tests.support.redis import RedisServer, running_redis
 
 LUA = pathlib.Path(__file__).resolve().parents[2] / "kvstore" / "index" / "lua"
 

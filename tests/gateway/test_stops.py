@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pillion.gateway.tokens.answer import Answer
 from pillion.gateway.tokens.detokenizer import Detokenizer
 from pillion.gateway.tokens.stops import StopMatcher
-from tests.support.toy_tokenizer import byte_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
 letters = st.text("abc", max_size=30)

@@ -25,8 +25,8 @@ from pillion.kvstore.memory.cuda_driver import (
     Stream,
 )
 from pillion.kvstore.memory.cuda_segment import DeviceSegment, map_device
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 
@@ -34,7 +34,7 @@ MIB = 2**20
 CHILD = """
 import sys, time
 from pillion.kvstore.memory.cuda_segment import map_device
-from tests.support.fake_cuda import DeviceBytes
+from testbed.fake_cuda import DeviceBytes
 mapped = map_device(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 bytes_ = DeviceBytes(mapped)
 print(bytes_.read(MIB := 2**20, 5).decode(), flush=True)

@@ -21,10 +21,10 @@ from pillion.kvstore.memory.memory import HostMemory
 from pillion.kvstore.tiers.checksum import block_checksum
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.wire.kvnode import Brought, NodeStatus
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
+from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, content, hosts, prompt
-from tests.support.redis import RedisServer
 
 CUDA: dict[str, Any] = {"kv_device": "cuda", "kv_transport": "grpc"}
 HOST_BLOCKS = 16

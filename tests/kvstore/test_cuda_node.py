@@ -18,8 +18,8 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node.attach import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 BLOCK_BYTES = 65536
@@ -29,7 +29,7 @@ NUM_SLOTS = 24
 WORKER = """
 import sys, time
 from pillion.kvstore.node.attach import attach
-from tests.support.fake_cuda import DeviceBytes
+from testbed.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
 a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=10)
 assert len(a.memory) == 0

@@ -19,7 +19,7 @@ from pillion.kvstore.index.index import Registry
 from pillion.kvstore.node.attach import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.wire.kvnode import CommitRun, NodeStatus
-from tests.support.redis import RedisServer
+from testbed.redis import RedisServer
 
 SLOTS = 20
 BLOCK_BYTES = 4096

@@ -14,7 +14,7 @@ from pillion.kvstore.index.hot_prefixes import HotPrefixes
 from pillion.kvstore.index.index import Index, PrefixHit, Registry
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis import RedisServer
+from testbed.redis import RedisServer
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, until
 
 

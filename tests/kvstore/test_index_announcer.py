@@ -16,7 +16,7 @@ from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import BATCH_BLOCKS, AnnounceQueue, Announcer
 from pillion.kvstore.index.index import Index, Registry
 from pillion.kvstore.ledger.records import IndexEvent
-from tests.support.redis import RedisServer
+from testbed.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until
 
 

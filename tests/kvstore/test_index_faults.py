@@ -16,7 +16,7 @@ from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import LOOKUP_DEADLINE_MS, Index, PrefixHit, Registry
 from pillion.kvstore.index.redis_link import Breaker, RedisLink, ScriptCall
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
-from tests.support.redis import RedisServer, running_redis
+from testbed.redis import RedisServer, running_redis
 from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until
 
 

@@ -18,8 +18,8 @@ from pillion.kvstore.index.index import Index, Registry
 from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.node.attach import attach
 from pillion.wire.kvnode import Brought, NodeStatus
+from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, hosts, prompt
-from tests.support.redis import RedisServer
 from tests.support.redis_nodes import Chain
 
 

@@ -19,7 +19,7 @@ from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.peers import Peer, Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
-from tests.support.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
+from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 4096
 NUM_SLOTS = 32

@@ -19,7 +19,7 @@ from pillion.kvstore.transfer.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl_plane import NixlPlane
 from pillion.kvstore.transfer.peers import Peer, Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane, Pinned, choose_transport
-from tests.support.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
+from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 65536
 NUM_SLOTS = 64

@@ -20,7 +20,7 @@ from pillion.kvstore.transfer.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl_plane import NixlPlane
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
-from tests.support.plane_source import NAMESPACE, block_of, chain_of, running_source
+from testbed.plane_source import NAMESPACE, block_of, chain_of, running_source
 
 BLOCK_BYTES = 2**18
 NUM_SLOTS = 64
@@ -38,7 +38,7 @@ async def main():
             print("read", flush=True)
 
 async def peers_pin(peers):
-    from tests.support.plane_source import chain_of
+    from testbed.plane_source import chain_of
     peer = await peers.get("source")
     return peer, await peer.pin(b"".join(chain_of(64)[0]), 0, 5.0)
 

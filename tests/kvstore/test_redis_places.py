@@ -17,7 +17,7 @@ from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import Announcer
 from pillion.kvstore.index.index import Index, PrefixHit, Registry
 from pillion.kvstore.index.redis_writer import SweepPlace
-from tests.support.redis_kinds import (
+from testbed.redis_kinds import (
     PortServer,
     SentinelSet,
     TlsServer,

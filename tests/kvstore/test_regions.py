@@ -30,8 +30,8 @@ from pillion.wire.kvnode import (
     region_hello_from_line,
     region_reply_from_line,
 )
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 SIZE = MIB + 4096
@@ -41,7 +41,7 @@ KEY, OTHER = hashlib.sha256(b"weights").hexdigest(), hashlib.sha256(b"others").h
 CHILD = """
 import sys
 from pillion.kvstore.client.region_client import share_region
-from tests.support.fake_cuda import DeviceBytes
+from testbed.fake_cuda import DeviceBytes
 region = share_region(sys.argv[1], sys.argv[2], int(sys.argv[3]), 20)
 print("fill" if region.must_fill else "ready", flush=True)
 sys.stdin.readline()

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pillion import LLM, ConfigError, InvalidRequest, SamplingParams
 from pillion.offline.llm import read_options
+from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.oracle import Oracle, first_difference
-from tests.support.tiny_model import BOS, EOS, save_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 TEXTS = ["Once upon a time, in a land far away, ", "The sea", "x", "Once upon a time, in a land not so far"]

@@ -11,7 +11,7 @@ import tempfile
 
 import pytest
 
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAD = """

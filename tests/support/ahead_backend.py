@@ -43,7 +43,7 @@ class Launched:
         self.slots = {slot for table, length in used for slot in table[: -(-length // size)]}.union(*copies)
         self._backend = backend
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         assert self.over.wait(LANDING_TIMEOUT_S)
         self._backend.landed(self)
         if self.error is not None:

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pillion.supervisor.child import Child
+from testbed.redis import redis_executable
 from tests.support.compose import ROOT, Image, Service
-from tests.support.redis import redis_executable
 
 STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
 

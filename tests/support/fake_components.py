@@ -30,8 +30,8 @@ from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
 from pillion.wire.prefill import ChunkAck, Span, ack_to_pb, span_from_pb
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis import running_redis
-from tests.support.toy_tokenizer import byte_tokenizer, write_tokenizer
+from testbed.redis import running_redis
+from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
 BLOCK = 4
 NAMESPACE = "ab" * 32

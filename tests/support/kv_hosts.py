@@ -18,8 +18,8 @@ from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.attach import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.wire.kvnode import Brought, CommitRun, NodeStatus, Ticket
-from tests.support.fake_cuda import DeviceBytes
-from tests.support.redis import RedisServer
+from testbed.fake_cuda import DeviceBytes
+from testbed.redis import RedisServer
 
 BLOCK_BYTES = 8192
 NUM_SLOTS = 40

@@ -26,7 +26,7 @@ def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-class Driver:
+class BackendDriver:
     """One backend, one pool of NaN, any number of texts."""
 
     def __init__(

@@ -18,8 +18,8 @@ import torch
 
 from pillion.engine.backends.backend import (
     DevicePool,
+    FinishedStep,
     KVLayout,
-    Landed,
     checked_copies,
     checked_memory,
     warm_up_batches,
@@ -153,7 +153,7 @@ class CpuBackend:
         for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target] = self._pool[source]
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
         """The whole step, at once."""
         return run_at_once(self, batch, copies, rows)
 

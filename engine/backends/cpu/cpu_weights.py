@@ -21,7 +21,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, write_packed
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, LayerWeights, load_final_norm, load_head, load_layer
-from pillion.engine.models.layers import GatedMLP, Norm
+from pillion.engine.models.layers import GatedMLP, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights
 from pillion.errors import ConfigError
@@ -179,7 +179,7 @@ def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
     return pack_gated(gate, up, kind)
 
 
-def _norm(writer: PackedWriter, name: str, norm: Norm | None) -> None:
+def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
     if norm is not None:
         # Kernels read whole vectors: zeros behind the last weight, as behind a row's last value.
         writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.gpu.gpu_step import StepRecord, StepShape
+from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights
 from pillion.engine.models.layers import GATED, GatedMLP, soft_cap
 from pillion.engine.models.model_config import ModelConfig
@@ -93,7 +93,7 @@ class GpuModel:
 class GpuDecoder:
     """A model over one pool."""
 
-    def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: StepRecord) -> None:
+    def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: GpuStepRecord) -> None:
         """``pool``: see :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
         self._model = model
         self._pool = pool

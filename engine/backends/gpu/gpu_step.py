@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.batch import Int32, StepBatch
-from pillion.kernels.gpu.attention.gpu_attention_plan import AttentionPlan
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 
 # A step may be launched while one is under way; the third record is written while both of theirs may still be read.
@@ -32,7 +32,7 @@ class StepShape:
     chunks: bool
 
 
-class StepRecord:
+class GpuStepRecord:
     """Of one backend.
 
     Attributes:
@@ -56,7 +56,7 @@ class StepRecord:
         self.token_ids, self.positions, self.rows, self.sample_rows = parts.unbind(0)
         self.attention = self._device[4 * max_tokens :]
 
-    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, work: AttentionPlan) -> None:
+    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, work: GpuAttentionPlan) -> None:
         """Begins the copy of a step on the current stream. ``work``: what :meth:`plan` said of the batch."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
@@ -86,6 +86,6 @@ class StepRecord:
         self._device.zero_()
         self.rows.fill_(-1)
 
-    def plan(self, batch: StepBatch) -> AttentionPlan:
+    def plan(self, batch: StepBatch) -> GpuAttentionPlan:
         """Who attends to what in this step."""
         return self._planner.plan(batch)

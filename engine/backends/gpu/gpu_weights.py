@@ -27,7 +27,7 @@ from pillion.engine.checkpoints.weights import (
     load_head,
     load_layer,
 )
-from pillion.engine.models.layers import Norm
+from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights
 from pillion.kernels.torch.torch_linear import Linear
@@ -207,7 +207,7 @@ def _tensors_of(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype)
 
 
 def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    norms: dict[str, Norm | None] = {
+    norms: dict[str, RmsNorm | None] = {
         name: getattr(layer, name)
         for name in (
             "attention_norm",

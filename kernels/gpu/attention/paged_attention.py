@@ -19,7 +19,7 @@ import torch
 import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
-from pillion.kernels.gpu.attention.gpu_attention_plan import AttentionPlan, AttentionPlanner, Batch, Tiling
+from pillion.kernels.gpu.attention.gpu_attention_plan import Batch, GpuAttentionPlan, GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from pillion.kernels.gpu.tuned import tuned
@@ -111,7 +111,7 @@ class PagedAttention:
         processors = processors_of(self._device)
         self._merge_programs = self._merge["programs"] * processors
         self._native_fp8 = arch >= NATIVE_FP8_ARCH and not interpreting()
-        self.planner = AttentionPlanner(
+        self.planner = GpuAttentionPlanner(
             kv_heads=num_kv_heads,
             group=group,
             block_size=block_size,
@@ -136,7 +136,7 @@ class PagedAttention:
         """Device memory of the partial results."""
         return self._partials.nbytes + self._partial_logs.nbytes
 
-    def plan(self, batch: Batch) -> AttentionPlan:
+    def plan(self, batch: Batch) -> GpuAttentionPlan:
         """What a step's record holds; its words in use are to be in the device's buffer before ``attend`` runs there.
 
         Raises Internal for a batch beyond the limits.

@@ -1,6 +1,6 @@
 """A node that others read from, as a process of its own: a filled pool, the KVPlane service, sessions.
 
-    python -m tests.support.plane_source NODE_ID LISTEN TRANSPORT BOOT NUM_SLOTS BLOCK_BYTES FLIPPED_SLOT
+    python -m testbed.plane_source NODE_ID LISTEN TRANSPORT BOOT NUM_SLOTS BLOCK_BYTES FLIPPED_SLOT
 
 It prints its address and serves until it is killed. Its one chain has a block in every slot, in shuffled order.
 """
@@ -76,7 +76,7 @@ def start_source(
     """Starts one; the caller kills it."""
     words = [node_id, listen, transport, boot, num_slots, block_bytes, flipped_slot]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.plane_source", *map(str, words)],
+        [sys.executable, "-m", "testbed.plane_source", *map(str, words)],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=_die_with_parent,

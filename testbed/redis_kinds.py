@@ -17,7 +17,7 @@ from functools import partial
 
 import redis
 
-from tests.support.redis import redis_executable, spawn
+from testbed.redis import redis_executable, spawn
 
 START_TIMEOUT_S = 20.0
 SLOTS = 16_384
