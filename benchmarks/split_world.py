@@ -21,7 +21,15 @@ from benchmarks.split_load import Request, Seen
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
-from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Load, Outcome, Sampled, StepPlan, Update
+from pillion.engine.scheduling.step_plan import (
+    ChunkDone,
+    CommitOrder,
+    Outcome,
+    Sampled,
+    SchedulerLoad,
+    StepPlan,
+    Update,
+)
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand
 from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy
@@ -101,7 +109,7 @@ class SimWorker:
         self._ids = itertools.count(1)
         self._flows: dict[int, Flow] = {}
         self._busy = False
-        self._load = Load()
+        self._load = SchedulerLoad()
         self.on_chunk: Callable[[Flow, ChunkDone], None] = lambda flow, chunk: None
         self.on_update: Callable[[Flow, Update], None] = lambda flow, update: None
 

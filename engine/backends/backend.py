@@ -6,21 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rope_config import served_variant
+from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.engine.scheduling.step_plan import Sampled
 from pillion.errors import ConfigError, Internal
 
-if TYPE_CHECKING:
-    # The layout's arithmetic is also for those who have no torch: the gateway and the supervisor.
-    import torch
-
-    from pillion.engine.sampling.sampling_rows import SamplingRows
-    from pillion.engine.scheduling.step_plan import Sampled
-
-
+# Rows of head_dim values, one per token: the plainest inside of a (layer, head) piece. Part of the namespace (I2).
+LAYOUT_VERSION = "rows-1"
 # What a layout of 8-bit KV calls its type, and the bytes of a row's scale.
 FP8_E4M3 = "fp8_e4m3"
 FP8_SCALE_BYTES = 4
@@ -50,6 +49,27 @@ class KVLayout:
         else:
             row = self.head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * row
+
+
+def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
+    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece, ``dtype`` the type of KV where
+    it is not that of the weights. Imports no torch.
+
+    The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
+    serve such a model at two lengths share no block that only one of them could have computed (I2).
+    """
+    if block_size < 1:
+        raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
+    config = load_config(prepared.folder)
+    rope = served_variant(config.ropes, prepared.max_model_len)
+    return KVLayout(
+        version=f"{inside}/rope-{rope}" if rope else inside,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype or prepared.dtype,
+    )
 
 
 def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
@@ -116,17 +136,6 @@ class InFlightStep(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """The flight of a step that was run at once."""
-
-    sampled: Sampled
-
-    def wait(self) -> Sampled:
-        """Waits for nothing."""
-        return self.sampled
-
-
 class Backend(Protocol):
     """Owns weights and scratch; borrows the pool.
 
@@ -171,17 +180,3 @@ class Backend(Protocol):
 
     def warm_up(self, max_tokens: int) -> None:
         """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""
-
-
-class HostBackend(Backend, Protocol):
-    """A backend whose steps run on the calling thread, so that their parts can be called one by one.
-
-    The logits of a forward stay until the next one, which may use their memory again.
-    """
-
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, each source to the target at its place, before the next forward reads them. Targets are
-        leased to this worker."""

@@ -10,7 +10,7 @@ import numpy as np
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import Piece, StepPlan
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
 _SEED_MASK = 2**64 - 1
@@ -45,7 +45,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     )
 
 
-def _sample_rows(pieces: tuple[Piece, ...], ends: list[int]) -> Iterator[int]:
+def _sample_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
     """Of each piece its last ``samples`` rows, then the last one again for each fork."""
     for piece, end in zip(pieces, ends, strict=True):
         if piece.samples == 1:
@@ -78,7 +78,7 @@ def build_sampling(plan: StepPlan) -> SamplingRows:
 _Row = tuple[Sequence, SamplingParams, int, int]
 
 
-def _rows_of(piece: Piece) -> list[_Row]:
+def _rows_of(piece: SequencePiece) -> list[_Row]:
     """Sequence, parameters, seed and position of each row that a piece samples."""
     sequence, end = piece.sequence, piece.start + piece.count
     params = sequence.spec.sampling

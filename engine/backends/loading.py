@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pillion.config import ComputeFlags, WorkerFlags
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
@@ -18,9 +17,6 @@ from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
-
-if TYPE_CHECKING:
-    from pillion.engine.backends.cpu.cpu_backend import CpuModel
 
 log = logging.getLogger("pillion.worker")
 
@@ -62,11 +58,11 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         return torch_backend(flags, threads, prepared)
     import torch
 
-    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 
     # Torch only hands arrays over: its own threads have no part in a step.
     torch.set_num_threads(1)
-    model = load_cpu_model(flags, prepared, isa, log.info)
+    model = load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=log.info)
     log.info(
         "all operators run on the CPU kernels %s, %d threads; weights %.0f MiB, shared by the workers of this host",
         isa.name,
@@ -107,7 +103,9 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
         return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
-        load_cpu_model(flags, prepared, isa, progress)
+        from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+
+        load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
     return prepared
 
 
@@ -139,13 +137,6 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
     if block_size % LANES:
         return f"attention needs blocks of a multiple of {LANES} tokens, not {block_size}"
     return ""
-
-
-def load_cpu_model(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:
-    """Weights and kernels of a model that :func:`choose_kernels` found kernels for."""
-    from pillion.engine.backends.cpu.cpu_backend import load_cpu_model as load
-
-    return load(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
 
 
 def thread_count(flags: WorkerFlags) -> int:

@@ -15,15 +15,15 @@ import torch
 
 from pillion.engine.backends.backend import (
     DevicePool,
-    FinishedStep,
     KVLayout,
     checked_copies,
     checked_memory,
+    kv_layout,
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_step import run_at_once
-from pillion.engine.checkpoints.prepare import PreparedModel, kv_layout
+from pillion.engine.backends.host_backend import FinishedStep, run_at_once
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.decoder import run_decoder
 from pillion.engine.models.model_config import load_config

@@ -11,19 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import KVLayout
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
 from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
-
-# Rows of head_dim values, one per token: the plainest inside of a (layer, head) piece. Part of the namespace (I2).
-LAYOUT_VERSION = "rows-1"
 
 _SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME)
 
@@ -87,27 +82,6 @@ def _recorded(source: ModelSource, dtype: str, progress: Progress) -> ModelRecor
                 record = _examine(cache, source, dtype, progress)
                 cache.write_record(source.path, dtype, record)
     return record
-
-
-def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
-    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece, ``dtype`` the type of KV where
-    it is not that of the weights. Imports no torch.
-
-    The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
-    serve such a model at two lengths share no block that only one of them could have computed (I2).
-    """
-    if block_size < 1:
-        raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
-    config = load_config(prepared.folder)
-    rope = served_variant(config.ropes, prepared.max_model_len)
-    return KVLayout(
-        version=f"{inside}/rope-{rope}" if rope else inside,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype or prepared.dtype,
-    )
 
 
 def resolve_dtype(said: str) -> str:

@@ -8,12 +8,12 @@ and packed ones are this process's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pillion.engine.models.decoder import LayerWeights, ModelWeights
 from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights
@@ -24,40 +24,6 @@ from pillion.kernels.torch.torch_linear import Linear
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # What becomes of a matrix [out, in] and its bias [out].
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer. ``qkv`` stacks queries, keys, values in its output. A norm that the model does not have is None.
-
-    Queries and keys are normed either head by head, in one go (``qk_norm``, its weight [heads + kv_heads, head_dim]),
-    or each as a whole (``q_norm``, ``k_norm``).
-    """
-
-    attention_norm: RmsNorm | None
-    qkv: Linear
-    qk_norm: RmsNorm | None
-    q_norm: RmsNorm | None
-    k_norm: RmsNorm | None
-    o: Linear
-    attention_post_norm: RmsNorm | None
-    mlp_norm: RmsNorm | None
-    mlp: GatedMLP | MoeWeights
-    mlp_post_norm: RmsNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """``embedding`` is [vocab, hidden]; where the model ties them, ``lm_head`` is made of the same tensor.
-
-    ``embedding_scale``: see :func:`embedding_scale`.
-    """
-
-    embedding: torch.Tensor
-    embedding_scale: float
-    layers: tuple[LayerWeights, ...]
-    final_norm: RmsNorm
-    lm_head: Linear
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:

@@ -13,19 +13,28 @@ win. So the waits of 128 neighbours, a group, are drawn top-down, which gives th
 One random word gives a group's E and its first token, and so an upper bound for the noise of 128 tokens. Groups are in
 stream 1 of the counters (index: group / 4), the tokens' own numbers in stream 0 (index: token / 4). A vocabulary's last
 group is a whole one, whatever there is of it.
+
+Random words come without a state from Philox-4x32-10: the key is a row's seed, the counter (position low, position
+high, index, stream). So a request that moves carries no generator along (I6), and any number can be computed alone.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from pillion.engine.sampling.philox import WORDS_PER_COUNTER, Int64, UInt64, random_words
-
-Float32 = npt.NDArray[np.float32]
+from pillion.engine.sampling.sampling_rows import Float32, Int64, UInt64
 
 GROUP_TOKENS = 128
 _GROUP_BITS = 7
+
+WORDS_PER_COUNTER = 4
+
+# Arrays without dimensions: numpy takes them faster than its scalars.
+_WORD = np.array(0xFFFFFFFF, np.uint64)
+_HALF = np.array(32, np.uint64)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
+_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+_ROUNDS = 10
 
 _TOKEN_STREAM = np.array(0, np.uint64)
 _GROUP_STREAM = np.array(1, np.uint64)
@@ -59,3 +68,37 @@ def _exponential(words: UInt64, bits: int) -> Float32:
     np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
     numbers: Float32 = -np.log1p(-uniform)
     return numbers
+
+
+def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UInt64]) -> UInt64:
+    """Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
+
+    Takes four counter words and two key words, 32 bits each, in uint64 arrays that broadcast to one shape; gives the
+    four output words on a new last axis.
+    """
+    shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    # Words 0 and 2 go through the same operations, and so do 1 and 3: each pair is one array.
+    even, odd = _pair(counter[0], counter[2], shape), _pair(counter[1], counter[3], shape)
+    pair = (2, *(1 for _ in shape))
+    multipliers, steps = _MULTIPLIERS.reshape(pair), _KEY_STEPS.reshape(pair)
+    rounds = np.arange(_ROUNDS, dtype=np.uint64).reshape(_ROUNDS, *pair[1:], 1)
+    for keys in (_pair(*key, key[0].shape) + rounds * steps) & _WORD:
+        # Upper halves of odd words carry rubbish; only low words count, and they are cut out before they multiply.
+        product = ((even & _WORD) * multipliers)[::-1]
+        even = (product >> _HALF) ^ odd ^ keys
+        odd = product
+    return np.stack((even[0], odd[0], even[1], odd[1]), -1) & _WORD
+
+
+def random_words(seeds: UInt64, positions: Int64, index: UInt64, stream: UInt64) -> UInt64:
+    """The four words, on a new last axis, of counters (position, index, stream) under keys ``seeds``; the arrays
+    broadcast together."""
+    places = positions.astype(np.uint64)
+    counter = (places & _WORD, places >> _HALF, index, stream)
+    return philox(counter, (seeds & _WORD, seeds >> _HALF))
+
+
+def _pair(first: UInt64, second: UInt64, shape: tuple[int, ...]) -> UInt64:
+    both = np.empty((2, *shape), np.uint64)
+    both[0], both[1] = first, second
+    return both

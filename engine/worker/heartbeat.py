@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from pillion.config import WorkerFlags
-from pillion.engine.worker.node_line import describe as describe_error
+from pillion.engine.worker.node_updates import describe as describe_error
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.index import Registry

@@ -1,6 +1,6 @@
 """The step thread: schedule -> launch -> land -> commit, over and over; everything else happens on asyncio's thread.
 
-    asyncio --tell(event)--> inbox --between two steps--> scheduler
+    asyncio --post_event--> inbox --between two steps--> scheduler
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not speak
 
 Where the backend runs ahead, the step that lands is the one before the step just launched: while the device runs that,
@@ -109,7 +109,7 @@ class StepLoop:
         """Start the thread."""
         self._thread.start()
 
-    def tell(self, event: Callable[..., None], *args: Any) -> None:
+    def post_event(self, event: Callable[..., None], *args: Any) -> None:
         """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step.
 
         Any thread may. Raises Internal when MAX_EVENTS wait.
@@ -158,7 +158,7 @@ class StepLoop:
         """Launch one step, and land what is due. False when there was nothing to do."""
         plan = self._scheduler.schedule(self._clock())
         # What the events before this step led to is told now: it must not wait for a step, which may be long.
-        self._tell(self._scheduler.flush(self._clock()))
+        self._report(self._scheduler.flush(self._clock()))
         stays = bool(plan.pieces) and self._begin(plan)
         busy = bool(self._out)
         while len(self._out) > stays:
@@ -193,11 +193,11 @@ class StepLoop:
             self._on_step(plan, self._landed_s - began_s, ok=False)
             log.exception("a step of %d sequences failed", len(plan.pieces))
             failure = Internal(f"the step failed on the worker: {type(error).__name__}")
-            self._tell(self._scheduler.fail_step(plan, failure, self._clock()))
+            self._report(self._scheduler.fail_step(plan, failure, self._clock()))
             return
         self._landed_s = self._clock()
         self._on_step(plan, self._landed_s - began_s, ok=True)
-        self._tell(self._scheduler.commit(plan, sampled, self._clock()))
+        self._report(self._scheduler.commit(plan, sampled, self._clock()))
 
     def _take_events(self, wait: bool) -> bool:
         """Let what arrived happen; sleeps for the first event when ``wait``. False: stop."""
@@ -212,7 +212,7 @@ class StepLoop:
             event(self._scheduler, *args, self._clock())
         return True
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome) -> None:
         if outcome.empty:
             return
         while not self._unread.acquire(timeout=UNREAD_POLL_S):

@@ -47,14 +47,14 @@ class TicketNode(Protocol):
 
 
 class Tickets:
-    """``tell`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
+    """``post_event`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
 
     def __init__(
-        self, node: TicketNode, epoch: int, *, tell: Callable[..., None], lost: Callable[[PillionError], None]
+        self, node: TicketNode, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
     ) -> None:
         self._node = node
         self._epoch = epoch
-        self._tell: Callable[..., Any] = tell
+        self._post_event: Callable[..., Any] = post_event
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
@@ -139,7 +139,7 @@ class Tickets:
 
     def let_go(self, holding: Holding) -> None:
         """An adopted ticket that is not wanted after all."""
-        self._tell(Scheduler.let_go, holding)
+        self._post_event(Scheduler.let_go, holding)
 
     def released(self, ticket_ids: Iterable[int]) -> None:
         """The node has heard that this worker holds them no more."""
@@ -189,7 +189,7 @@ class Tickets:
         except PillionError as error:
             if isinstance(error, DeadlineExceeded):
                 error = Overloaded(f"a preempted stream waited {RESUME_TIMEOUT_S:.0f} s for memory")
-            self._tell(Scheduler.fail, order.seq_id, self._judge(error))
+            self._post_event(Scheduler.fail, order.seq_id, self._judge(error))
             return
         finally:
             self._opening.pop(order.seq_id, None)
@@ -199,9 +199,9 @@ class Tickets:
             holding, _ = await self.adopt(ticket.ticket_id, order.total_blocks, guess_blocks=missing)
         except PillionError as error:
             self.let_go(Holding(ticket.ticket_id, (), ()))
-            self._tell(Scheduler.fail, order.seq_id, error)
+            self._post_event(Scheduler.fail, order.seq_id, error)
             return
-        self._tell(Scheduler.resumed, order.seq_id, holding)
+        self._post_event(Scheduler.resumed, order.seq_id, holding)
 
     def stop_resuming(self, seq_id: int) -> None:
         """Leave the node's line, if the stream waits there. The client takes back what was granted meanwhile."""

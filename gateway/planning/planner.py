@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
-from pillion.errors import ConfigError, Unavailable
+from pillion.config import parse_split_policy
+from pillion.errors import Unavailable
 from pillion.gateway.planning.plan_auto import AutoPolicy, Dial, choose
 from pillion.wire.registry import ComponentRecord
 
@@ -57,20 +58,10 @@ class FractionPolicy:
 
 
 def parse_policy(text: str) -> SplitPolicy:
-    """Reads "auto", "disaggregated", "colocated" or "fraction:x" with x in [0, 1]. Raises ConfigError."""
-    if text == "auto":
+    """The policy that ``--split-policy`` names. Raises ConfigError."""
+    share = parse_split_policy(text)
+    if share is None:
         return AutoPolicy()
-    if text == "disaggregated":
-        return FractionPolicy(text, Fraction(1))
-    if text == "colocated":
-        return FractionPolicy(text, Fraction(0))
-    kind, _, said = text.partition(":")
-    try:
-        share = Fraction(said) if kind == "fraction" else Fraction(-1)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(-1)
-    if not 0 <= share <= 1:
-        raise ConfigError(f"split policy {text!r}: write auto, disaggregated, colocated or fraction:x, x from 0 to 1")
     return FractionPolicy(text, share)
 
 

@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Ask, Message, to_pb
-from pillion.client.outputs import Collector, RequestOutput
+from pillion.client.client_requests import Message, RequestOptions, to_pb
+from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
 from pillion.offline.offline_line import Line, LineThread
@@ -104,7 +104,7 @@ class LLM:
         """
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
-        requests = [Ask().of_chat(conversation) for conversation in conversations]
+        requests = [RequestOptions().of_chat(conversation) for conversation in conversations]
         return self._run(requests, sampling_params, use_tqdm, priority)
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ async def _answer(line: Line, request: GenerateRequest) -> RequestOutput:
     try:
         ids = list(generation.job.prompt)
         text = request.text or (line.prompt_text(ids) if request.messages else None)
-        collector = Collector(text, ids, request.sampling.logprobs is not None, line.token_text)
+        collector = OutputCollector(text, ids, request.sampling.logprobs is not None, line.token_text)
         async for delta in generation:
             collector.add(delta)
         return collector.output()
@@ -228,11 +228,11 @@ def _listed(prompts: Any) -> Sequence[Any]:
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     """Raises InvalidRequest, naming ``where``."""
     if not isinstance(prompt, Mapping):
-        return Ask().of_prompt(prompt)
+        return RequestOptions().of_prompt(prompt)
     unknown = sorted(set(prompt) - _PROMPT_KEYS)
     if unknown:
         raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
-    ask = Ask(cache_salt=prompt.get("cache_salt") or "")
+    ask = RequestOptions(cache_salt=prompt.get("cache_salt") or "")
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if (ids is None) == (text is None):
         raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
@@ -241,7 +241,7 @@ def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
 
 def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> GenerateRequest:
     """As a gateway would read it from the wire: the same types and roundings, and the same refusals."""
-    said = Ask(sampling=sampling).of_prompt(()).sampling
+    said = RequestOptions(sampling=sampling).of_prompt(()).sampling
     return request_from_pb(to_pb(replace(request, sampling=said)))
 
 

@@ -136,8 +136,9 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     from pillion.cli.checks import check_flags
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
+    from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.devices import pool_device, resolved
-    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+    from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.gateway_server import model_entry
     from pillion.kvstore.node.kv_node import start_kvnode
     from pillion.supervisor.pool_fit import fit_pool

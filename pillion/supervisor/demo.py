@@ -24,7 +24,7 @@ from pillion.types import ChatMessage, Timings, Usage
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pillion.client.client import AsyncClient
+    from pillion.client.async_client import AsyncClient
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
@@ -121,7 +121,7 @@ async def _demo(flags: ServeFlags, notices: Notices) -> int:
 
 
 async def _run(cluster: LocalCluster, notices: Notices, stages: Stages) -> list[Answer]:
-    from pillion.client.client import AsyncClient
+    from pillion.client.async_client import AsyncClient
 
     with stages.stage("model ready"):
         await cluster.prepare()

@@ -15,20 +15,25 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pillion.cli.flags import subset, to_argv
-from pillion.config import EdgeFlags, GatewayFlags
+from pillion.cli.checks import check_flags
+from pillion.cli.console import Notices
+from pillion.cli.flags import subset
+from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
+from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import probes
+from pillion.supervisor.child_command import child_environ, component_argv
+from pillion.supervisor.components import require_server_packages, stop_on_signals
+from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
-E = TypeVar("E", bound=EdgeFlags)
+E = TypeVar("E", bound=GatewayFlags)
 
 
 class PublicPorts:
@@ -74,7 +79,7 @@ def bind_port(host: str, name: str, port: int) -> socket.socket:
 
 
 def gateway_specs(
-    flags: EdgeFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
+    flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
 ) -> list[ProcessSpec]:
     """The gateways, named gateway-0 and so on behind ``prefix``; each has a socket of its own for probes under
     ``folder``. ``alone``: ready when it listens, as workers come and go elsewhere; else when it would serve."""
@@ -98,22 +103,9 @@ def gateway_specs(
     return specs
 
 
-def component_argv(role: str, flags: Any) -> tuple[str, ...]:
-    """The command of one part."""
-    # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
-    arguments = to_argv(flags, leave_out=("redis_url",))
-    # The name first: it is what people look for in `ps`.
-    arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
-    return (sys.executable, "-m", "pillion", role, *arguments)
-
-
 def run_gateways(flags: GatewayFlags) -> int:
     """`pillion gateway --gateway-workers N`: blocks until a signal (exit status 0) or until they cannot be kept alive
     (1). Raises PillionError."""
-    from pillion.cli.checks import check_flags
-    from pillion.observability.log_format import set_up_logging
-    from pillion.supervisor.components import require_server_packages
-
     check_flags(flags)
     require_server_packages()
     set_up_logging(flags.log_level)
@@ -121,11 +113,6 @@ def run_gateways(flags: GatewayFlags) -> int:
 
 
 async def _run(flags: GatewayFlags) -> int:
-    from pillion.cli.console import Notices
-    from pillion.supervisor.components import stop_on_signals
-    from pillion.supervisor.local_cluster import child_environ
-    from pillion.supervisor.runtime_dir import RuntimeDir
-
     stop, notices = asyncio.Event(), Notices()
     stop_on_signals(stop)
     with contextlib.ExitStack() as stack:
@@ -145,7 +132,7 @@ async def _run(flags: GatewayFlags) -> int:
             await supervisor.stop()
 
 
-async def _keep(supervisor: Supervisor, notices: Any, stop: asyncio.Event) -> int:
+async def _keep(supervisor: Supervisor, notices: Notices, stop: asyncio.Event) -> int:
     """Starts them and waits for whatever ends them."""
     stopped = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(supervisor.start())

@@ -17,17 +17,17 @@ from typing import Any
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
-from pillion.cli.flags import env_name, subset, to_argv, without_flags
+from pillion.cli.flags import subset, to_argv
 from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
 from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child import Child
+from pillion.supervisor.child_command import child_environ, component_argv
 from pillion.supervisor.components import STOP_GRACE_S, require_server_packages
 from pillion.supervisor.fence_watch import watch_fences
-from pillion.supervisor.gateway_processes import PublicPorts, component_argv, gateway_specs
-from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs
 from pillion.supervisor.pool_fit import Fit, fit_pool
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
@@ -167,19 +167,6 @@ def _spec(
     return ProcessSpec(component_id=component_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
 
 
-def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
-    """What every part of this supervisor sees: no flags but the Redis URL, nothing that phones home."""
-    return without_flags(environ) | {
-        env_name("redis_url"): redis_url,
-        PARENT_PID_VARIABLE: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        # Parts start programs, but never use gRPC in a forked child; its fork handlers only log that they were skipped.
-        "GRPC_ENABLE_FORK_SUPPORT": "0",
-    }
-
-
 def compute_environ(threads: int) -> dict[str, str]:
     """OpenMP for a worker that shares the machine with others: its own threads, and a short spin when they wait."""
     return {
@@ -242,7 +229,8 @@ def describe_model(flags: ServeFlags) -> tuple[str, Fit | None]:
 
     Raises ConfigError.
     """
-    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+    from pillion.engine.backends.backend import kv_layout
+    from pillion.engine.checkpoints.prepare import prepare
 
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:

@@ -54,7 +54,7 @@ print(*({"torch", "transformers"} & set(sys.modules)))
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"split_policy": "sometimes"}, "split policy 'sometimes'"),
+        ({"split_policy": "sometimes"}, "split-policy 'sometimes'"),
         ({"chunk_size": 24, "block_size": 16}, "--chunk-size 24 is no multiple of --block-size 16"),
         ({"chunk_size": 0}, "--chunk-size 0"),
         ({"redis_url": ""}, "needs --redis-url"),

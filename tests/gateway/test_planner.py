@@ -78,7 +78,7 @@ def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tup
     "text", ["", "automatic", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"]
 )
 def test_other_policies_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="split policy"):
+    with pytest.raises(ConfigError, match="split-policy"):
         parse_policy(text)
 
 

@@ -111,7 +111,7 @@ def test_a_workers_lines() -> None:
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
-    said = list(lines(line.scheduler.lines.load(line.scheduler.budget), seats=2))
+    said = list(lines(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
     assert by_labels(said, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
     assert by_labels(said, names.SEATS) == {"": 0}
     assert by_labels(said, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}

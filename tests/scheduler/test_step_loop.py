@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pillion.engine.backends.backend import BackendLost, FinishedStep
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.host_backend import FinishedStep
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 
@@ -39,7 +40,7 @@ async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
         may_publish=lambda: allowed[0],
     )
     loop.start()
-    loop.tell(lambda scheduler, now: None)
+    loop.post_event(lambda scheduler, now: None)
     async with asyncio.timeout(10):
         while len(loop._held) < MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -68,7 +69,7 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
         may_publish=lambda: False,
     )
     loop.start()
-    loop.tell(lambda scheduler, now: None)
+    loop.post_event(lambda scheduler, now: None)
     await asyncio.sleep(0.1)
     await asyncio.wait_for(loop.stop(), 10)
     assert not loop._thread.is_alive()
@@ -94,6 +95,6 @@ async def test_a_device_that_is_lost_ends_the_thread(at_launch: bool) -> None:
         on_death=died.set_result,
     )
     loop.start()
-    loop.tell(lambda scheduler, now: None)
+    loop.post_event(lambda scheduler, now: None)
     assert "no device" in await asyncio.wait_for(died, 10)
     await asyncio.wait_for(loop.stop(), 10)

@@ -153,7 +153,9 @@ async def test_load_that_stays_is_an_error() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait_s", lambda error: 0.0)
-        (result,) = await module.run_async(stream, [module.GenerateRequest(text="x")], 1, False, False)
+        (result,) = await module.run_batch_async(
+            lambda request: request, stream, [module.GenerateRequest(text="x")], 1, False, False
+        )
     assert isinstance(result, Overloaded)
     assert len(waits) == module.OVERLOAD_RETRIES + 1
     assert module.wait_s(Overloaded("", 10**9)) == module.MAX_OVERLOAD_WAIT_MS / 1000

@@ -129,7 +129,7 @@ async def test_waits_are_bounded_and_end_with_their_epoch(monkeypatch: pytest.Mo
         answer = await connection.submit(submit_of(2, second, TOKENS[1:], 9, awaited_blocks=AWAITED))
         assert await end_of(answer) == EXHAUSTED
         books = workers.kvnode.pool
-        epoch = workers.decode.worker.tenure.epoch
+        epoch = workers.decode.worker.epoch.number
         books.adopt(epoch, second.ticket_id, 0)
         with pytest.raises(Overloaded):
             await books.await_chain(epoch, second.ticket_id, AWAITED, 1.0)

@@ -1,8 +1,8 @@
 """What a worker holds at its KV node, and what the node is to hear next: stock, commits, releases.
 
-Sans-IO (I9): orders gather in an Outcome; :mod:`pillion.engine.worker.node_line` tells them. One run of blocks per
+Sans-IO (I9): orders gather in an Outcome; :mod:`pillion.engine.worker.node_updates` tells them. One run of blocks per
 sequence is under
-way at a time; its answer comes back as :meth:`Books.accept` or as a refusal.
+way at a time; its answer comes back as :meth:`BlockManager.accept` or as a refusal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from pillion.engine.scheduling.in_flight import Flights
+from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Holding, Sequence
 from pillion.engine.scheduling.slot_stock import SlotStock
 from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder
@@ -20,13 +20,13 @@ STOCK_LOW_TOKENS = 4
 STOCK_TARGET_TOKENS = 16
 
 
-class Books:
-    """Belongs to one scheduler. ``out`` is the outcome being gathered; what leaves for the node waits for ``flights``
+class BlockManager:
+    """Belongs to one scheduler. ``out`` is the outcome being gathered; what leaves for the node waits for ``in_flight``
     that may use it."""
 
-    def __init__(self, block_size: int, flights: Flights | None = None) -> None:
+    def __init__(self, block_size: int, in_flight: InFlightSteps | None = None) -> None:
         self.block_size = block_size
-        self.flights = Flights() if flights is None else flights
+        self.in_flight = InFlightSteps() if in_flight is None else in_flight
         self.stock = SlotStock()
         self.out = Outcome()
         self._leased = 0
@@ -103,7 +103,7 @@ class Books:
         held, first = blocks * self.block_size, sequence.chunks_acked
         done = [mark for mark in sequence.chunks[first:] if mark.end_tokens <= held]
         sequence.chunks_acked += len(done)
-        arrived_s = sequence.marks.arrived_s
+        arrived_s = sequence.progress.arrived_s
         return tuple(
             ChunkDone(
                 seq_id=sequence.seq_id,
@@ -124,7 +124,7 @@ class Books:
         self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
         out, self.out = self.out, Outcome()
         out.give_back.extend(self.stock.surplus())
-        if self.flights.hold_back(out):
+        if self.in_flight.hold_back(out):
             self.stock.memory_is_coming()
         self._leased -= len(out.give_back)
         out.lease_blocks = self.stock.wanted(now, urgent=urgent)
@@ -133,7 +133,7 @@ class Books:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Every slot leased to this worker is in exactly one place (I4). Raises AssertionError."""
         self.stock.check_integrity()
-        places = [*self.stock.slots, *self.flights.held_slots()]
+        places = [*self.stock.slots, *self.in_flight.held_slots()]
         for sequence in sequences:
             places.extend(sequence.owned_slots())
         assert len(set(places)) == len(places), "a slot is in two places"

@@ -27,7 +27,7 @@ class Node(Protocol):
     async def lease(self, epoch: int, blocks: int) -> tuple[int, ...]: ...
 
 
-class NodeLine:
+class NodeUpdates:
     """One task per epoch of a worker.
 
     Args:
