@@ -214,12 +214,12 @@ def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecor
 async def _start_gateway(
     flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
 ) -> Any:
-    from pillion.gateway.gateway import EdgeOptions, Gateway
+    from pillion.gateway.gateway import Gateway, GatewayOptions
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.planner import parse_policy
 
     cluster = Cluster(f"llm-{os.getpid()}", LocalRegistry(*records), NoIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
-    options = EdgeOptions(
+    options = GatewayOptions(
         policy=parse_policy("colocated"),
         # No span is longer than the longest prompt: here nobody runs spans.
         chunk_tokens=max(model.max_model_len, flags.block_size),
