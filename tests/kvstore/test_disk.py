@@ -222,11 +222,8 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
     with started([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        try:
-            with pytest.raises(ConfigError, match=str(tmp_path)):
-                DiskFolder(tmp_path)
-        finally:
-            other.kill()
+        with pytest.raises(ConfigError, match=str(tmp_path)):
+            DiskFolder(tmp_path)
     DiskFolder(tmp_path).close()
 
 
