@@ -12,6 +12,7 @@ from __future__ import annotations
 import pytest
 
 import tests.support.gpu  # noqa: F401
+
 pytest_plugins = ["tests.support.limits"]
 
 LONG = (
