@@ -136,8 +136,9 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     from pillion.cli.checks import check_flags
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
+    from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.devices import pool_device, resolved
-    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+    from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.gateway_server import model_entry
     from pillion.kvstore.node.kv_node import start_kvnode
     from pillion.supervisor.pool_fit import fit_pool
@@ -213,12 +214,12 @@ def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecor
 async def _start_gateway(
     flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
 ) -> Any:
-    from pillion.gateway.gateway import EdgeOptions, Gateway
+    from pillion.gateway.gateway import Gateway, GatewayOptions
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.planner import parse_policy
 
     cluster = Cluster(f"llm-{os.getpid()}", LocalRegistry(*records), NoIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
-    options = EdgeOptions(
+    options = GatewayOptions(
         policy=parse_policy("colocated"),
         # No span is longer than the longest prompt: here nobody runs spans.
         chunk_tokens=max(model.max_model_len, flags.block_size),

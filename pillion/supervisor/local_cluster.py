@@ -233,7 +233,8 @@ def describe_model(flags: ServeFlags) -> tuple[str, PoolFit | None]:
 
     Raises ConfigError where the pool cannot hold one request.
     """
-    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+    from pillion.engine.backends.backend import kv_layout
+    from pillion.engine.checkpoints.prepare import prepare
 
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:
