@@ -20,7 +20,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.gateway import EdgeOptions, Gateway, ModelEntry
+from pillion.gateway.gateway import Gateway, GatewayOptions, ModelEntry
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.grpc_api.key_check import KeyCheck
 from pillion.gateway.http_api.http_server import HttpServer, start_http
@@ -154,7 +154,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     cluster = Cluster(component_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
-    options = EdgeOptions(
+    options = GatewayOptions(
         policy=policy,
         # No span is longer than the longest prompt: that is one chunk.
         chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pillion.errors import PillionError
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.request.events import Hold
+from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
 from pillion.wire.kvnode import Brought
@@ -20,8 +20,8 @@ log = logging.getLogger("pillion.gateway")
 MAX_FETCH_S = 5.0
 
 
-async def bring(
-    cluster: Cluster, hold: Hold, hashes: bytes, sources: Sequence[str], here_blocks: int, left_s: float | None
+async def fetch_blocks(
+    cluster: Cluster, hold: TicketHold, hashes: bytes, sources: Sequence[str], here_blocks: int, left_s: float | None
 ) -> Brought:
     """``blocks`` of it: how many of the prompt's first blocks are pinned to the ticket then.
 

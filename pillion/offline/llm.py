@@ -58,7 +58,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.flags = read_options(model, options)
-        from pillion.supervisor.components import require_server_packages
+        from pillion.supervisor.component_process import require_server_packages
 
         require_server_packages()
         self._thread = OfflineThread(self.flags)

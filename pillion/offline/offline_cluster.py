@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pillion.llm")
 
 # Answers in flight at once, over all calls of one LLM; further prompts wait in their order. The bound is above what
-# runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of more answers than this.
+# runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of more
+# answers than this.
 MAX_ANSWERS_AT_ONCE = 512
 # The components share a process: none falls silent alone, and one that waits for the interpreter is not lost.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 600_000
@@ -133,8 +134,9 @@ async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
     from pillion.cli.checks import check_flags
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
+    from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.devices import pool_device, resolved
-    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+    from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.gateway_server import model_entry
     from pillion.kvstore.node.kv_node import start_kvnode
     from pillion.supervisor.pool_fit import fit_pool
@@ -211,12 +213,12 @@ def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecor
 async def _start_gateway(
     flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
 ) -> Any:
-    from pillion.gateway.gateway import EdgeOptions, Gateway
+    from pillion.gateway.gateway import Gateway, GatewayOptions
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.planner import parse_policy
 
     cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
-    options = EdgeOptions(
+    options = GatewayOptions(
         policy=parse_policy("colocated"),
         # Longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
         chunk_tokens=max(model.max_model_len, flags.block_size),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from pillion.gateway.planning.planner import plan
+from pillion.gateway.planning.planner import make_plan
 from pillion.wire.registry import ComponentRecord
-from tests.support.planner_components import COST, decode, node, picture, prefill
+from tests.support.planner_components import COST, decode, node, prefill, snapshot
 
 
 def test_several_gateways_do_not_herd() -> None:
@@ -19,7 +19,7 @@ def test_several_gateways_do_not_herd() -> None:
         tokens: Counter[str] = Counter()
         for number in range(16):
             spread = 17 * gateway + number
-            decided = plan(picture(600, components, own_load=streams, own_tokens=tokens, spread=spread))
+            decided = make_plan(snapshot(600, components, own_load=streams, own_tokens=tokens, spread=spread))
             streams[decided.decode.component_id] += 1
             tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:
@@ -52,7 +52,7 @@ def test_who_is_too_good_to_be_true_does_not_attract_everything() -> None:
         streams: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for number in range(60):
-            decided = plan(picture(2000, components, own_load=streams, own_tokens=tokens, spread=number))
+            decided = make_plan(snapshot(2000, components, own_load=streams, own_tokens=tokens, spread=number))
             streams[decided.decode.component_id] += 1
             tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_components import record, running_line, until
+from tests.support.fake_components import record, running_fake_cluster, until
 
 
 async def pools(line: Any, **blocks: int) -> None:
@@ -33,7 +33,7 @@ async def pools(line: Any, **blocks: int) -> None:
     ids=["its node is gone", "its node is larger", "its node is as large"],
 )
 async def test_a_lost_host_does_not_stop_requests_that_left_max_tokens_to_us(blocks: dict[str, int]) -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await pools(line, **blocks)
         stream = line.client.generate("What is the capital of France?", timeout_s=20)
         assert "".join([delta.text async for delta in stream]) == "The answer."

@@ -52,7 +52,7 @@ def script_of(text: str) -> tuple[int, ...]:
     return (*byte_tokenizer().encode(text).ids, EOS)
 
 
-class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
+class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
     """Grants every ticket; says that ``pinned`` blocks are there.
 
     ``brings``: for the next prefetches, how far the chain reaches then, or an error; without a word, all that is asked.
@@ -277,7 +277,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(delta)
 
 
-def knows(line: Line, **hits: int) -> None:
+def knows(line: FakeCluster, **hits: int) -> None:
     """From now on the index says so, of every prompt: ``kv_0=3`` is three blocks on kv-0."""
     found = [PrefixHit(name.replace("_", "-"), blocks) for name, blocks in hits.items()]
 
@@ -297,13 +297,13 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 @dataclass
-class Line:
+class FakeCluster:
     """Fake peers, a real registry, and a real gateway before them. The far ones are on the node kv-1, if they run."""
 
-    node: FakeNode
+    node: FakeKVNode
     prefill: FakePrefill
     decode: FakeDecode
-    far_node: FakeNode
+    far_node: FakeKVNode
     far_prefill: FakePrefill
     gateway: GatewayServer
     client: AsyncClient
@@ -344,12 +344,12 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 
 @contextlib.asynccontextmanager
-async def running_line(
+async def running_fake_cluster(
     script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any
-) -> AsyncIterator[Line]:
+) -> AsyncIterator[FakeCluster]:
     """Redis, the fake parts of ``roles``, and a gateway with ``flags``. "far-kvnode" and "far-prefill" are kv-1's."""
-    node, prefill, decode = FakeNode(), FakePrefill(), FakeDecode(script)
-    far_node, far_prefill = FakeNode("kv-1"), FakePrefill()
+    node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
+    far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
     decode.prefill = prefill
     add_node, add_prefill = kvnode_pb2_grpc.add_KVNodeServicer_to_server, prefill_pb2_grpc.add_PrefillServicer_to_server
     services = {
@@ -383,4 +383,4 @@ async def running_line(
             await until(client.models)
         if "far-kvnode" in roles:
             await until(lambda: gateway._cluster.node("kv-1").alive)
-        yield Line(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)
+        yield FakeCluster(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)

@@ -14,13 +14,13 @@ import time
 import torch
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
-from pillion.engine.backends.backend import FP8_E4M3
+from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
 from pillion.engine.backends.devices import interpreted
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
