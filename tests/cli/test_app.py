@@ -19,7 +19,7 @@ from pillion.cli.flags import env_name
 from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
-from pillion.supervisor import components
+from pillion.supervisor import component_process
 from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_command import child_environ
 from pillion.supervisor.local_cluster import process_specs, resolved_flags, threads_per_worker
@@ -51,7 +51,7 @@ def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedP
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
     script = (
-        "import sys; import pillion.cli.app, pillion.supervisor.components, pillion.supervisor.local_cluster;"
+        "import sys; import pillion.cli.app, pillion.supervisor.component_process, pillion.supervisor.local_cluster;"
         "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
         " if name in sys.modules])"
     )
@@ -113,10 +113,10 @@ def test_the_model_is_an_argument_a_flag_or_the_demo(argument: str | None, flag:
 
 
 def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    components.require_server_packages()
+    component_process.require_server_packages()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     with pytest.raises(ConfigError, match=r"servers need torch: pip install 'pillion\[server\]'") as caught:
-        components.require_server_packages()
+        component_process.require_server_packages()
     assert "\n" not in caught.value.message
 
 
@@ -196,7 +196,7 @@ def test_part_failures_and_signals(tmp_path: pathlib.Path) -> None:
     """A part's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
     script = """
 import asyncio, sys
-from pillion.supervisor import components
+from pillion.supervisor import component_process
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.observability.metrics import Meters
@@ -213,7 +213,7 @@ async def start(flags):
     return Part()
 import types
 sys.modules["fake"] = types.SimpleNamespace(start=start)
-components.ROLES["kvnode"] = ("fake", "start")
+component_process.ROLES["kvnode"] = ("fake", "start")
 sys.argv[1:2] = [sys.argv[1]]
 from pillion.cli.app import main
 mode = sys.argv[1]

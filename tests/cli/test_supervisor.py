@@ -19,7 +19,7 @@ from rich.console import Console
 
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
-from pillion.supervisor.child import MAX_LINE_BYTES, Child
+from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
@@ -220,7 +220,7 @@ async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
 async def test_output_is_forwarded_in_bounded_lines() -> None:
     heard: list[str] = []
     program = f"import sys; sys.stdout.write('x' * {3 * MAX_LINE_BYTES} + '\\nlast\\rline \\xff\\nno end')"
-    child = await Child.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), heard.append)
+    child = await ChildProcess.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), heard.append)
     assert await child.wait() == 0
     assert "".join(heard[:-2]) == "x" * 3 * MAX_LINE_BYTES
     assert max(map(len, heard)) < 2 * MAX_LINE_BYTES
@@ -312,7 +312,7 @@ async def test_a_part_that_hangs_is_killed_and_started_again(folder: pathlib.Pat
         assert supervisor.pid_of("a") == first
         silent.extend([1, 1])
         await until(lambda: supervisor.pid_of("a") not in (None, first))
-        assert f"pillion: a hangs: no answer to {MAX_SILENCES} questions" in heard.lines
+        assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in heard.lines
     finally:
         await supervisor.stop()
     assert supervisor.living() == []

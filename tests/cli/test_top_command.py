@@ -25,8 +25,8 @@ from prometheus_client import generate_latest
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics_export
 from pillion.observability.metrics import Meters
-from pillion.top.top import NO_PARSER, WINDOW_S, History, Pages
-from pillion.top.top_figures import Look
+from pillion.top.top import NO_PARSER, WINDOW_S, History, PageReader
+from pillion.top.top_figures import ClusterReading
 from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
@@ -48,7 +48,7 @@ STATUS = ClusterStatus(
 
 
 def test_rates_are_taken_over_the_window() -> None:
-    history, looks = History(), [Look(at_s, STATUS) for at_s in (0, 4, 8, 12, 12 + 2 * WINDOW_S)]
+    history, looks = History(), [ClusterReading(at_s, STATUS) for at_s in (0, 4, 8, 12, 12 + 2 * WINDOW_S)]
     assert history.newest() is None
     assert [before and before.at_s for before in map(history.add, looks)] == [None, 0, 0, 4, 12]
     assert history.newest() is looks[-1]
@@ -97,17 +97,17 @@ def test_pages_that_cannot_be_read_are_named(unused_tcp_port: int, monkeypatch: 
     }
     with serving_pages(bodies) as (port, keys):
         urls = [f"http://127.0.0.1:{port}{path}" for path in bodies] + [f"http://127.0.0.1:{unused_tcp_port}/x"]
-        pages, troubles = Pages(urls, "secret", "elsewhere", ssl.create_default_context()).read()
+        pages, troubles = PageReader(urls, "secret", "elsewhere", ssl.create_default_context()).read()
         assert list(pages) == ["gateway-0"]
         wanted = ["HTTP 302", "an operator's key", "html: ", "not a page of Pillion's", "Connection refused"]
         assert len(troubles) == len(wanted)
         assert all(component in line for component, line in zip(wanted, troubles, strict=True))
         # The gateway's key is for the gateway's host alone.
         assert set(keys) == {""}
-        Pages(urls[:1], "secret", "127.0.0.1", ssl.create_default_context()).read()
+        PageReader(urls[:1], "secret", "127.0.0.1", ssl.create_default_context()).read()
         assert keys[-1] == "Bearer secret"
         monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
-        assert Pages(urls[:2], "", "", ssl.create_default_context()).read()[1][0] == NO_PARSER
+        assert PageReader(urls[:2], "", "", ssl.create_default_context()).read()[1][0] == NO_PARSER
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ async def main():
     first.chat(TALK, SHORT, use_tqdm=False)
     await asyncio.to_thread(first.generate, ["y"] * 9, SHORT, use_tqdm=False)
 asyncio.run(main())
-while not second._thread.line.gateway.active_requests:
+while not second.status().active_requests:
     time.sleep(0.01)
 print("end")
 """,
@@ -114,7 +114,7 @@ def test_ctrl_c_cancels_the_call_and_the_next_one_works(model: pathlib.Path) -> 
         """
 llm = made()
 def interrupt():
-    while llm._thread.line.gateway.active_requests < 9:
+    while llm.status().active_requests < 9:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
@@ -122,10 +122,9 @@ try:
     llm.generate(["x"] * 9, LONG)
 except KeyboardInterrupt:
     print("interrupted")
-gateway = llm._thread.line.gateway
-while gateway.active_requests:
+while llm.status().active_requests:
     time.sleep(0.01)
-assert gateway.status().completion_tokens < 9 * 4000, "they ran to their ends"
+assert llm.status().completion_tokens < 9 * 4000, "they ran to their ends"
 print(len(llm.generate("x", SHORT, use_tqdm=False)[0].outputs[0].token_ids))
 """,
     )
@@ -138,7 +137,7 @@ def test_close_cancels_calls_of_other_threads(model: pathlib.Path) -> None:
         """
 llm = made()
 def close():
-    while llm._thread.line.gateway.active_requests < 9:
+    while llm.status().active_requests < 9:
         time.sleep(0.01)
     llm.close()
 threading.Thread(target=close).start()
