@@ -37,16 +37,16 @@ def line_charts(path: pathlib.Path, charts: Sequence[Chart]) -> None:
     """Write charts side by side to ``path``. Raises ValueError for a chart without a point."""
     legend = max(len(chart.series) for chart in charts) * LEGEND_ROW
     width, height = WIDTH * len(charts), HEIGHT + legend
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         # Pages may be dark; the chart brings its own paper.
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for index, chart in enumerate(charts):
-        parts += [f'<g transform="translate({index * WIDTH} 0)">', *_draw(chart), "</g>"]
+        elements += [f'<g transform="translate({index * WIDTH} 0)">', *_draw(chart), "</g>"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*parts, "</svg>"]) + "\n", "utf-8")
+    path.write_text("\n".join([*elements, "</svg>"]) + "\n", "utf-8")
 
 
 def _draw(chart: Chart) -> list[str]:
