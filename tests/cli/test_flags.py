@@ -74,7 +74,7 @@ def test_an_empty_variable_says_nothing() -> None:
     assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
 
 
-def test_one_file_may_serve_all_parts(tmp_path: pathlib.Path) -> None:
+def test_one_file_may_serve_all_components(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text("http-port = 1\nmax-num-seqs = 5\n")
     assert parse(DecodeFlags, ["--config", str(file)]).max_num_seqs == 5
@@ -160,7 +160,7 @@ def test_children_do_not_hear_the_parents_flags() -> None:
     assert without_flags(environ) == {"PILLION_CACHE": "kept", "HOME": "kept"}
 
 
-def test_a_part_gets_the_flags_it_shares() -> None:
+def test_a_component_gets_the_flags_it_shares() -> None:
     flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m"), http_port=1)
     assert flags == GatewayFlags(chunk_size=64, model="m", http_port=1)
     assert subset(ModelFlags, flags) == ModelFlags(model="m")
