@@ -19,7 +19,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
-from pillion.wire.kvnode import Adopted, Ticket
+from pillion.wire.kvnode import AdoptedTicket, OpenTicketReply
 
 # Longest time that a preempted stream waits in the node's line for memory.
 RESUME_TIMEOUT_S = 120.0
@@ -41,9 +41,9 @@ class TicketNode(Protocol):
         resume: bool = False,
         priority: int = 0,
         timeout_s: float,
-    ) -> Ticket: ...
-    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted: ...
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> Adopted: ...
+    ) -> OpenTicketReply: ...
+    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket: ...
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket: ...
 
 
 class Tickets:
@@ -58,8 +58,8 @@ class Tickets:
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
-        self._opening: dict[int, asyncio.Task[Ticket]] = {}
-        self._awaiting: dict[int, asyncio.Task[Adopted]] = {}
+        self._opening: dict[int, asyncio.Task[OpenTicketReply]] = {}
+        self._awaiting: dict[int, asyncio.Task[AdoptedTicket]] = {}
 
     async def adopt(
         self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
@@ -110,7 +110,7 @@ class Tickets:
             raise self._judge(error) from None
         return replace(holding, chain_slots=chain.chain_slots), chain.tail_hash
 
-    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> Adopted:
+    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AdoptedTicket:
         """These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(

@@ -33,8 +33,8 @@ from pillion.engine.worker.step_meter import StepMeter, readings
 from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.observability.metrics import Meters
 from pillion.wire.registry import ComponentRecord
 

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_command import child_environ
 from pillion.supervisor.local_cluster import process_specs, resolved_flags, threads_per_worker
 from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
+from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -229,22 +231,22 @@ mode = sys.argv[1]
 main(["kvnode"])
 """
 
-    def start(mode: str) -> subprocess.Popen[str]:
+    def start(mode: str) -> AbstractContextManager[subprocess.Popen[str]]:
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+        return started([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
-    failing = start("fails")
-    out, err = failing.communicate(timeout=30)
+    with start("fails") as failing:
+        out, err = failing.communicate(timeout=30)
     assert (failing.returncode, out) == (1, "up\nstopped\n")
     assert "kvnode-0 stops: the node went away" in err
-    refusing = start("refuses")
-    out, err = refusing.communicate(timeout=30)
+    with start("refuses") as refusing:
+        out, err = refusing.communicate(timeout=30)
     assert (refusing.returncode, err) == (2, "pillion: no\n")
-    living = start("lives")
-    assert living.stdout is not None
-    assert living.stdout.readline() == "up\n"
-    living.terminate()
-    out, _ = living.communicate(timeout=30)
+    with start("lives") as living:
+        assert living.stdout is not None
+        assert living.stdout.readline() == "up\n"
+        living.terminate()
+        out, _ = living.communicate(timeout=30)
     assert (living.returncode, out) == (0, "stopped\n")
 
 

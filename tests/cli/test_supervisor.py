@@ -23,6 +23,7 @@ from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
 from tests.support.notices import RecordedNotices
+from tests.support.processes import started
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
 COMPONENT = """
@@ -226,12 +227,9 @@ def test_a_component_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None
         f"child = subprocess.Popen([sys.executable, '-c', {component!r}], stdout=subprocess.PIPE);"
         "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
     gone, _ = psutil.wait_procs([child], 10)
     assert gone == [child]
 
@@ -251,14 +249,11 @@ def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> 
         "import subprocess, sys, time;"
         f"child = subprocess.Popen([sys.executable, '-c', {watcher!r}]); print(child.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    watching = psutil.Process(int(parent.stdout.readline()))
-    while not (children := watching.children()):
-        pass
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        watching = psutil.Process(int(parent.stdout.readline()))
+        while not (children := watching.children()):
+            pass
     gone, _ = psutil.wait_procs([watching, *children], 10)
     assert len(gone) == 2
 
@@ -269,14 +264,11 @@ def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(fold
         f"d = RuntimeDir.create(pathlib.Path({str(folder)!r})); (d.path / 'x').touch(); print(d.path, flush=True);"
         "time.sleep(60)"
     )
-    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    theirs = pathlib.Path(other.stdout.readline().strip())
-    assert theirs.stat().st_mode & 0o777 == 0o700
-    assert sweep(folder) == []
-    other.kill()
-    other.wait(10)
-    other.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = pathlib.Path(other.stdout.readline().strip())
+        assert theirs.stat().st_mode & 0o777 == 0o700
+        assert sweep(folder) == []
     ours = RuntimeDir.create(folder)
     assert list(folder.iterdir()) == [ours.path]
     (folder / "pillion-notes").mkdir()

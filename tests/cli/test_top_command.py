@@ -13,7 +13,8 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -154,23 +155,36 @@ def test_without_a_terminal_frames_follow_each_other(target: str) -> None:
     assert sum(line.startswith("pillion 1 ") for line in lines) == 2
 
 
+def read_until_closed(terminal: int, seen: Callable[[bytes], None]) -> bytes:
+    """All that comes out of ``terminal``; ``seen`` hears of it each time."""
+    out, deadline_s = b"", time.monotonic() + 60
+    # Linux says EIO where the other side is closed.
+    with contextlib.suppress(OSError):
+        while select.select([terminal], [], [], 30)[0] and (got := os.read(terminal, 65536)):
+            assert time.monotonic() < deadline_s, "it does not stop"
+            out += got
+            seen(out)
+    return out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_terminal_is_left_as_it_was(target: str, number: signal.Signals) -> None:
-    ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
-    argv = command("--target", target)
-    with started(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT) as process:
-        os.close(theirs)
-        out, asked = b"", False
-        # Linux says EIO where the other side is closed.
-        with contextlib.suppress(OSError):
-            while select.select([ours], [], [], 30)[0] and (got := os.read(ours, 65536)):
-                out += got
-                if not asked and out.count(b"requests/s") >= 2:
-                    process.send_signal(number)
-                    asked = True
+    argv, asked = command("--target", target), threading.Event()
+    with contextlib.ExitStack() as stack:
+        ours, theirs = pty.openpty()
+        stack.callback(os.close, ours)
+        with contextlib.closing(os.fdopen(theirs, "wb", buffering=0)) as side:
+            pipes = {"stdin": side, "stdout": side, "stderr": side}
+            process = stack.enter_context(started(argv, env=environ, cwd=ROOT, **pipes))
+
+        def ask(out: bytes) -> None:
+            if not asked.is_set() and out.count(b"requests/s") >= 2:
+                process.send_signal(number)
+                asked.set()
+
+        out = read_until_closed(ours, ask)
         assert process.wait(30) == 0
-    os.close(ours)
     assert b"Traceback" not in out
     for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
         assert out.count(on) == out.count(off) == 1
