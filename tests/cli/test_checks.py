@@ -46,12 +46,12 @@ def test_between_components_both_sides_prove(cls: Any, missing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_ca": "a"}, {"tls_cert": "c", "tls_ca": "a"}]
+    "flags", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_ca": "a"}, {"tls_cert": "c", "tls_ca": "a"}]
 )
-def test_an_edge_has_a_certificate_and_its_key(said: dict[str, str]) -> None:
+def test_an_edge_has_a_certificate_and_its_key(flags: dict[str, str]) -> None:
     for cls in (GatewayFlags, ServeFlags):
         with pytest.raises(ConfigError):
-            check_flags(cls(**said))
+            check_flags(cls(**flags))
         check_flags(cls(tls_cert="c", tls_key="k", tls_ca="a"))
 
 
