@@ -1,4 +1,4 @@
-"""Style is executable: sizes, import direction (DESIGN 3) and what must never be imported."""
+"""Style is executable: sizes, import direction (docs/architecture.md) and what must never be imported."""
 
 from __future__ import annotations
 
@@ -42,14 +42,11 @@ SANS_IO = (
     "gateway/request/request_machine.py",
     "gateway/admission/tenants.py",
     "engine/scheduling/step_plan.py",
-    "kvstore/ledger/waiting_line.py",
-    "kvstore/ledger/commits.py",
+    "kvstore/ledger/waiting_queue.py",
     "kvstore/ledger/eviction.py",
-    "kvstore/ledger/eviction_frequency.py",
     "kvstore/tiers/spill_plan.py",
     "kvstore/ledger/ledger.py",
     "kvstore/ledger/integrity.py",
-    "kvstore/ledger/pool_shape.py",
     "kvstore/ledger/records.py",
     "kvstore/node/regions.py",
     "kvstore/ledger/tree.py",

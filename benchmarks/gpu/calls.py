@@ -55,7 +55,8 @@ BLOCK_ROWS = (1, 16, 256)
 
 def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """Rows of the embedding."""
-    from pillion.kernels.gpu.rows.embedding import embed, reference
+    from pillion.kernels.gpu.gpu_reference import embed as reference
+    from pillion.kernels.gpu.rows.embedding import embed
 
     table = _random(bench, shape.vocab, shape.hidden)
     size = 2 * rows * shape.hidden * 2

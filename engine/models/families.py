@@ -1,8 +1,8 @@
-"""The model families that can be served, one row each. Imports no torch.
+"""The table of model families that can be served, one row each: where a new family goes. Imports no torch.
 
-A row says what transformers assumes where a config is silent, and which options of the decoder the family has;
-:mod:`pillion.engine.models.model_config` reads a config by it. A new family is a new row as long as the decoder has
-its options.
+A row holds the values that transformers assumes for keys missing in a config, and the decoder's options that the family
+has; :mod:`pillion.engine.models.model_config` reads a config by its row. A family with an option that the decoder does
+not have yet also needs that option in :class:`pillion.engine.models.model_config.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A row of the table.
+    """One row of the table; the options have the meaning of the fields of ``ModelConfig`` with the same names.
 
-    ``defaults`` are what transformers assumes where a config is silent, and they switch options on: a key such as
-    ``attention_bias`` or ``logits_scaling`` is read for families that have it here, and passed over for all others.
+    ``defaults`` are the values that transformers assumes for missing keys. They also switch options on: a key such as
+    ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -159,5 +159,5 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
 }
 
-# Checkpoints of text and images, of which the text model is served: their type, and the family of their text_config.
+# Models of text and images whose text model can be served: their model_type, and the family of their text_config.
 TEXT_OF = {"gemma3": "gemma3_text"}

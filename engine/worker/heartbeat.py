@@ -17,7 +17,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.worker.node_updates import describe_failure
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -149,7 +149,7 @@ class Heartbeat:
 
     async def _announce_once(self, registry: Registry) -> None:
         try:
-            await registry.beat(self._describe())
+            await registry.heartbeat(self._describe())
             answers = True
         except PillionError as error:
             answers = False

@@ -20,7 +20,7 @@ from pillion.engine.scheduling.sequence import Holding
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.wire.kvnode import Adopted, Ticket
+from pillion.wire.kvnode import AdoptedTicket, OpenTicketReply
 
 # Longest time that a preempted stream waits in the node's queue for memory.
 RESUME_TIMEOUT_S = 120.0
@@ -47,8 +47,8 @@ class Tickets:
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
-        self._opening: dict[int, asyncio.Task[Ticket]] = {}
-        self._awaiting: dict[int, asyncio.Task[Adopted]] = {}
+        self._opening: dict[int, asyncio.Task[OpenTicketReply]] = {}
+        self._awaiting: dict[int, asyncio.Task[AdoptedTicket]] = {}
 
     async def adopt(
         self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
@@ -99,7 +99,7 @@ class Tickets:
             raise self._judge(error) from None
         return replace(holding, chain_slots=chain.chain_slots), chain.tail_hash
 
-    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> Adopted:
+    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AdoptedTicket:
         """The chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(

@@ -30,8 +30,8 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import PillionError, Unavailable
+from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.observability.metrics import Meters
 from pillion.wire.registry import ComponentRecord
 

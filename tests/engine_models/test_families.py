@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pillion.engine.checkpoints.prepare import PreparedModel, kv_layout, prepare
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference

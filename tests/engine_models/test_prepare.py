@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints import prepare as prepare_module
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
-from pillion.engine.checkpoints.prepare import kv_layout, prepare, resolve_dtype
+from pillion.engine.checkpoints.prepare import prepare, resolve_dtype
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
@@ -81,7 +82,8 @@ def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatc
     assert not said
     program = f"""
         import sys
-        from pillion.engine.checkpoints.prepare import kv_layout, prepare
+        from pillion.engine.backends.backend import kv_layout
+        from pillion.engine.checkpoints.prepare import prepare
         from pillion.config import ModelFlags
         prepared = prepare(ModelFlags(model={str(folder)!r}, dtype="float32"))
         assert kv_layout(prepared, 16).block_bytes

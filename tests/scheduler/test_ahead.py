@@ -16,6 +16,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import Sampled, SequencePiece, StepPlan
+from pillion.kvstore.ledger.integrity import check_integrity
 from tests.scheduler.test_drafts import Oracle
 from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
 from tests.scheduler.test_step_cost import decodes
@@ -120,7 +121,7 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
     line.hear_idle()
     while line.answer():
         pass
-    leased = line.ledger.books().leased_blocks
+    leased = line.ledger.status().leased_blocks
     assert leased, "the slots went back under a step that writes there"
     line.scribble()
     line.step()
@@ -325,7 +326,7 @@ def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
     else:
         line.breaks = kind
     line.scheduler.check_integrity()
-    line.ledger.check_integrity()
+    check_integrity(line.ledger)
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pillion.engine.backends.backend import BackendLost, FinishedStep
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.host_backend import FinishedStep
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 

@@ -12,7 +12,7 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
-from pillion.wire.kvnode import Ticket
+from pillion.wire.kvnode import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -184,7 +184,7 @@ async def test_bad_submits_are_refused_one_by_one() -> None:
         await workers.quiet()
 
 
-async def refusal(connection: Connection, key: int, ticket: Ticket, tokens: list[int], **other: object) -> int:
+async def refusal(connection: Connection, key: int, ticket: OpenTicketReply, tokens: list[int], **other: object) -> int:
     answer = await connection.submit(submit_of(key, ticket, tokens, **other))  # type: ignore[arg-type]
     await over(answer)
     assert answer.last is not None
@@ -199,7 +199,7 @@ async def test_tickets_that_do_not_fit_the_tokens() -> None:
         await over(await start(workers, connection, 1, tokens))
         ticket = await workers.ticket(tokens)
         assert ticket.pinned_blocks == 7
-        assert await refusal(connection, 2, Ticket(12345, 0), tokens) == NOT_FOUND
+        assert await refusal(connection, 2, OpenTicketReply(ticket_id=12345), tokens) == NOT_FOUND
         assert await refusal(connection, 3, ticket, prompt(2, 30)) == NOT_FOUND
         assert await refusal(connection, 4, ticket, tokens[:28]) == NOT_FOUND
         assert await refusal(connection, 5, ticket, tokens, root_hash=b"\6" * 32) == NOT_FOUND

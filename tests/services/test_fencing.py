@@ -15,7 +15,7 @@ from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.heartbeat import Heartbeat, Lease
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from pillion.wire.kvnode import HeartbeatReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import ComponentRecord
@@ -117,7 +117,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         await lost(late)
         books = await workers.node.status()
         assert worker.epoch.over
-        assert (books.fenced_components, books.quarantined_blocks) == (("decode-0",), 6)
+        assert (tuple(books.fenced_components), books.quarantined_blocks) == (("decode-0",), 6)
         await workers.node.check_integrity()
         workers.decode_backend.gate.set()
         await returned(worker, old)
@@ -307,7 +307,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         fence(workers, worker)
         await until(lambda: worker._returning is not None, "the fence to be heard")
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
-        await until(lambda: not workers.kvnode.pool.ledger.books().fenced_components, "its end at the node")
+        await until(lambda: not workers.kvnode.pool.ledger.status().fenced_components, "its end at the node")
         await workers.node.check_integrity()
 
 

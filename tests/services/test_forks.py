@@ -13,7 +13,7 @@ from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.prefill_service.span import SpanRun
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.decode import Fork
-from pillion.wire.kvnode import Ticket
+from pillion.wire.kvnode import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -199,7 +199,9 @@ async def test_a_cancel_right_behind_the_order_to_resume_opens_no_ticket(monkeyp
             asked.append(order)
 
         monkeypatch.setattr(worker.epoch.tickets, "resume", resume)
-        worker.epoch.listeners[77] = SpanRun(workers.prefill.worker, workers.span(Ticket(1, 0), PROMPT, [4]), Context())
+        worker.epoch.listeners[77] = SpanRun(
+            workers.prefill.worker, workers.span(OpenTicketReply(ticket_id=1), PROMPT, [4]), Context()
+        )
         worker.epoch.resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
         worker.epoch.cancel(77)
         await asyncio.sleep(0.05)

@@ -9,7 +9,7 @@ import pytest
 from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.errors import ConfigError
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from testbed.redis import running_redis
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
 from tests.support.workers import BLOCK, connected, running_workers, submit_of, until

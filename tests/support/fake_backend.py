@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import FinishedStep, KVLayout
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_step import run_at_once
+from pillion.engine.backends.host_backend import FinishedStep, run_at_once
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import SamplingRows

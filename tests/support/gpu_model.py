@@ -6,12 +6,12 @@ from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 import torch
 
-from pillion.engine.backends.backend import FP8_E4M3
+from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import load_gpu_weights, own_memory
-from pillion.engine.checkpoints.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from tests.support.torch_model import BackendDriver
 

@@ -16,6 +16,7 @@ from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, Sequ
 from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from pillion.errors import PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.kvnode import CommitResult, CommitRun
@@ -230,7 +231,7 @@ class SchedulerLine:
         # What nobody owns, anybody may write.
         self.pool[self.ledger.free] = -1
         scheduler.check_integrity()
-        self.ledger.check_integrity()
+        check_integrity(self.ledger)
         return True
 
     def _commit(self, order: CommitOrder) -> CommitResult:
@@ -283,8 +284,8 @@ class SchedulerLine:
             while self.answer():
                 pass
         self.scheduler.check_integrity()
-        self.ledger.check_integrity()
-        books = self.ledger.books()
+        check_integrity(self.ledger)
+        books = self.ledger.status()
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pillion.engine.backends.backend import HostBackend
+from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from tests.support.batches import Sequences

@@ -18,19 +18,19 @@ import torch
 
 from pillion.engine.backends.backend import (
     DevicePool,
-    FinishedStep,
     KVLayout,
     checked_copies,
     checked_memory,
+    kv_layout,
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
-from pillion.engine.backends.host_step import run_at_once
+from pillion.engine.backends.host_backend import FinishedStep, run_at_once
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.prepare import PreparedModel, kv_layout
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.errors import Internal

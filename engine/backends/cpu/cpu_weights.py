@@ -20,7 +20,8 @@ from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, write_packed
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.checkpoints.weights import DTYPES, LayerWeights, load_final_norm, load_head, load_layer
+from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_layer
+from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layers import GatedMLP, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights

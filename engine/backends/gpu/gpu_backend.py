@@ -93,7 +93,7 @@ class _Bound:
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
         )
-        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, self.attention, model.device)
+        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, self.attention.max_record_words, model.device)
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
             self.decoder.run,
@@ -245,10 +245,10 @@ class GpuBackend:
         rows, places = batch.sample_rows, None
         if len(set(rows.tolist())) < len(rows):
             rows, places = np.unique(rows, return_inverse=True)
-        work = bound.record.plan(batch)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), work.with_chunks)
+        plan = bound.attention.plan(batch)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
         with torch.inference_mode():
-            bound.record.send(batch, rows, shape, work)
+            bound.record.send(batch, rows, shape, plan)
             logits = bound.graphs.run(shape)[: len(rows)]
             return logits if places is None else logits.index_select(0, _to(places, logits.device))
 

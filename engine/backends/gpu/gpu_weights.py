@@ -19,14 +19,8 @@ import torch
 
 from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.weights import (
-    DTYPES,
-    LayerWeights,
-    embedding_scale,
-    load_final_norm,
-    load_head,
-    load_layer,
-)
+from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
+from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights

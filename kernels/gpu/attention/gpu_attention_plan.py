@@ -21,14 +21,13 @@ Only what is in use has to be copied to the device. Grids and buffers depend on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pillion.errors import Internal
+from pillion.kernels.torch.reference import Int32, RaggedBatch
 
-Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 # Words of an item by place. TABLE is where its block table begins in the record; ROW .. ROW + ROWS - 1 are its rows;
@@ -42,19 +41,6 @@ ITEM_WORDS = 8
 PADDED_TABLES = 2
 # Decode merges and where they are in the record, chunk merges and where they are.
 COUNT_WORDS = 4
-
-
-class Batch(Protocol):
-    """The arrays of a step that a plan needs; ``pillion.engine.backends.batch.StepBatch`` has them and explains
-    them.
-    """
-
-    @property
-    def query_starts(self) -> Int32: ...
-    @property
-    def context_lens(self) -> Int32: ...
-    @property
-    def block_tables(self) -> Int32: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +266,7 @@ class GpuAttentionPlanner:
         """Where the counts of a window's merges are in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
 
-    def plan(self, batch: Batch) -> GpuAttentionPlan:
+    def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
         """All rows of ``batch``, whose positions follow each other in a sequence, up to the end of its context.
 
         Raises Internal for a batch beyond the limits.

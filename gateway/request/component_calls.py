@@ -1,4 +1,4 @@
-"""The calls that one answer makes to other parts. Each reports what came of it as an event; none decides anything."""
+"""The calls that one answer makes to other components. Each reports its outcome as an event; none decides anything."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.links.fetching import bring
-from pillion.gateway.planning.planner import Picture, Plan, plan
+from pillion.gateway.links.fetching import fetch_blocks
+from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.events import Event, Hold
-from pillion.gateway.request.job import Chain, Job
-from pillion.gateway.request.remote_span import RemoteSpan, span_of
+from pillion.gateway.request.events import Event, TicketHold
+from pillion.gateway.request.job import BlockHashChain, Job
+from pillion.gateway.request.remote_span import RemoteSpan, make_span
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
 from pillion.wire.decode import DecodeDelta, Fork, Submit
@@ -42,17 +42,17 @@ log = logging.getLogger("pillion.gateway")
 MAX_ADMISSION_WAIT_S = 120.0
 # What fits the field: 49 days. A deadline behind that is the gateway's alone to keep.
 MAX_TIMEOUT_MS = 2**32 - 1
-# What may go better with another part or a new ticket.
+# Errors that another component or a new ticket may avoid.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
 
 # Work that outlives its request for a moment: asyncio itself keeps no strong reference to a task.
 _background: set[asyncio.Task[None]] = set()
 
 
-class Calls:
+class ComponentCalls:
     """One answer's calls. At most one look-up, ticket call, fetch or span is under way, and at most one decode stream.
 
-    ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes what no call should ever raise.
+    ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes an exception that no call should raise.
     """
 
     def __init__(
@@ -72,39 +72,40 @@ class Calls:
         self._post = post
         self._broken = broken
         self._work: asyncio.Task[None] | None = None
-        self._chain = Chain()
-        # By part: streams or tokens, and prompt tokens that are yet to be computed there.
+        self._chain = BlockHashChain()
+        # By component: streams or tokens, and prompt tokens that are yet to be computed there.
         self._assigned: dict[str, tuple[int, int]] = {}
         self._stream: tuple[str, int] | None = None
         self._adopted = False
         self._begun = False
-        # Of the prompt, in the latest attempt: from other nodes, and from disk.
+        # Tokens of the prompt that the latest attempt fetched from other nodes, and restored from disk.
         self.brought_tokens = (0, 0)
 
     # ---- started by actions ---------------------------------------------------------------------------------------
 
     def look_up(self, action: ev.LookUp) -> None:
-        """Answers Planned or PlanFailed."""
+        """Posts PlanMade or PlanFailed."""
         self.assign({})
         self._spawn(self._look_up(action))
 
     def open_ticket(self, action: ev.OpenTicket) -> None:
-        """Answers TicketGranted or TicketLost."""
+        """Posts TicketGranted or TicketLost."""
         self._assign_plan(action.plan)
         self._spawn(self._open_ticket(action))
 
     def fetch(self, action: ev.Fetch) -> None:
-        """Answers Fetched."""
+        """Posts BlocksFetched."""
         self._spawn(self._fetch(action))
 
     def run_span(self, action: ev.RunSpan) -> None:
-        """Answers ChunkAcked each, then SpanEnded; or SpanLost."""
+        """Posts ChunkAcked for each chunk, then SpanEnded; or SpanLost."""
         self._begun = False
         self._assign_plan(action.plan)
         self._spawn(self._run_span(action))
 
-    def submit(self, action: ev.SubmitDecode, followers: Sequence[Calls]) -> None:
-        """Answers Adopted, Tokens, then DecodeFinished; or DecodeLost. ``followers`` are the calls of ``forks``."""
+    def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
+        """Posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are the calls of the
+        answers that ``action.forks`` names."""
         job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
         left_s = job.left_s()
         submit = Submit(
@@ -132,7 +133,7 @@ class Calls:
         # Beside a span under way, what the prefill worker has yet to compute stays assigned to it.
         self._assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
         try:
-            keys = self._cluster.decode(worker).submit(submit, [partial(one._heard, attempt) for one in streams])
+            keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
             self._post(ev.DecodeLost(attempt, error, retryable=True))
         else:
@@ -156,15 +157,15 @@ class Calls:
         except Unavailable:
             log.debug("decode worker %s went away with the stream it was to cancel", worker)
 
-    def release(self, hold: Hold) -> None:
-        """In the background, until the node has taken it or the session is over."""
+    def release(self, hold: TicketHold) -> None:
+        """Releases the ticket in the background, until the node has taken the release or the session is over."""
         try:
             self._cluster.node(hold.node_id).release(hold)
         except Unavailable:
             log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
     def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
-        """What of the parts' load is this answer's from now on, for the planner's next decisions (OwnLoad.add)."""
+        """Replaces this answer's share of the load of each component, which the planner reads (OwnLoad.add)."""
         for component_id, (amount, tokens) in self._assigned.items():
             self._cluster.load.add(component_id, -amount, -tokens)
         for component_id, (amount, tokens) in amounts.items():
@@ -182,9 +183,9 @@ class Calls:
         except PillionError as error:
             self._post(ev.PlanFailed(action.attempt, error))
         else:
-            self._post(ev.Planned(action.attempt, decided))
+            self._post(ev.PlanMade(action.attempt, decided))
 
-    async def _plan(self, action: ev.LookUp, span: trace.Span) -> Plan:
+    async def _plan(self, action: ev.LookUp, span: trace.Span) -> RequestPlan:
         job, cluster = self._job, self._cluster
         if action.attempt == 1:
             served = await cluster.served_soon(job.model, job.fingerprint)
@@ -192,13 +193,13 @@ class Calls:
             served = cluster.served(job.model, job.fingerprint)
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
         root = request_root(served.namespace, cache_salt=job.cache_salt)
-        self._chain = Chain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
+        self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
         known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
-        picture = Picture(
+        snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
@@ -210,20 +211,20 @@ class Calls:
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.pace.block_s,
             demand_per_s=cluster.demand_per_s(),
-            lean=cluster.leanings.of(job.model, unknown),
+            sticky_choice=cluster.sticky_choices.of(job.model, unknown),
             index_available=cluster.index.available,
             avoid=action.avoid,
             spread=job.spread,
         )
-        decided = plan(picture)
+        decided = make_plan(snapshot)
         if action.attempt == 1:
             cluster.note_plan(bool(decided.chunks))
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
-            cluster.leanings.note(job.model, unknown, bool(decided.chunks))
+            cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(
             {
                 "pillion.attempt": action.attempt,
-                "pillion.hit_blocks": picture.hits.get(decided.node_id, 0),
+                "pillion.hit_blocks": snapshot.hits.get(decided.node_id, 0),
                 "pillion.sources": [source.node_id for source in decided.sources],
                 "pillion.index_available": cluster.index.available,
                 "pillion.split_tokens": decided.split_tokens,
@@ -241,7 +242,7 @@ class Calls:
             with telemetry.tracer().start_as_current_span("kv.pin", context=self._context) as span:
                 link = self._cluster.node(node_id)
                 epoch, resume = link.epoch, action.attempt > 1
-                # Cancelled or out of time, this call leaves no ticket behind: the client sees to that.
+                # Cancelled or out of time, this call leaves no ticket behind: the node client sees to that.
                 ticket = await link.client.open_ticket(
                     epoch,
                     self._chain.hashes,
@@ -258,18 +259,18 @@ class Calls:
         except PillionError as error:
             self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE)))
         else:
-            hold = Hold(node_id, epoch, ticket.ticket_id)
+            hold = TicketHold(node_id, epoch, ticket.ticket_id)
             self._post(ev.TicketGranted(action.attempt, hold, ticket.pinned_blocks))
 
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
-            brought = await bring(
+            brought = await fetch_blocks(
                 self._cluster, action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
             )
         size = action.plan.block_size
         self.brought_tokens = brought.fetched_blocks * size, brought.restored_blocks * size
-        self._post(ev.Fetched(action.attempt, brought.blocks))
+        self._post(ev.BlocksFetched(action.attempt, brought.blocks))
 
     async def _run_span(self, action: ev.RunSpan) -> None:
         worker = action.plan.prefill
@@ -286,7 +287,7 @@ class Calls:
                     remote = RemoteSpan(self._cluster, self._job, self._chain, action, worker, acked)
                     end_tokens = await remote.run()
                 else:
-                    end_tokens = await self._run_near(action, worker, acked)
+                    end_tokens = await self._run_local_span(action, worker, acked)
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
@@ -294,26 +295,28 @@ class Calls:
         else:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
 
-    async def _run_near(self, action: ev.RunSpan, worker: ComponentRecord, acked: Callable[[ChunkAck], None]) -> int:
-        """On the decode worker's node, where a chunk that is computed needs no carrying."""
+    async def _run_local_span(
+        self, action: ev.RunSpan, worker: ComponentRecord, acked: Callable[[ChunkAck], None]
+    ) -> int:
+        """Runs the span on the decode worker's node, where a chunk needs no fetch. Returns its end, in tokens."""
         plan = action.plan
-        span = span_of(self._job, self._chain, action, action.hold.ticket_id, plan.cached_blocks)
+        span = make_span(self._job, self._chain, action, action.hold.ticket_id, plan.cached_blocks)
         end_tokens = plan.cached_tokens
         async for ack in self._cluster.prefill(worker.component_id).run_span(span, self._job.left_s()):
             end_tokens = ack.end_tokens
             acked(ack)
         return end_tokens
 
-    def _heard(self, attempt: int, delta: DecodeDelta) -> None:
+    def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         if not self._adopted and delta.error is None:
             self._adopted = True
-            self._post(ev.Adopted(attempt))
+            self._post(ev.TicketAdopted(attempt))
         if delta.token_ids:
             if not self._begun and self._stream is not None:
-                # Its prompt is computed.
+                # The first token shows that the prompt is computed.
                 self._begun = True
                 self.assign({self._stream[0]: (1, 0)})
-            self._post(ev.Tokens(attempt, delta.token_ids, delta.timings, delta.logprobs))
+            self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
         if delta.finish_reason is not None:
             self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
         elif delta.error is not None:
@@ -334,7 +337,7 @@ class Calls:
         if error is not None:
             self._broken(error)
 
-    def _assign_plan(self, plan: Plan, done_tokens: int = 0) -> None:
+    def _assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
         """``done_tokens``: as far as the span has been acknowledged."""
         amounts = {plan.decode.component_id: (1, plan.prompt_tokens - plan.split_tokens)}
         if plan.prefill is not None and plan.chunks:

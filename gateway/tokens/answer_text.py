@@ -10,7 +10,7 @@ from pillion.gateway.tokens.stops import StopMatcher
 from pillion.types import TokenLogprob
 
 
-class Piece(NamedTuple):
+class AnswerDelta(NamedTuple):
     """Text that became certain, and the tokens taken, with their log probabilities where they are known."""
 
     text: str
@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Answer:
+class AnswerText:
     """One answer as it grows, over all attempts.
 
     ``stopped`` turns true with the token that completes a stop string; tokens behind it are not part of the answer. The
@@ -43,7 +43,7 @@ class Answer:
         """Whether a stop string is complete."""
         return self._stops.stopped
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Piece:
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
         """All tokens are taken, or those up to the one that completes a stop string.
 
         Args:
@@ -54,7 +54,7 @@ class Answer:
             # Most answers have no stop strings, and nothing is judged.
             self.completion_tokens += len(token_ids)
             pushed = [self._detokenizer.push(one) for one in token_ids if one not in self._stop_ids]
-            return Piece("".join(pushed), tuple(token_ids), tuple(logprobs))
+            return AnswerDelta("".join(pushed), tuple(token_ids), tuple(logprobs))
         texts: list[str] = []
         taken = 0
         for token_id in token_ids:
@@ -64,7 +64,7 @@ class Answer:
             self.completion_tokens += 1
             if token_id not in self._stop_ids:
                 texts.append(self._judge(self._detokenizer.push(token_id)))
-        return Piece("".join(texts), tuple(token_ids[:taken]), tuple(logprobs[:taken]))
+        return AnswerDelta("".join(texts), tuple(token_ids[:taken]), tuple(logprobs[:taken]))
 
     def flush(self) -> str:
         """The text still held back, once, when the stream has ended."""
