@@ -1,4 +1,4 @@
-"""Style is executable: sizes, import direction (DESIGN 3) and what must never be imported."""
+"""Style is executable: sizes, import direction (docs/architecture.md) and what must never be imported."""
 
 from __future__ import annotations
 
