@@ -51,7 +51,7 @@ def status(*components: ComponentStatus, **others: Any) -> ClusterStatus:
 def page_of(meters: Meters, component_id: str, role: str) -> ComponentPage:
     """As it is after a way over the wire."""
     meters.watch(lambda: [(names.BUILD, ("1", role, component_id), 1.0)])
-    return parse(generate_latest(metrics_export.Page(meters.collect, vllm_names=True).registry()).decode())
+    return parse(generate_latest(metrics_export.MetricsPage(meters.collect, vllm_names=True).registry()).decode())
 
 
 def gateway_page(component_id: str, times: int) -> ComponentPage:
