@@ -84,10 +84,10 @@ class EngineLoop:
 
     def __init__(self, backend: GpuBackend, num_slots: int, load: EngineLoad) -> None:
         self._backend, self._load = backend, load
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             block_size=BLOCK_SIZE, max_num_batched_tokens=load.step_tokens, max_num_seqs=load.streams
         )
-        self._free = list(range(num_slots))
+        self.free_slots = list(range(num_slots))
         self._held: dict[int, list[int]] = {}
         self._left = load.streams * load.rounds
         self._live = 0
@@ -104,27 +104,27 @@ class EngineLoop:
             while self._left and self._live < self._load.streams:
                 self._add()
             now_s = time.perf_counter()
-            plan = self._scheduler.schedule(now_s)
-            self._take(self._scheduler.flush(now_s))
+            plan = self.scheduler.schedule(now_s)
+            self._take(self.scheduler.flush(now_s))
             if plan.pieces:
                 out.append(
                     (plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
                 )
-                self._scheduler.launched(plan)
+                self.scheduler.launched(plan)
             idle = 0 if plan.pieces or out else idle + 1
             assert idle < MAX_IDLE_ROUNDS, "the line stands still"
             stays = 1 if plan.pieces else 0
             while len(out) > stays:
                 landed, flight = out.popleft()
                 sampled = flight.wait()
-                self._take(self._scheduler.commit(landed, sampled, time.perf_counter()))
+                self._take(self.scheduler.commit(landed, sampled, time.perf_counter()))
         while out:
             # Rows that were launched for streams whose last token was under way.
             landed, flight = out.popleft()
-            self._take(self._scheduler.commit(landed, flight.wait(), time.perf_counter()))
+            self._take(self.scheduler.commit(landed, flight.wait(), time.perf_counter()))
         took_s = time.perf_counter() - began_s
         # What the answers to the last commits led to.
-        self._take(self._scheduler.flush(time.perf_counter()))
+        self._take(self.scheduler.flush(time.perf_counter()))
         return took_s
 
     def _add(self) -> None:
@@ -142,11 +142,11 @@ class EngineLoop:
         now_s = time.perf_counter()
         self.seen[number] = RequestTimes(now_s)
         holding = Holding(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
-        self._scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
+        self.scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
 
     def _slots(self, count: int) -> tuple[int, ...]:
-        assert count <= len(self._free), "the pool is too small for this load"
-        taken = [self._free.pop() for _ in range(count)]
+        assert count <= len(self.free_slots), "the pool is too small for this load"
+        taken = [self.free_slots.pop() for _ in range(count)]
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:
@@ -158,12 +158,12 @@ class EngineLoop:
             self._live -= update.ending is not None
         for order in outcome.commits:
             self._held.setdefault(order.ticket_id, []).extend(order.slots)
-            self._scheduler.committed(order.seq_id, order.slots, "", now_s)
+            self.scheduler.committed(order.seq_id, order.slots, "", now_s)
         for ticket in outcome.releases:
-            self._free.extend(self._held.pop(ticket, ()))
-        self._free.extend(outcome.give_back)
+            self.free_slots.extend(self._held.pop(ticket, ()))
+        self.free_slots.extend(outcome.give_back)
         if outcome.lease_blocks:
-            self._scheduler.granted(self._slots(outcome.lease_blocks), now_s)
+            self.scheduler.granted(self._slots(outcome.lease_blocks), now_s)
 
 
 def _tell(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:

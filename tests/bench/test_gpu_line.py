@@ -50,8 +50,8 @@ def test_every_token_arrives_and_every_slot_is_accounted_for(load):
     assert loop.run() > 0
     assert [len(seen.tokens_s) for seen in loop.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
     # The scheduler keeps a few for the next stream.
-    scheduler = loop._scheduler
+    scheduler = loop.scheduler
     scheduler.check_integrity()
-    assert sorted((*loop._free, *scheduler._block_manager.stock.slots)) == list(range(slots))
+    assert sorted((*loop.free_slots, *scheduler.stock.slots)) == list(range(slots))
     assert backend.most_streams == load.streams
     assert (backend.ahead > 0) == (load.answer_tokens > 1)
