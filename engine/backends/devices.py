@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.domain import DEFAULT_HOST_POOL_BYTES
 
 # Exists where NVIDIA's kernel module is loaded.
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=ComputeFlags)
 def device_count() -> int:
     """Counts the GPUs that this process may use; 0 without a driver."""
     try:
-        return Driver().count()
+        return CudaDriver().count()
     except ConfigError:
         return 0
 

@@ -109,7 +109,7 @@ def check_shape(head_dim: int, block_size: int) -> None:
 def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
     """Returns a function that gets memory for weights: a region that the KV node owns and all its workers map."""
     from pillion.engine.backends.gpu.device_memory import tensor_at
-    from pillion.kvstore.client.region_client import share_region
+    from pillion.kvstore.client.attachment import share_region
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)
