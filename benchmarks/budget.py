@@ -57,16 +57,16 @@ class Figures:
 
 async def load(target: str, seed: int, args: argparse.Namespace, figures: Figures) -> None:
     """Closed loop: ``clients`` of them, ``requests`` in all."""
-    line = prompts(seed, args.requests, args.input_len)
+    waiting = prompts(seed, args.requests, args.input_len)
     tokens = 0
 
     async def client_of(client: AsyncClient, delay_s: float) -> None:
         nonlocal tokens
         await asyncio.sleep(delay_s)
-        while line:
+        while waiting:
             begin, last, gaps = time.perf_counter(), 0.0, []
             async for delta in client.generate(
-                line.pop(), temperature=0.0, max_tokens=args.output_len, ignore_eos=True
+                waiting.pop(), temperature=0.0, max_tokens=args.output_len, ignore_eos=True
             ):
                 now = time.perf_counter()
                 if delta.token_ids:
@@ -124,13 +124,15 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
     def chart(title: str, unit: str, *keys: tuple[str, str]) -> Chart:
         series: dict[str, list[tuple[float, float]]] = {}
-        for key, part in keys:
-            label = part or "constant budget"
-            series[label] = [(r["max_num_batched_tokens"], r[key][part] if part else r[key]) for r in constant]
-        key, part = keys[-1]
+        for key, percentile_key in keys:
+            label = percentile_key or "constant budget"
+            series[label] = [
+                (r["max_num_batched_tokens"], r[key][percentile_key] if percentile_key else r[key]) for r in constant
+            ]
+        key, percentile_key = keys[-1]
         for row in others:
-            value = row[key][part] if part else row[key]
-            series[f"{row['setting']} {part}".strip()] = [(float(x), value) for x in ends]
+            value = row[key][percentile_key] if percentile_key else row[key]
+            series[f"{row['setting']} {percentile_key}".strip()] = [(float(x), value) for x in ends]
         return Chart(title=title, x_label="tokens per step", y_label=unit, series=series, log_x=True)
 
     line_charts(
@@ -174,8 +176,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = measure(args)
     show(rows)
-    said = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
-    save("budget", {**said, "rows": rows})
+    settings_used = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
+    save("budget", {**settings_used, "rows": rows})
     draw(rows, PICTURE)
 
 

@@ -31,7 +31,7 @@ import grpc.aio
 import psutil
 from rich.table import Table
 
-from benchmarks.edge_parts import MODEL
+from benchmarks.edge_processes import MODEL
 from benchmarks.report import save, show_table
 from pillion.loadgen.figures import percentile
 from pillion.v1 import common_pb2, gateway_pb2
@@ -45,7 +45,7 @@ END = b"data: [DONE]"
 
 
 @dataclass(slots=True)
-class Stream:
+class ReceivedStream:
     """What a client saw: what came when, as it came; it is only read when all is over.
 
     ``arrived`` is then when each token came, ``messages`` in how many events or messages.
@@ -76,7 +76,7 @@ class Stream:
 class SseClient(asyncio.Protocol):
     """Asks for one completion and keeps what comes, with next to no work."""
 
-    def __init__(self, body: bytes, stream: Stream) -> None:
+    def __init__(self, body: bytes, stream: ReceivedStream) -> None:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         self._stream = stream
@@ -105,7 +105,7 @@ class SseClient(asyncio.Protocol):
             self.done.set_exception(exc or RuntimeError("the gateway closed the connection"))
 
 
-async def read_sse(address: str, tokens: int, stream: Stream) -> None:
+async def read_sse(address: str, tokens: int, stream: ReceivedStream) -> None:
     """One stream of completions."""
     host, _, port = address.rpartition(":")
     asked = {"model": MODEL, "prompt": "hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}
@@ -114,7 +114,7 @@ async def read_sse(address: str, tokens: int, stream: Stream) -> None:
     await client.done
 
 
-async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: Stream) -> None:
+async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: ReceivedStream) -> None:
     """One stream of gRPC messages, which are kept as they are."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = gateway_pb2.GenerateRequest(model=MODEL, text="hello", sampling=sampling)
@@ -125,20 +125,20 @@ async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: Stream) -> N
     stream.ended = time.monotonic()
 
 
-async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[Stream]:
+async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[ReceivedStream]:
     """All streams at once."""
-    seen = [Stream() for _ in range(streams)]
+    received = [ReceivedStream() for _ in range(streams)]
     if kind == "sse":
-        await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in seen))
+        await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in received))
     else:
         async with grpc.aio.insecure_channel(ports["grpc"]) as channel:
-            await asyncio.gather(*(read_grpc(channel, tokens, stream) for stream in seen))
-    return seen
+            await asyncio.gather(*(read_grpc(channel, tokens, stream) for stream in received))
+    return received
 
 
-def read(kind: str, seen: list[Stream], tokens: int) -> None:
+def read(kind: str, received: list[ReceivedStream], tokens: int) -> None:
     """What came. Raises RuntimeError where a stream has not all of its tokens."""
-    for stream in seen:
+    for stream in received:
         stream.read_events() if kind == "sse" else stream.read_messages()
         if len(stream.arrived) != tokens:
             raise RuntimeError(f"a stream of {tokens} tokens brought {len(stream.arrived)}")
@@ -156,7 +156,7 @@ def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.
         started: list[subprocess.Popen[bytes]] = []
         try:
             for role, (core, rest) in commands.items():
-                command = [sys.executable, "-m", "benchmarks.edge_parts", role, name, redis.url, *rest]
+                command = [sys.executable, "-m", "benchmarks.edge_processes", role, name, redis.url, *rest]
                 started.append(subprocess.Popen(command, env={**os.environ, "EDGE_CORE": str(core)}))
             await_file(folder / "ports.json", started)
             yield folder, psutil.Process(started[1].pid)
@@ -181,11 +181,11 @@ def throughput(kind: str, streams: int, tokens: int) -> dict[str, Any]:
     with running(streams, 0.0) as (folder, gateway):
         ports = json.loads((folder / "ports.json").read_text())
         before = sum(gateway.cpu_times()[:2])
-        seen = asyncio.run(read_all(kind, ports, streams, tokens))
+        received = asyncio.run(read_all(kind, ports, streams, tokens))
         cpu_s = sum(gateway.cpu_times()[:2]) - before
-    read(kind, seen, tokens)
-    first, last = min(stream.arrived[0] for stream in seen), max(stream.ended for stream in seen)
-    messages, total = sum(stream.messages for stream in seen), streams * tokens
+    read(kind, received, tokens)
+    first, last = min(stream.arrived[0] for stream in received), max(stream.ended for stream in received)
+    messages, total = sum(stream.messages for stream in received), streams * tokens
     return {
         "kind": kind,
         "streams": streams,
@@ -201,17 +201,17 @@ def latency(kind: str, streams: int, tokens: int, tokens_per_s: int) -> dict[str
     """From the worker's send to the client's read, at a fixed rate over all streams."""
     with running(streams, streams / tokens_per_s) as (folder, _):
         ports = json.loads((folder / "ports.json").read_text())
-        seen = asyncio.run(read_all(kind, ports, streams, tokens))
+        received = asyncio.run(read_all(kind, ports, streams, tokens))
         sent = await_file(folder / "times.json", [])
-    read(kind, seen, tokens)
+    read(kind, received, tokens)
     # The first tokens meet the requests' own work.
-    pairs = [list(zip(stream.arrived, sent, strict=True))[8:] for stream in seen]
+    pairs = [list(zip(stream.arrived, sent, strict=True))[8:] for stream in received]
     added = [(came - went) * 1000 for stream in pairs for came, went in stream]
     return {
         "kind": kind,
         "streams": streams,
         "tokens_per_s": tokens_per_s,
-        "tokens_per_message": round(streams * tokens / sum(stream.messages for stream in seen), 3),
+        "tokens_per_message": round(streams * tokens / sum(stream.messages for stream in received), 3),
         "added_ms": {f"p{percent}": round(percentile(added, percent), 3) for percent in (50, 90, 99)},
     }
 

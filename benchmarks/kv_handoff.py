@@ -50,12 +50,12 @@ def handoffs_ms(receiver: Receiver) -> list[float]:
 def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
     """A receiver that the standard variables point at while this lasts; see :meth:`Receiver.environ`."""
     with collecting() as receiver:
-        said = receiver.environ(delay_ms)
-        os.environ.update(said)
+        variables = receiver.environ(delay_ms)
+        os.environ.update(variables)
         try:
             yield receiver
         finally:
-            for name in said:
+            for name in variables:
                 del os.environ[name]
 
 
@@ -94,14 +94,14 @@ def main() -> None:
 
 
 async def _empty_calls(target: str) -> dict[str, float]:
-    took = []
+    times_ms = []
     async with AsyncClient(target) as client:
         for _ in range(200):
             begin = time.perf_counter()
             for _ in range(HOPS):
                 await client.models()
-            took.append((time.perf_counter() - begin) * 1000)
-    return {"p50": statistics.median(took), "p90": percentile(took, 90), "p99": percentile(took, 99)}
+            times_ms.append((time.perf_counter() - begin) * 1000)
+    return {"p50": statistics.median(times_ms), "p90": percentile(times_ms, 90), "p99": percentile(times_ms, 99)}
 
 
 def _bytes_between_nodes(cluster: ServedCluster) -> int:

@@ -170,8 +170,8 @@ async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Regist
     """A gateway's side, a node's side, and the registry."""
     made = (Index(url), IndexWriter(url), Registry(url, TTL_MS))
     yield made
-    for part in made:
-        await part.aclose()
+    for component in made:
+        await component.aclose()
 
 
 async def register(registry: Registry, node_id: str, boot_epoch: int) -> bytes:

@@ -41,7 +41,7 @@ ROOT = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TicketDriver:
     """A client that is gateway and worker in one."""
 
     client: NodeClient
@@ -68,9 +68,9 @@ class Line:
         """Commits blocks behind the ticket's tail; returns the seconds it took."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(self.worker.epoch, [CommitRun(ticket_id, slots, hashes)])
-        took = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         assert result.slots == slots, result.refusal
-        return took
+        return seconds
 
     async def release(self, ticket_id: int) -> None:
         """Both holds."""
@@ -117,16 +117,16 @@ async def measure(folder: str, rounds: int) -> dict[str, Any]:
     )
     client = NodeClient(worker.node_address, "bench")
     session = await client.open_session()
-    line = Line(client, session, worker, itertools.count(1))
+    driver = TicketDriver(client, session, worker, itertools.count(1))
     try:
         return {
             "calls": [
                 await _call("empty call (heartbeat)", "", rounds, lambda: client.heartbeat(worker.epoch)),
-                await _commits(line, rounds),
-                await _pins(line, rounds),
+                await _commits(driver, rounds),
+                await _pins(driver, rounds),
                 await _tail_pins(rounds),
             ],
-            "lease_commit_blocks_per_s": spread([await _throughput(line) for _ in range(rounds)]),
+            "lease_commit_blocks_per_s": spread([await _throughput(driver) for _ in range(rounds)]),
         }
     finally:
         await session.aclose()
@@ -137,41 +137,41 @@ async def measure(folder: str, rounds: int) -> dict[str, Any]:
 async def _call(name: str, target: str, rounds: int, work: Callable[[], Awaitable[Any]], times: int = 300) -> Any:
     samples = []
     for _ in range(rounds):
-        took = []
+        seconds = []
         for _ in range(times):
             begin = time.perf_counter()
             answer = await work()
             # Work that measures a part of itself says so.
-            took.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
-        samples.append(took)
+            seconds.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
+        samples.append(seconds)
     return {
         "call": name,
         "target": target,
-        "p50_ms": statistics.median(percentile(took, 50) for took in samples) * 1000,
-        "p99_ms": statistics.median(percentile(took, 99) for took in samples) * 1000,
+        "p50_ms": statistics.median(percentile(seconds, 50) for seconds in samples) * 1000,
+        "p99_ms": statistics.median(percentile(seconds, 99) for seconds in samples) * 1000,
     }
 
 
-async def _commits(line: Line, rounds: int) -> Any:
+async def _commits(driver: TicketDriver, rounds: int) -> Any:
     async def once() -> float:
-        hashes = line.prompt(COMMIT_BLOCKS)
-        ticket = await line.client.open_ticket(line.session.epoch, hashes, COMMIT_BLOCKS + 1)
-        adopted = await line.client.adopt(line.worker.epoch, ticket.ticket_id, COMMIT_BLOCKS)
-        took = await line.commit(ticket.ticket_id, adopted.leased_slots, hashes)
-        await line.release(ticket.ticket_id)
-        return took
+        hashes = driver.prompt(COMMIT_BLOCKS)
+        ticket = await driver.client.open_ticket(driver.session.epoch, hashes, COMMIT_BLOCKS + 1)
+        adopted = await driver.client.adopt(driver.worker.epoch, ticket.ticket_id, COMMIT_BLOCKS)
+        seconds = await driver.commit(ticket.ticket_id, adopted.leased_slots, hashes)
+        await driver.release(ticket.ticket_id)
+        return seconds
 
     return await _call(f"commit of {COMMIT_BLOCKS} blocks", "< 0.5 p50", rounds, once)
 
 
-async def _pins(line: Line, rounds: int) -> Any:
-    hashes = line.prompt(CHAIN_BLOCKS)
-    await line.release(await line.fill(hashes, BATCH_BLOCKS))
+async def _pins(driver: TicketDriver, rounds: int) -> Any:
+    hashes = driver.prompt(CHAIN_BLOCKS)
+    await driver.release(await driver.fill(hashes, BATCH_BLOCKS))
 
     async def once() -> None:
-        ticket = await line.client.open_ticket(line.session.epoch, hashes, CHAIN_BLOCKS + 1)
+        ticket = await driver.client.open_ticket(driver.session.epoch, hashes, CHAIN_BLOCKS + 1)
         assert ticket.pinned_blocks == CHAIN_BLOCKS
-        await line.client.release(line.session.epoch, [ticket.ticket_id])
+        await driver.client.release(driver.session.epoch, [ticket.ticket_id])
 
     return await _call(f"open + release a ticket on {CHAIN_BLOCKS} blocks", "", rounds, once, times=100)
 
@@ -197,13 +197,13 @@ async def _tail_pins(rounds: int) -> Any:
     return await _call(f"pin + unpin {CHAIN_BLOCKS} blocks by their tail (no call)", "< 1 p50", rounds, once)
 
 
-async def _throughput(line: Line) -> float:
+async def _throughput(driver: TicketDriver) -> float:
     """Blocks per second, some requests side by side: the client's own work is not on the way then."""
-    prompts = [line.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
+    prompts = [driver.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
 
     async def some(mine: list[bytes]) -> None:
         for hashes in mine:
-            await line.release(await line.fill(hashes, BATCH_BLOCKS))
+            await driver.release(await driver.fill(hashes, BATCH_BLOCKS))
 
     begin = time.perf_counter()
     await asyncio.gather(*(some(prompts[at::REQUESTS]) for at in range(REQUESTS)))

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save, show_table, spread
-from benchmarks.split_load import Request, Seen, add_load_flags, arrivals, figures
+from benchmarks.split_load import Request, ClientRecord, add_load_flags, arrivals, figures
 from benchmarks.split_sim import as_measured
 from pillion import AsyncClient
 from pillion.errors import PillionError
@@ -39,7 +39,7 @@ NEVER_S = 1e6
 SETTLE_S = 1.5
 
 
-async def ask(client: AsyncClient, request: Request, seed: int) -> Seen:
+async def ask(client: AsyncClient, request: Request, seed: int) -> ClientRecord:
     """One request at its time; ``at_s`` is counted from now."""
     await asyncio.sleep(request.at_s)
     begun_s, last_s, first_s = time.perf_counter(), 0.0, NEVER_S
@@ -58,12 +58,12 @@ async def ask(client: AsyncClient, request: Request, seed: int) -> Seen:
                 last_s = now
             timings = delta.timings or timings
     except PillionError as error:
-        return Seen(request, NEVER_S, (), error.message)
+        return ClientRecord(request, NEVER_S, (), error.message)
     reason, prefilled = (timings.plan_reason, timings.prefilled_tokens) if timings else ("", 0)
-    return Seen(request, first_s, tuple(gaps), reason, prefilled)
+    return ClientRecord(request, first_s, tuple(gaps), reason, prefilled)
 
 
-async def run_load(target: str, requests: list[Request], seed: int) -> list[Seen]:
+async def run_load(target: str, requests: list[Request], seed: int) -> list[ClientRecord]:
     """All of them, whether or not the ones before are answered."""
     async with AsyncClient(target) as client:
         return list(await asyncio.gather(*(ask(client, request, seed) for request in requests)))
@@ -97,12 +97,12 @@ def measure_policy(args: argparse.Namespace, name: str, number: int) -> tuple[li
         asyncio.run(run_load(cluster.target, warm, number))
         for rate in args.rates:
             seed = args.seed + 1000 * number
-            seen = asyncio.run(run_load(cluster.target, arrivals(args, rate, seed), seed))
-            row = {"policy": name, "rate": rate, "round": number, "seed": seed, **figures(args, seen)}
+            records = asyncio.run(run_load(cluster.target, arrivals(args, rate, seed), seed))
+            row = {"policy": name, "rate": rate, "round": number, "seed": seed, **figures(args, records)}
             rows.append(row)
             Console().print(f"{name} at {rate}/s: {row['goodput_per_s']:.2f} good/s, {row['good_share']:.0%}")
             if args.reasons:
-                for one in seen:
+                for one in records:
                     Console().print(f"  {one.request.prompt_tokens} tokens, {one.ttft_s:.2f} s: {one.reason}")
         time.sleep(SETTLE_S)
         redis = next(cluster.folder.rglob("redis*.sock"))

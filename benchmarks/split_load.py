@@ -35,7 +35,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ClientRecord:
     """A request as its client saw it: seconds from arrival to the first token, and between tokens."""
 
     request: Request
@@ -71,27 +71,27 @@ def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
     return found
 
 
-def good(args: argparse.Namespace, seen: Seen) -> bool:
+def good(args: argparse.Namespace, record: ClientRecord) -> bool:
     """Whether it met both targets."""
-    ttft_ms = args.ttft_ms + args.ttft_token_ms * seen.request.prompt_tokens
-    gaps_ms = [gap * 1000 for gap in seen.gaps_s] or [0.0]
-    return bool(seen.ttft_s * 1000 <= ttft_ms and percentile(gaps_ms, 99) <= args.itl_ms)
+    ttft_ms = args.ttft_ms + args.ttft_token_ms * record.request.prompt_tokens
+    gaps_ms = [gap * 1000 for gap in record.gaps_s] or [0.0]
+    return bool(record.ttft_s * 1000 <= ttft_ms and percentile(gaps_ms, 99) <= args.itl_ms)
 
 
-def figures(args: argparse.Namespace, answers: Sequence[Seen]) -> dict[str, Any]:
+def figures(args: argparse.Namespace, answers: Sequence[ClientRecord]) -> dict[str, Any]:
     """What one run says. Latencies in milliseconds."""
-    gaps = [gap * 1000 for seen in answers for gap in seen.gaps_s] or [0.0]
-    long = [seen for seen in answers if seen.request.prompt_tokens == args.long_tokens]
-    short = [seen for seen in answers if seen.request.prompt_tokens != args.long_tokens]
+    gaps = [gap * 1000 for record in answers for gap in record.gaps_s] or [0.0]
+    long = [record for record in answers if record.request.prompt_tokens == args.long_tokens]
+    short = [record for record in answers if record.request.prompt_tokens != args.long_tokens]
 
-    def ttft(group: Sequence[Seen]) -> dict[str, float]:
-        times = [seen.ttft_s * 1000 for seen in group] or [0.0]
+    def ttft(group: Sequence[ClientRecord]) -> dict[str, float]:
+        times = [record.ttft_s * 1000 for record in group] or [0.0]
         return {"p50": statistics.median(times), "p99": percentile(times, 99)}
 
     return {
         "requests": len(answers),
-        "goodput_per_s": sum(good(args, seen) for seen in answers) / args.seconds,
-        "good_share": sum(good(args, seen) for seen in answers) / max(1, len(answers)),
+        "goodput_per_s": sum(good(args, record) for record in answers) / args.seconds,
+        "good_share": sum(good(args, record) for record in answers) / max(1, len(answers)),
         "ttft_short_ms": ttft(short),
         "ttft_long_ms": ttft(long),
         "itl_ms": {"p50": statistics.median(gaps), "p99": percentile(gaps, 99)},

@@ -36,8 +36,8 @@ def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
         decode = tuple(workers["decode"]["step_cost_s"])
         prefill = tuple(workers.get("prefill", {}).get("step_cost_s", ()))
         cluster = SimCluster(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms)
-        seen, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
-        rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, seen))
+        records, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
+        rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, records))
     return rows
 
 
@@ -49,10 +49,10 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
         prefills = max(1, round(workers * args.prefill_share))
         for rate in args.rates_per_worker:
             for seed, policy in itertools.product(range(args.seed, args.seed + args.seeds), POLICIES):
-                spans = 0 if policy == "colocated" else prefills
-                cluster = SimCluster(spans, workers - spans, cost_s, cost_s, args.target_itl_ms)
-                seen, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
-                found = figures(args, seen)
+                prefill_workers = 0 if policy == "colocated" else prefills
+                cluster = SimCluster(prefill_workers, workers - prefill_workers, cost_s, cost_s, args.target_itl_ms)
+                records, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
+                found = figures(args, records)
                 rows.append(
                     {"workers": workers, "rate": rate * workers, "seed": seed, "policy": policy}
                     | {name: found[name] for name in ("requests", "goodput_per_s", "good_share")}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from benchmarks.split_load import Request, Seen
+from benchmarks.split_load import Request, ClientRecord
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
@@ -311,7 +311,7 @@ class SimCluster:
 
 def simulate(
     cluster: SimCluster, policy: str, requests: list[Request], gateways: int = 1
-) -> tuple[list[Seen], list[float]]:
+) -> tuple[list[ClientRecord], list[float]]:
     """What the clients saw, and how long each plan took, in real seconds. Gateways get requests in turn, and know of
     each other's by heartbeats."""
     clock = Clock()
@@ -321,8 +321,8 @@ def simulate(
         arrive = edge[request.number % gateways].arrive
         clock.after(WARM_UP_S + request.at_s, lambda arrive=arrive, request=request: arrive(request))  # type: ignore[misc]
     clock.run(WARM_UP_S + (requests[-1].at_s if requests else 0.0) + PATIENCE_S)
-    seen = [
-        Seen(
+    records = [
+        ClientRecord(
             flow.request,
             flow.first_s - flow.arrived_s if flow.first_s else PATIENCE_S,
             tuple(flow.gaps_s),
@@ -333,7 +333,7 @@ def simulate(
         for flow in gateway.flows
         if flow.request.number >= 0
     ]
-    return seen, [seconds for gateway in edge for seconds in gateway.plan_s]
+    return records, [seconds for gateway in edge for seconds in gateway.plan_s]
 
 
 def _warm_up(workers: int) -> list[Request]:

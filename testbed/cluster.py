@@ -50,15 +50,15 @@ class ServedCluster:
         self.folder = folder
         self.target = f"127.0.0.1:{port}"
         self.log = log
-        self.seen: dict[int, psutil.Process] = {}
+        self.ever_seen: dict[int, psutil.Process] = {}
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the cluster, the supervisor included."""
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
             for process in (top, *top.children(recursive=True)):
-                self.seen[process.pid] = process
-        return [process for process in self.seen.values() if alive(process)]
+                self.ever_seen[process.pid] = process
+        return [process for process in self.ever_seen.values() if alive(process)]
 
     def component(self, role: str) -> psutil.Process | None:
         """The process of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), None while it is dead."""
@@ -118,7 +118,7 @@ class ServedCluster:
 
     def left_behind(self) -> list[str]:
         """Living processes and files that an ended cluster should not have left."""
-        processes = [" ".join(p.cmdline()) for p in self.seen.values() if alive(p)]
+        processes = [" ".join(p.cmdline()) for p in self.ever_seen.values() if alive(p)]
         return processes + [str(path) for path in self.folder.rglob("*") if path != self.log]
 
 

@@ -56,9 +56,9 @@ def _attempt_decode(
         pool = AttentionPool(bench, shape, block_size=block_size, tokens=tokens, layers=layers, kv=kv)
         attended = pool.attend(entries)
         verify_rows(pool, attended)
-        took = bench.time(attended.calls)
+        times = bench.time(attended.calls)
         # The goal is for the plain kind; half the bytes leave the same latencies.
-        bench.tell_bytes(name, took, attended.read_bytes, target if kv == "plain" else "")
+        bench.tell_bytes(name, times, attended.read_bytes, target if kv == "plain" else "")
 
     bench.attempt(name, measure)
 
@@ -66,16 +66,18 @@ def _attempt_decode(
 def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, block_size: int, rate: float) -> None:
     pool = AttentionPool(bench, shape, block_size=block_size, tokens=chunk + prefix, layers=2)
     attended = pool.attend([BatchEntry(chunk, prefix)])
-    took = bench.time(attended.calls)
-    bench.tell_flops(name, took, attended.flops(), rate, ">= 0.60")
+    times = bench.time(attended.calls)
+    bench.tell_flops(name, times, attended.flops(), rate, ">= 0.60")
     theirs, gather, off = _sdpa(bench, pool, attended)
     more = {**spread(theirs), "gather_us": gather.median_s * 1e6, "difference": off}
-    share = theirs.median_s / took.median_s
+    share = theirs.median_s / times.median_s
     bench.tell(
         Row(f"{name}, torch SDPA on gathered KV", theirs.median_s * 1e6, "us", share, "our time", ">= 1.0", more=more)
     )
     both = theirs.median_s + gather.median_s
-    bench.tell(Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more))
+    bench.tell(
+        Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / times.median_s, "our time", more=more)
+    )
 
 
 def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:
@@ -107,12 +109,12 @@ def _mixed(bench: Bench, shape: LlamaShape) -> None:
     tokens = (streams + 1) * -(-context // block_size) * block_size
     pool = AttentionPool(bench, shape, block_size=block_size, tokens=tokens, layers=2)
     alone, extra = decodes(streams, context), [BatchEntry(chunk, context - chunk)]
-    took = {
+    times = {
         name: bench.time(pool.attend(entries).calls)
         for name, entries in (("decodes", alone), ("chunk", extra), ("mixed", alone + extra))
     }
-    both = took["decodes"].median_s + took["chunk"].median_s
-    more = {f"{name}_us": each.median_s * 1e6 for name, each in took.items()}
+    both = times["decodes"].median_s + times["chunk"].median_s
+    more = {f"{name}_us": each.median_s * 1e6 for name, each in times.items()}
     name = f"mixed batch, {streams} x {context} and a chunk of {chunk}"
-    mixed = took["mixed"].median_s
+    mixed = times["mixed"].median_s
     bench.tell(Row(name, mixed * 1e6, "us", mixed / both, "both alone", MIXED_TARGET, more=more))

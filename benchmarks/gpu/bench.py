@@ -153,23 +153,23 @@ class Bench:
         made = (torch.randn(size, inputs, device=self.device).bfloat16() for size in (rows, outputs))
         left, weight = made
         out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=self.device)
-        took = self.time([lambda: torch.mm(left, weight.T, out=out)])
-        rate = 2.0 * rows * inputs * outputs / took.median_s
+        times = self.time([lambda: torch.mm(left, weight.T, out=out)])
+        rate = 2.0 * rows * inputs * outputs / times.median_s
         shape = f"{rows} x {inputs} x {outputs}"
-        self.tell(Row(f"limit: bf16 product {shape}", rate / 1e12, "TFLOP/s", more=spread(took)))
+        self.tell(Row(f"limit: bf16 product {shape}", rate / 1e12, "TFLOP/s", more=spread(times)))
         return rate
 
-    def tell_bytes(self, name: str, took: Times, size: float, target: str = "", **more: Any) -> None:
+    def tell_bytes(self, name: str, times: Times, size: float, target: str = "", **more: Any) -> None:
         """A row of something that memory limits: microseconds, and its share of the copy bandwidth."""
-        share = size / self.bandwidth / took.median_s
-        more = {**spread(took), "gb_per_s": size / took.median_s / 1e9, **more}
-        self.tell(Row(name, took.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
+        share = size / self.bandwidth / times.median_s
+        more = {**spread(times), "gb_per_s": size / times.median_s / 1e9, **more}
+        self.tell(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
 
-    def tell_flops(self, name: str, took: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
+    def tell_flops(self, name: str, times: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
         """A row of something that arithmetic limits: microseconds, and its share of the products' rate."""
-        more = {**spread(took), "tflop_per_s": flops / took.median_s / 1e12, **more}
+        more = {**spread(times), "tflop_per_s": flops / times.median_s / 1e12, **more}
         self.tell(
-            Row(name, took.median_s * 1e6, "us", flops / rate / took.median_s, "bf16 products", target, more=more)
+            Row(name, times.median_s * 1e6, "us", flops / rate / times.median_s, "bf16 products", target, more=more)
         )
 
 
@@ -178,9 +178,9 @@ def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:
     return 1 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
 
 
-def spread(took: Times) -> dict[str, float]:
+def spread(times: Times) -> dict[str, float]:
     """For a row's ``more``."""
-    return {"min_us": took.min_s * 1e6, "max_us": took.max_s * 1e6}
+    return {"min_us": times.min_s * 1e6, "max_us": times.max_s * 1e6}
 
 
 def line_of(row: Row) -> str:

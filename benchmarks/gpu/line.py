@@ -115,13 +115,13 @@ class EngineLoop:
             assert idle < MAX_IDLE_ROUNDS, "the line stands still"
             stays = 1 if plan.pieces else 0
             while len(out) > stays:
-                landed, flight = out.popleft()
-                sampled = flight.wait()
+                landed, in_flight = out.popleft()
+                sampled = in_flight.wait()
                 self._take(self.scheduler.commit(landed, sampled, time.perf_counter()))
         while out:
             # Rows that were launched for streams whose last token was under way.
-            landed, flight = out.popleft()
-            self._take(self.scheduler.commit(landed, flight.wait(), time.perf_counter()))
+            landed, in_flight = out.popleft()
+            self._take(self.scheduler.commit(landed, in_flight.wait(), time.perf_counter()))
         took_s = time.perf_counter() - began_s
         # What the answers to the last commits led to.
         self._take(self.scheduler.flush(time.perf_counter()))

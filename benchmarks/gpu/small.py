@@ -29,7 +29,7 @@ def _measured(bench: Bench, name: str, make: Callable[[], KernelCase]) -> Callab
     def measure() -> None:
         case = make()
         case.verify()
-        took = bench.time(case.calls)
-        bench.tell_bytes(name, took, case.moved_bytes, LARGE_TARGET if case.moved_bytes >= LARGE_BYTES else "")
+        times = bench.time(case.calls)
+        bench.tell_bytes(name, times, case.moved_bytes, LARGE_TARGET if case.moved_bytes >= LARGE_BYTES else "")
 
     return measure

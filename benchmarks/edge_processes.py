@@ -1,7 +1,7 @@
 """The processes of `benchmarks.edge`: a decode worker that computes nothing, and the real gateway before it.
 
-    python -m benchmarks.edge_parts worker SOCKET_FOLDER REDIS_URL STREAMS STEP_S
-    python -m benchmarks.edge_parts gateway MODEL_FOLDER REDIS_URL
+    python -m benchmarks.edge_processes worker SOCKET_FOLDER REDIS_URL STREAMS STEP_S
+    python -m benchmarks.edge_processes gateway MODEL_FOLDER REDIS_URL
 
 The worker sends one batch of one token for each stream, every STEP_S seconds or as fast as it is taken, once STREAMS
 streams wait; when they have all ended it says in times.json when each token was sent.
@@ -41,7 +41,7 @@ HEARTBEAT_TIMEOUT_MS = 600_000
 TEXT = byte_tokenizer().encode("the quick brown fox jumps over the lazy dog, ").ids
 
 
-class Node(kvnode_pb2_grpc.KVNodeServicer):
+class EmptyNode(kvnode_pb2_grpc.KVNodeServicer):
     """Grants every ticket."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Node(kvnode_pb2_grpc.KVNodeServicer):
         return kvnode_pb2.ReleaseTicketReply()
 
 
-class Decode(decode_pb2_grpc.DecodeServicer):
+class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     """Steps all streams together. ``step_s`` is 0 for as fast as possible."""
 
     def __init__(self, streams: int, step_s: float, folder: pathlib.Path) -> None:
@@ -115,7 +115,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s: float) -> None:
     """Until it is killed."""
     registry = Registry(redis_url, HEARTBEAT_TIMEOUT_MS)
-    node, decode = Node(), Decode(streams, step_s, folder)  # type: ignore[abstract]
+    node, decode = EmptyNode(), ScriptedDecode(streams, step_s, folder)  # type: ignore[abstract]
     served: dict[str, Any] = {
         "model": MODEL,
         "fingerprint": FINGERPRINT,
