@@ -1,10 +1,10 @@
 """What the token budget of a decode step buys and costs: TTFT, ITL and throughput over `--max-num-batched-tokens`.
 
-One decode worker on all cores serves everything (`--split-policy colocated`), so the whole curve is its own. A fixed
-number of clients sends one prompt after the other; while some of them read, the others' prompts are computed beside.
-Beside the constant budgets: a budget chosen online (`--target-itl-ms`), and prompts that run whole
-(`--no-enable-chunked-prefill`, the stalls that chunks are there to avoid). Settings alternate over rounds, so that a
-drift of the machine's speed meets all of them.
+One decode worker on all cores serves everything (`--split-policy colocated`), so no other worker shapes the curve. A
+fixed number of clients sends one prompt after the other; while some of them read their answers, the prompts of the
+others are computed in the same steps. Two more settings stand beside the constant budgets: a budget that is chosen
+online (`--target-itl-ms`), and prompts that run whole (`--no-enable-chunked-prefill`), with the stalls that chunks
+avoid. Settings alternate over rounds, so that a drift of the machine's speed meets all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALWAYS = ("--prefill-workers=0", "--split-policy=colocated", "--max-num-seqs=16"
 
 @dataclass
 class Figures:
-    """Of all requests of a setting. Latencies in ms."""
+    """The figures of all requests of one setting. Latencies are in ms."""
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Figures:
 
 
 async def load(target: str, seed: int, args: argparse.Namespace, figures: Figures) -> None:
-    """Closed loop: ``clients`` of them, ``requests`` in all."""
+    """Run a closed loop of ``args.clients`` clients with ``args.requests`` requests in all."""
     waiting = prompts(seed, args.requests, args.input_len)
     tokens = 0
 
@@ -86,7 +86,7 @@ async def load(target: str, seed: int, args: argparse.Namespace, figures: Figure
 
 
 def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Name, most tokens of a step, flags."""
+    """Return each setting's name, the most tokens that its steps may have, and its flags."""
     found: list[tuple[str, int, tuple[str, ...]]]
     found = [(f"budget {budget}", budget, (f"--max-num-batched-tokens={budget}",)) for budget in args.budgets]
     most = max(args.budgets)
@@ -99,7 +99,7 @@ def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A fresh cluster for each setting and round, of which the first request warms up."""
+    """Measure each setting in each round on a fresh cluster, whose first requests warm it up."""
     from testbed.cluster import served
 
     found: dict[str, Figures] = {}
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Constant budgets as lines, the others as level lines beside them."""
+    """Draw the constant budgets as curves and the other settings as level lines beside them."""
     constant = [row for row in rows if row["setting"].startswith("budget")]
     others = [row for row in rows if row not in constant]
     ends = [min(r["max_num_batched_tokens"] for r in constant), max(r["max_num_batched_tokens"] for r in constant)]
@@ -146,7 +146,7 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title="one decode worker, prompts beside decodes")
     for heading in ("setting", "TTFT p50/p99 ms", "ITL p50/p90/p99 ms", "worst ITL of a stream", "tok/s"):
         table.add_column(heading, justify="right")

@@ -1,7 +1,7 @@
 """`python -m benchmarks.kv_node`: what a KV node's calls cost, over real gRPC to a node of its own process.
 
-Beside each figure stands its floor in the same run: an empty call to the same node. Blocks are tiny and never written:
-these calls move slot numbers only.
+Beside each figure stands its floor in the same run: an empty call to the same node. Blocks are tiny and never written,
+since these calls move slot numbers only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class TicketDriver:
-    """A client that is gateway and worker in one."""
+    """A client of the node that acts as gateway and as worker."""
 
     client: NodeClient
     session: NodeSession
@@ -50,12 +50,12 @@ class TicketDriver:
     seed: Iterator[int]
 
     def prompt(self, blocks: int) -> bytes:
-        """Hashes that nobody had before."""
+        """Return the block hashes of a new prompt."""
         first = next(self.seed)
         return chain_hashes(ROOT, [first, *range(blocks - 1)], 1)
 
     async def fill(self, hashes: bytes, batch: int) -> int:
-        """Opens a ticket, leases its slots and commits the whole chain, ``batch`` blocks a call; returns the ticket."""
+        """Open a ticket, lease its slots and commit the chain, ``batch`` blocks a call; return the ticket's id."""
         count = len(hashes) // HASH_BYTES
         ticket = await self.client.open_ticket(self.session.epoch, hashes, count + 1)
         slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, count)).leased_slots
@@ -65,7 +65,7 @@ class TicketDriver:
         return ticket.ticket_id
 
     async def commit(self, ticket_id: int, slots: tuple[int, ...], hashes: bytes) -> float:
-        """Commits blocks behind the ticket's tail; returns the seconds it took."""
+        """Commit blocks behind the ticket's tail; return the seconds of the call."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(self.worker.epoch, [CommitRun(ticket_id, slots, hashes)])
         seconds = time.perf_counter() - begin
@@ -73,7 +73,7 @@ class TicketDriver:
         return seconds
 
     async def release(self, ticket_id: int) -> None:
-        """Both holds."""
+        """Release the ticket as gateway and as worker."""
         for epoch in (self.session.epoch, self.worker.epoch):
             await self.client.release(epoch, [ticket_id])
 
@@ -111,7 +111,7 @@ def running_node() -> Iterator[str]:
 
 
 async def measure(folder: str, rounds: int) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     worker = await asyncio.to_thread(
         attach, f"{folder}/attach.sock", component_id="bench", role="decode", block_bytes=BLOCK_BYTES, timeout_s=20.0
     )
@@ -141,7 +141,7 @@ async def _call(name: str, target: str, rounds: int, work: Callable[[], Awaitabl
         for _ in range(times):
             begin = time.perf_counter()
             answer = await work()
-            # Work that measures a part of itself says so.
+            # Some work returns its own seconds, where preparation does not count.
             seconds.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
         samples.append(seconds)
     return {
@@ -177,7 +177,7 @@ async def _pins(driver: TicketDriver, rounds: int) -> Any:
 
 
 async def _tail_pins(rounds: int) -> Any:
-    """The ledger's own part, in this process: the pin of a chain by its tail, that nothing else protects."""
+    """Measure, in this process, the ledger's pin of a chain by its tail, which nothing else pins."""
     ledger = Ledger(itertools.count(1).__next__, 10)
     ledger.shape(NUM_SLOTS)
     holder = ledger.attach("bench", SESSION)
@@ -198,7 +198,7 @@ async def _tail_pins(rounds: int) -> Any:
 
 
 async def _throughput(driver: TicketDriver) -> float:
-    """Blocks per second, some requests side by side: the client's own work is not on the way then."""
+    """Measure blocks per second with REQUESTS requests side by side, which hides the client's own work."""
     prompts = [driver.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
 
     async def some(mine: list[bytes]) -> None:
