@@ -45,7 +45,6 @@ from pillion.wire.decode import (
     submit_from_pb,
     submit_to_pb,
 )
-from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, ack_to_pb, span_from_pb, span_to_pb
 from pillion.wire.public import DeltaWriter, delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
 from pillion.wire.registry import STEP_COSTS, ComponentRecord
 
@@ -150,18 +149,6 @@ def test_submits(submit: Submit) -> None:
 @given(st.lists(DECODE_DELTAS, max_size=4))
 def test_batches(deltas: list[DecodeDelta]) -> None:
     assert batch_from_pb(batch_to_pb(deltas)) == deltas
-
-
-@given(built(Span, ticket_id=U64, parent_hash=HASH, token_ids=IDS, chunk_tokens=IDS, priority=I32))
-def test_spans(span: Span) -> None:
-    message = span_to_pb(span, "gateway-7")
-    assert span_from_pb(message) == span
-    assert check_hello(message.hello) == "gateway-7"
-
-
-@given(built(ChunkAck))
-def test_acks(ack: ChunkAck) -> None:
-    assert ack_from_pb(ack_to_pb(ack)) == ack
 
 
 COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)

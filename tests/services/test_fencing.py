@@ -17,7 +17,6 @@ from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.kvnode import HeartbeatReply
-from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
@@ -88,7 +87,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         tokens = list(range(41))
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
-        call = workers.prefill_stub.RunSpan(span_to_pb(workers.span(ticket, tokens, (16, 24)), "g"), timeout=20)
+        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=20)
         await until(lambda: workers.prefill.worker.epoch.listeners, "the span")
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -97,7 +96,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         workers.prefill_backend.gate.set()
         await returned(workers.prefill.worker, old)
         span = workers.span(ticket, tokens, (16, 24))
-        acks = [ack_from_pb(one) async for one in workers.prefill_stub.RunSpan(span_to_pb(span, "g"), timeout=20)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
         assert [ack.end_tokens for ack in acks] == [16, 40]
         await workers.release(ticket)
         await workers.quiet()
@@ -318,7 +317,7 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
         real = workers.decode.worker.node.heartbeat
 
         async def wanting(epoch: int, **said: Any) -> HeartbeatReply:
-            return HeartbeatReply((await real(epoch, **said)).fenced, 7)
+            return HeartbeatReply(fenced=(await real(epoch, **said)).fenced, recall_blocks=7)
 
         monkeypatch.setattr(workers.decode.worker.node, "heartbeat", wanting)
         await until(lambda: 7 in heard, "the recall")
