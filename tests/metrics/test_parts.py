@@ -16,8 +16,8 @@ from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
 from pillion.engine.worker.step_meter import IDLE, StepMeter
 from pillion.engine.worker.step_meter import readings as lines
-from pillion.gateway.request.request_meter import CHAT, GatewayMeter, RequestMeter
-from pillion.gateway.request.request_meter import readings as under_way
+from pillion.gateway.request.request_telemetry import CHAT, GatewayMeter, RequestMeter
+from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kvstore.node.node_meter import readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
