@@ -7,9 +7,8 @@ MINUTES ?= 10
 BENCH ?= cluster
 # Test files that run side by side; more needs more cores than that, for some start a whole cluster.
 TEST_PROCESSES ?= 2
-# A whole run of the tests is ended after so many seconds, where the machine has coreutils' timeout.
+# Seconds after which a run of all tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-TEST_LIMIT = $(if $(shell command -v timeout),timeout --kill-after=30 $(TEST_LIMIT_S))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -38,7 +37,8 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 	@exec $(BIN)/python -m pillion serve $(MODEL) $(ARGS)
 
 test: setup-dev check ## Checks, then all tests
-	$(IN_VENV) $(TEST_LIMIT) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  -o run_limit_s=$(TEST_LIMIT_S) $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
@@ -78,7 +78,7 @@ dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of met
 	$(BIN)/python -m deploy.grafana.make
 	$(BIN)/python -m docs.make
 
-compose-check: setup-dev ## docker-compose.yml by its schema, then its parts as processes, without an engine (ARGS=--model ...)
+compose-check: setup-dev ## docker-compose.yml by its schema, then its components as processes, without an engine (ARGS=--model ...)
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
 
 load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does

@@ -25,7 +25,7 @@ from benchmarks.split_load import Request, Seen, add_load_flags, arrivals, figur
 from benchmarks.split_sim import as_measured
 from pillion import AsyncClient
 from pillion.errors import PillionError
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 
 POLICIES = {
     "auto": ("--split-policy=auto",),

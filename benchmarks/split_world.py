@@ -13,8 +13,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from benchmarks.split_load import Request, Seen
@@ -117,7 +118,7 @@ class SimWorker:
     def beat(self) -> None:
         """Tell the registry, and again a heartbeat later."""
         load = self._load
-        self.record = replace(
+        self.record = msgspec.structs.replace(
             self.record,
             running_requests=load.running,
             waiting_requests=load.waiting,
@@ -253,7 +254,7 @@ class SimGateway:
             self._submit(flow)
 
     def _aged(self, record: ComponentRecord) -> ComponentRecord:
-        return replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
+        return msgspec.structs.replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
 
     def _submit(self, flow: Flow) -> None:
         decode = self._workers[flow.plan.decode.component_id]

@@ -13,7 +13,9 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -28,7 +30,8 @@ from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
-from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.index.shared_buckets import SharedBuckets
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
@@ -120,7 +123,7 @@ class GatewayServer:
     async def _beat(self, heartbeat_s: float) -> None:
         while True:
             prompts, cached, completions = self.gateway.totals()
-            now = replace(
+            now = msgspec.structs.replace(
                 self._record,
                 running_requests=self.gateway.active_requests,
                 prompt_tokens=prompts,
@@ -128,7 +131,7 @@ class GatewayServer:
                 completion_tokens=completions,
             )
             try:
-                await self._registry.beat(now)
+                await self._registry.heartbeat(now)
             except PillionError as error:
                 log.debug("heartbeat not taken: %s", error.message)
             await asyncio.sleep(heartbeat_s)

@@ -249,7 +249,7 @@ class KVNodeFlags(PoolFlags, InternalServerFlags, CommonFlags):
     node_advertise: str = flag("", ADVERTISE, placement=True)
     kv_device: str = flag("cpu", "Where the KV pool is: cpu, cuda or cuda:N.", placement=True)
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
-    eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=("lru", "lfu", "arc"))
+    eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=("lru", "lfu"))
     low_watermark_percent: int = flag(2, "Free share of the pool below which blocks are evicted ahead of need.")
     high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.")
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))

@@ -108,6 +108,14 @@ class ServedCluster:
             self.process.send_signal(number)
         return self.process.wait(30)
 
+    def end(self) -> None:
+        """Stop it, and kill what does not stop in time, the supervisor included."""
+        try:
+            self.stop()
+        finally:
+            for leftover in self.processes():
+                leftover.kill()
+
     def left_behind(self) -> list[str]:
         """Living processes and files that an ended cluster should not have left."""
         processes = [" ".join(p.cmdline()) for p in self.seen.values() if alive(p)]
@@ -151,6 +159,4 @@ def served(folder: pathlib.Path, model: str, *flags: str) -> Iterator[ServedClus
         sys.stderr.write(log.read_text()[-8000:])
         raise
     finally:
-        cluster.stop()
-        for leftover in cluster.processes():
-            leftover.kill()
+        cluster.end()

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.errors import NotFound
-from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.kvstore.tiers.checksum import block_checksum
 from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.nixl_plane import NixlPlane
-from pillion.kvstore.transfer.plane import BlockShape, DataPlane, PeerPool, Pinned
+from pillion.kvstore.transfer.plane import DataPlane
 from pillion.kvstore.transfer.plane_servicer import SERVICE_NAME, KVPlaneServicer
 from pillion.net.rpc import start_server
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
 
 NAMESPACE = b"n" * 32
@@ -107,7 +107,7 @@ def _die_with_parent() -> None:
 
 
 class FilledPool:
-    """A source whose chain is all of its pool (:class:`pillion.kvstore.transfer.plane_servicer.Source`)."""
+    """A source whose chain is all of its pool (:class:`pillion.kvstore.transfer.plane_servicer.SourcePool`)."""
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
@@ -120,23 +120,31 @@ class FilledPool:
         kind = NixlPlane if transport == "nixl" else GrpcPlane
         plane: DataPlane = kind(self.memory)
         self._plane = plane
-        self._facts = PeerPool(node_id, boot, num_slots, block_bytes, plane.pool_address, plane.nixl_metadata)
+        self._description = MeetReply(
+            hello=hello_to_pb(node_id),
+            boot_epoch=boot,
+            num_slots=num_slots,
+            block_bytes=block_bytes,
+            kv_namespace=NAMESPACE,
+            pool_address=plane.pool_address,
+            nixl_metadata=plane.nixl_metadata,
+        )
         self._chain, self._order = chain_of(num_slots)
         self._made = 0
         # Epoch, nonce and slots of each ticket.
         self.tickets: dict[int, tuple[int, int, frozenset[int]]] = {}
 
-    async def describe(self) -> tuple[PeerPool, BlockShape]:
-        return self._facts, BlockShape(self._facts.block_bytes, NAMESPACE)
+    async def describe(self) -> MeetReply:
+        return self._description
 
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
-    ) -> Pinned:
-        count = sum(1 for said, have in zip(hashes, self._chain, strict=False) if said == have)
+    ) -> PinBlocksReply:
+        count = sum(1 for wanted, here in zip(hashes, self._chain, strict=False) if wanted == here)
         self._made += 1
         self.tickets[self._made] = (epoch, nonce, frozenset(self._order[:count]))
         wanted = self._order[first_block:count]
-        return Pinned(self._made, tuple(wanted), tuple(self._sums[slot] for slot in wanted))
+        return PinBlocksReply(ticket_id=self._made, slots=wanted, checksums=[self._sums[slot] for slot in wanted])
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
         if ticket_id not in self.tickets or self.tickets[ticket_id][0] != epoch:

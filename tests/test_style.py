@@ -1,4 +1,4 @@
-"""Style is executable: sizes, import direction (DESIGN 3) and what must never be imported."""
+"""Style is executable: sizes, import direction (docs/architecture.md) and what must never be imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ COMPOSITION_ROOTS = ("pillion/cli/", "pillion/supervisor/", "pillion/top/", "pil
 # Decisions are sans-IO (I9): these modules see events and a clock that is handed to them.
 SANS_IO = (
     "engine/scheduling/in_flight.py",
-    "engine/scheduling/updates.py",
     "engine/scheduling/scheduler.py",
     "engine/scheduling/sequence.py",
     "engine/scheduling/slot_stock.py",
@@ -46,14 +45,11 @@ SANS_IO = (
     "gateway/request/request_machine.py",
     "gateway/admission/tenants.py",
     "engine/scheduling/step_plan.py",
-    "kvstore/ledger/waiting_line.py",
-    "kvstore/ledger/commits.py",
+    "kvstore/ledger/waiting_queue.py",
     "kvstore/ledger/eviction.py",
-    "kvstore/ledger/eviction_frequency.py",
     "kvstore/tiers/spill_plan.py",
     "kvstore/ledger/ledger.py",
     "kvstore/ledger/integrity.py",
-    "kvstore/ledger/pool_shape.py",
     "kvstore/ledger/records.py",
     "kvstore/node/regions.py",
     "kvstore/ledger/tree.py",

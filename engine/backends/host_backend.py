@@ -17,33 +17,34 @@ from pillion.engine.scheduling.step_plan import Sampled
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The flight of a step that was run at once."""
+    """A step that was run when it was launched."""
 
     sampled: Sampled
 
     def wait(self) -> Sampled:
-        """Waits for nothing."""
+        """Returns the results at once."""
         return self.sampled
 
 
 class HostBackend(Backend, Protocol):
-    """A backend whose steps run on the calling thread, so that their parts can be called one by one.
+    """A backend whose steps run on the calling thread, so that forward pass and copies can be called one by one.
 
-    The logits of a forward stay until the next one, which may use their memory again.
+    The logits of a forward pass stay valid until the next one, which may use their memory again.
     """
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
+        """Writes the batch's KV and returns float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, each source to the target at its place, before the next forward reads them. Targets are
-        leased to this worker."""
+        """Copies whole slots, sources[i] to targets[i], before the next forward pass reads them. The targets are leased
+        to this worker.
+        """
 
 
 def run_at_once(
     backend: HostBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows
 ) -> FinishedStep:
-    """Copies, runs and samples before it returns."""
+    """Launches a step by running it: copies blocks, runs the forward pass and samples before it returns."""
     if copies:
         backend.copy_blocks(*zip(*copies, strict=True))
     return FinishedStep(sample(backend.forward(batch), rows))

@@ -1,8 +1,9 @@
-"""What the tensors of a decoder are called in checkpoints, and how they are read. Safetensors only: no pickle, no code.
+"""Reads the tensors of a decoder from safetensors files, under the names that checkpoints have for them.
 
 The same tensor has other names in other families and versions: three projections or one fused (Phi-3), one tensor per
-expert or one for all experts of a layer (transformers 5). Each *way* to spell a tensor is a list of pieces which,
-stacked along their first dimension, are that tensor; the first way of which a checkpoint has all pieces is taken.
+expert or one for all experts of a layer (transformers 5). A *spelling* of a decoder's tensor is a list of checkpoint
+tensors which, stacked along their first dimension, are that tensor. The first complete spelling is used. Neither
+pickles nor code are read.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from pillion.errors import ConfigError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-# Tensors that nobody reads: what old checkpoints carry, and how a model of text and images sees images.
+# Tensors that are not read: leftovers in old checkpoints, and the vision part of models of text and images.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 _IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-# Where such a model keeps its language model, in transformers 4 and 5.
+# Prefixes of the language model in such a model, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 _LISTED_NAMES = 4  # Most tensors that an error names.
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint and its shape. ``part``: the one entry of its first dimension that is meant, or all."""
+    """A tensor of a checkpoint and its shape. ``part``: the entry of its first dimension to read; None reads all."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ Spelling = tuple[CheckpointTensor, ...]
 
 
 def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    """Every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``), with the ways to spell it."""
+    """Returns the spellings of every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``)."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     wanted["final_norm"] = _named("model.norm.weight", config.hidden_size)
     if not config.tie_word_embeddings:
@@ -68,7 +69,7 @@ def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
 
 
 def _norms(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    """Families with norms behind their sublayers call the one between attention and MLP otherwise."""
+    """Families that norm the outputs of attention and MLP have another name for the norm before the MLP."""
     wanted, hidden = {}, config.hidden_size
     between = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
     if config.pre_norm:
@@ -106,7 +107,7 @@ def _mlp(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
 def _linear(
     key: str, spellings: tuple[dict[str, int], ...], columns: int, bias: bool
 ) -> dict[str, tuple[Spelling, ...]]:
-    """A linear layer's weight [rows, columns] and bias [rows]; a way is the rows of each of its pieces, by name."""
+    """A linear layer's weight [rows, columns] and bias [rows]; each spelling has the rows of its tensors, by name."""
     wanted = {
         f"{key}.weight": tuple(
             tuple(CheckpointTensor(f"{name}.weight", (rows, columns)) for name, rows in spelling.items())
@@ -122,7 +123,7 @@ def _linear(
 
 
 def _experts(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    """Qwen's names, Mixtral's, and the stacked ones of transformers 5, which are the same for both."""
+    """Experts by Qwen's names, by Mixtral's, and by those of transformers 5, where experts of both are stacked."""
     assert config.moe is not None
     count, inner, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
     router = (count, hidden)
@@ -157,20 +158,20 @@ class Checkpoint:
     """The open weight files of one folder, checked against a config. Its tensors are views of the mapped files."""
 
     def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, tuple[Any, str]]) -> None:
-        """``handles``: name -> (open file, the tensor's name in it). Raises ConfigError where the two do not fit."""
+        """``handles``: name -> (open file, the tensor's name in it). Raises ConfigError if they do not fit."""
         self._folder = folder
         self._family = config.family
         self._handles = handles
         wanted = decoder_tensors(config)
         if config.tie_word_embeddings and "lm_head.weight" in handles:
-            # Written once more, or another one, whatever the config says: the weights decide.
+            # The config ties the head to the embedding; a head in the file, equal or not, is used nevertheless.
             wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
         self._spellings = self._choose(wanted)
         self._check_names()
         self._check_shapes()
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that the decoder calls ``key``, in ``dtype``; a view of the file where nothing had to change."""
+        """Returns a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change."""
         tensors = []
         for wanted in self._spellings[key]:
             handle, name = self._handles[wanted.name]
@@ -183,7 +184,7 @@ class Checkpoint:
         return key in self._spellings
 
     def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
-        """For each tensor the first way that is complete. Raises ConfigError for those that have none."""
+        """Chooses each tensor's first complete spelling. Raises ConfigError if a tensor has none."""
 
         def absent(spelling: Spelling) -> list[str]:
             return [tensor.name for tensor in spelling if tensor.name not in self._handles]
@@ -199,9 +200,9 @@ class Checkpoint:
 
     def _check_names(self) -> None:
         known = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
-        strange = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
-        if strange:
-            raise ConfigError(f"{self._folder} holds {_names(strange)}, which a {self._family} model does not have")
+        unknown = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
+        if unknown:
+            raise ConfigError(f"{self._folder} holds {_names(unknown)}, which a {self._family} model does not have")
 
     def _check_shapes(self) -> None:
         shapes = {tensor.name: tensor.shape for spelling in self._spellings.values() for tensor in spelling}
@@ -216,7 +217,7 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Opens all weight files of a folder. Raises ConfigError where they do not fit the config."""
+    """Opens all weight files of a folder. Raises ConfigError if they do not fit the config."""
     with ExitStack() as stack:
         handles: dict[str, tuple[Any, str]] = {}
         for path in weight_files(folder):

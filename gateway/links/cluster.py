@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pillion.errors import PillionError, Unavailable
@@ -21,7 +21,7 @@ from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.observability import telemetry
-from pillion.wire.kvnode import Brought
+from pillion.wire.kvnode import PrefetchReply
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -260,7 +260,7 @@ class Cluster:
 
     async def fetch_blocks(
         self, hold: TicketHold, hashes: bytes, sources: Sequence[str], pinned_blocks: int, left_s: float | None
-    ) -> Brought:
+    ) -> PrefetchReply:
         """Lets a KV node fetch blocks under a ticket. It never fails: what does not come is computed instead (I1).
 
         Args:
@@ -283,11 +283,12 @@ class Cluster:
             except PillionError as error:
                 log.debug("KV node %s fetched nothing: %s", hold.node_id, error.message)
                 span.set_attribute("error.type", type(error).__name__)
-                return Brought(pinned_blocks)
+                return PrefetchReply(blocks=pinned_blocks)
             self.fetch_pace.observe(brought.fetched_blocks + brought.restored_blocks, time.monotonic() - begun_s)
             span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
             span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
-        return replace(brought, blocks=max(pinned_blocks, min(brought.blocks, len(hashes) // HASH_BYTES)))
+        brought.blocks = max(pinned_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))
+        return brought
 
     def _answers(self, component: ComponentRecord) -> bool:
         if component.component_id in self.view.fenced:

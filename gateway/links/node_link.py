@@ -13,7 +13,7 @@ import logging
 
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.request.events import TicketHold
-from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -30,7 +30,7 @@ class NodeLink:
         self.node_id = record.node_id
         self.address = record.address
         self.client = NodeClient(record.address, gateway_id)
-        self._session: Session | None = None
+        self._session: NodeSession | None = None
         self._releases: list[TicketHold] = []
         self._releasing: asyncio.Task[None] | None = None
         self._keeper = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
@@ -64,7 +64,7 @@ class NodeLink:
 
     async def _keep_session(self) -> None:
         while True:
-            session: Session | None = None
+            session: NodeSession | None = None
             try:
                 session = await self.client.open_session()
                 self._session = session

@@ -8,7 +8,8 @@ finds it after ``heartbeat_timeout_ms`` and names it in its registry record.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
 from pillion.wire.registry import ComponentRecord

@@ -117,7 +117,7 @@ def component_command(role: str, cls: Any, about: str, *, has_model: bool = True
     """Adds the command that runs one component."""
 
     def run(**values: Any) -> int:
-        from pillion.supervisor.components import run_component
+        from pillion.supervisor.component_process import run_component
         from pillion.supervisor.gateway_processes import run_gateways
 
         flags = with_model(cls, values) if has_model else cls(**values)
@@ -139,7 +139,7 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @flag_options(ComputeFlags)
 def prepare(**values: Any) -> None:
     """Make MODEL ready in the cache, so that components start at once."""
-    from pillion.supervisor.components import require_server_packages
+    from pillion.supervisor.component_process import require_server_packages
 
     require_server_packages()
     from pillion.engine.backends.loading import make_ready

@@ -1,8 +1,8 @@
-"""The frame that `pillion top` shows: a pure function of two looks at the cluster.
+"""The frame that `pillion top` shows: a pure function of two readings of the cluster.
 
-    looks --> :mod:`pillion.top.top_figures` --> frame(): header, parts, steps, pool, flow, notes --> rich
+    readings --> :mod:`pillion.top.top_figures` --> frame(): header, components, steps, pool, flow, notes --> rich
 
-Sans-IO (I9). What nobody told is a dash. Bars differ by glyph as well as by colour, so that a frame reads without any.
+Sans-IO (I9). An unknown figure is a dash. Bars differ by glyph as well as by colour, so that a frame reads without any.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from rich.table import Table
 from rich.text import Text
 
 from pillion.observability import metric_catalog as names
-from pillion.top.top_figures import SOURCES, USES, Flow, Look, Quantiles, Steps, flow, steps
+from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, StepFigures, flow, steps
 from pillion.types import ComponentStatus
 
-# A part that has been silent for so long is shown as late; a few seconds later its record is gone from the registry.
+# A component without a heartbeat for so long is shown as late; seconds later its record is gone from the registry.
 LATE_MS = 3000
 COLOURS = ("green", "cyan", "blue", "magenta", "bright_black")
 GLYPHS, ASCII_GLYPHS = "█▓▒◆·", "#+=*."
 MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 60
-# Lines of a frame that are no rows of parts: the header, three tables' heads and the flow's four lines.
+# Lines of a frame that are no rows of components: the header, three tables' heads and the flow's four lines.
 FIXED_LINES = 8
 MAX_NOTES = 3
 ROLES = ("gateway", "kvnode", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
-    """How to draw: ``height_lines`` is None where a frame may be as long as it likes."""
+class FrameStyle:
+    """How a frame is drawn. ``height_lines``: the most lines; None: any number."""
 
     height_lines: int | None = None
     ascii_only: bool = False
 
     @property
     def glyphs(self) -> str:
-        """Five, as a bar's segments."""
+        """A glyph for each of a bar's five segments."""
         return ASCII_GLYPHS if self.ascii_only else GLYPHS
 
     @property
     def dash(self) -> str:
-        """For what nobody told."""
+        """The sign for an unknown figure."""
         return "-" if self.ascii_only else "–"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """Segments in the place that there is. ``shares`` add up to 1, or are empty."""
+class SegmentedBar:
+    """A bar of segments, as wide as its place. ``shares`` add up to 1, or are empty."""
 
     shares: Sequence[float]
     glyphs: str
@@ -66,21 +66,23 @@ class Bar:
         yield text
 
     def cells(self, width: int) -> list[int]:
-        """Of each segment. What there is can be seen, however little it is; the largest give the room."""
+        """Cells of each segment. A share above 0 has at least one cell, which the largest segments give up."""
         found = [max(1, round(share * width)) if share > 0 else 0 for share in self.shares]
         while found and sum(found) != width:
             found[found.index(max(found))] += 1 if sum(found) < width else -1
         return found
 
 
-def frame(before: Look | None, now: Look, target: str, clock: str, style: Style) -> RenderableType:
-    """What a person sees.
+def frame(
+    before: ClusterReading | None, now: ClusterReading, target: str, clock: str, style: FrameStyle
+) -> RenderableType:
+    """The whole frame.
 
     Args:
-        before: an earlier look, which rates are taken from; None on the first frame.
+        before: an earlier reading, which rates are taken from; None on the first frame.
         clock: the time of day.
     """
-    streams = flow(before, now) if before else Flow(False, 0)
+    streams = flow(before, now) if before else GatewayFlow(False, 0)
     notes = _notes(before, now, streams)
     fences = _fences(now)
     components = sorted((*now.status.components, *fences.gone), key=lambda component: _urgency(component, fences.named))
@@ -108,13 +110,13 @@ def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Fences:
-    """``named``: who is fenced. ``gone``: those of them whose record has run out, as far as their node knows them."""
+    """``named``: the fenced components. ``gone``: those of them that only their node knows: their record expired."""
 
     named: frozenset[str]
     gone: tuple[ComponentStatus, ...]
 
 
-def _fences(now: Look) -> _Fences:
+def _fences(now: ClusterReading) -> _Fences:
     known = {component.component_id for component in now.status.components}
     nodes = {name: node.component_id for node in now.status.components for name in node.fenced_components}
     gone = tuple(
@@ -124,24 +126,28 @@ def _fences(now: Look) -> _Fences:
 
 
 def _urgency(component: ComponentStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
-    """What needs a look comes first, then roles in the order of a request's way."""
+    """The order of rows: components in trouble first, then roles in the order in which a request meets them."""
     calm = component.component_id not in fenced and component.heartbeat_age_ms < LATE_MS
     return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
 
 
-def _header(before: Look | None, now: Look, target: str, clock: str) -> Table:
+def _header(before: ClusterReading | None, now: ClusterReading, target: str, clock: str) -> Table:
     line = Table.grid(expand=True)
     line.add_column(no_wrap=True, overflow="crop")
     line.add_column(no_wrap=True, justify="right")
     over = f", rates over {now.at_s - before.at_s:.0f} s" if before else ""
-    said = f"  {_clean(target)}, {now.status.active_requests} active{over}"
-    line.add_row(Text.assemble((f"pillion {_clean(now.status.version)}", "bold"), said), clock)
+    summary = f"  {_clean(target)}, {now.status.active_requests} active{over}"
+    line.add_row(Text.assemble((f"pillion {_clean(now.status.version)}", "bold"), summary), clock)
     return line
 
 
-def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False) -> Table:
-    """A borderless table: a name, a bar where one is wanted, which takes the room that is left, and the columns, each
-    with whether it is justified to the right."""
+def _table(
+    style: FrameStyle, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False
+) -> Table:
+    """A borderless table: a name, perhaps a bar that takes the room that is left, and columns.
+
+    ``columns``: headings, each with whether its column is justified to the right.
+    """
     table = Table(box=None, expand=bar, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     table.add_column(first, no_wrap=True, overflow=_overflow(style), max_width=20)
     if bar:
@@ -152,16 +158,16 @@ def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, boo
 
 
 def _components_table(
-    components: Sequence[ComponentStatus], rows: int, now: Look, fenced: frozenset[str], style: Style
+    components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: frozenset[str], style: FrameStyle
 ) -> Table:
-    right = ("running", "waiting", "queued tok", "seats", "heartbeat")
+    right = ("running", "waiting", "queued tok", "slots", "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
     table = _table(style, "component", headings)
     for component in components[: _shown(rows, components)]:
         late, is_fenced = component.heartbeat_age_ms >= LATE_MS, component.component_id in fenced
         worker = component.role in ("prefill", "decode")
-        # The worker's page is fresher than its heartbeat.
-        seats = now.gauge(component.component_id, names.SEATS)
+        # A worker's page is fresher than its heartbeat.
+        slots = now.gauge(component.component_id, names.SEATS)
         queued = now.gauge(component.component_id, names.QUEUED_TOKENS)
         table.add_row(
             _clean(component.component_id),
@@ -173,7 +179,7 @@ def _components_table(
                 else ["", ""]
             ),
             _count(component.queued_tokens if queued is None else queued, style) if worker else "",
-            _count(component.free_seqs if seats is None else seats, style) if worker else "",
+            _count(component.free_seqs if slots is None else slots, style) if worker else "",
             f"{component.heartbeat_age_ms / 1000:.1f} s" if component.role else style.dash,
             "FENCED" if is_fenced else "late" if late else "",
             style="bold red" if is_fenced else "yellow" if late else "",
@@ -181,8 +187,10 @@ def _components_table(
     return _with_rest(table, components, rows)
 
 
-def _steps_table(workers: Sequence[ComponentStatus], rows: int, before: Look | None, now: Look, style: Style) -> Table:
-    """The step budget's bar of each worker: a share of the budgets of the steps that ran."""
+def _steps_table(
+    workers: Sequence[ComponentStatus], rows: int, before: ClusterReading | None, now: ClusterReading, style: FrameStyle
+) -> Table:
+    """Each worker's steps, with a bar of what their budgets were used for."""
     short = ("decode", "tail", "prefill", "spec.", "idle")
     table = _table(
         style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
@@ -200,11 +208,11 @@ def _steps_table(workers: Sequence[ComponentStatus], rows: int, before: Look | N
     return _with_rest(table, workers, rows)
 
 
-def _steps_cells(found: Steps, style: Style) -> list[RenderableType]:
+def _steps_cells(found: StepFigures, style: FrameStyle) -> list[RenderableType]:
     shares = [found.shares[use] for use in USES]
     cells = [_percent(share) for share in shares]
     return [
-        Bar(shares, style.glyphs),
+        SegmentedBar(shares, style.glyphs),
         *cells,
         _rate(found.per_second, style),
         _time(found.p50_s, names.STEP_BOUNDS[-1]),
@@ -212,17 +220,17 @@ def _steps_cells(found: Steps, style: Style) -> list[RenderableType]:
     ]
 
 
-def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: Style) -> Table:
+def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading, style: FrameStyle) -> Table:
     """Blocks of each pool by state. Pinned blocks are committed ones; the bar shows them once, as pinned."""
     short = ("cached", "pinned", "leased", "quar.", "free")
     table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
     for node in nodes[: _shown(rows, nodes)]:
         pinned = now.gauge(node.component_id, names.KV_HELD, "pinned")
         disk = now.gauge(node.component_id, names.KV_DISK_BLOCKS)
-        told = min(pinned or 0, node.committed_blocks)
+        shown_as_pinned = min(pinned or 0, node.committed_blocks)
         blocks = (
-            node.committed_blocks - told,
-            told,
+            node.committed_blocks - shown_as_pinned,
+            shown_as_pinned,
             node.leased_blocks,
             node.quarantined_blocks,
             node.free_blocks,
@@ -230,7 +238,7 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: S
         total = node.total_blocks
         table.add_row(
             _clean(node.component_id),
-            Bar([count / total for count in blocks] if total else (), style.glyphs),
+            SegmentedBar([count / total for count in blocks] if total else (), style.glyphs),
             f"{node.committed_blocks:,}",
             _count(pinned, style),
             *(f"{count:,}" for count in (node.leased_blocks, node.quarantined_blocks, node.free_blocks, total)),
@@ -239,8 +247,8 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: S
     return _with_rest(table, nodes, rows)
 
 
-def _flow_lines(streams: Flow, style: Style) -> list[Text]:
-    """Where prompts' KV came from, latencies, rates, refusals."""
+def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
+    """The lines on where prompts' KV came from, latencies, rates and refusals."""
     first, later = _quantiles(streams.first_token, style), _quantiles(streams.between_tokens, style)
     times = f"first token {first}   next tokens {later}"
     requests = streams.requests
@@ -259,22 +267,22 @@ def _flow_lines(streams: Flow, style: Style) -> list[Text]:
         ("flow      ", rates),
         ("requests/s", f"{ended}, refused {total}{f' ({reasons})' if reasons else ''}"),
     )
-    return [Text.assemble((name, "bold"), " ", said, no_wrap=True, overflow=_overflow(style)) for name, said in lines]
+    return [Text.assemble((name, "bold"), " ", text, no_wrap=True, overflow=_overflow(style)) for name, text in lines]
 
 
-def _hits(streams: Flow, style: Style) -> str:
-    """Percentages of the tokens of prompts."""
+def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
+    """Where prompts' KV came from, in percent of the prompts' tokens."""
     prompt, sources = streams.prompt, streams.sources
     if prompt == 0:
         return "no prompt ended"
     found = style.dash if streams.cached is None or prompt is None else _percent(streams.cached / prompt)
     shares = {name: tokens / prompt * 100 for name, tokens in sources.items()} if sources and prompt else {}
-    told = [f"{name} {f'{shares[name]:.0f}' if shares else style.dash}" for name in SOURCES]
-    return f"found {found} = {' + '.join(told[:3])}; {', '.join(told[3:])}"
+    parts = [f"{name} {f'{shares[name]:.0f}' if shares else style.dash}" for name in SOURCES]
+    return f"found {found} = {' + '.join(parts[:3])}; {', '.join(parts[3:])}"
 
 
-def _notes(before: Look | None, now: Look, streams: Flow) -> list[str]:
-    """What a person must know to read the rest, the worst first."""
+def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayFlow) -> list[str]:
+    """Remarks without which the figures would mislead, the worst first."""
     notes = [] if now.status.index_available else ["Redis does not answer: no prefix hits"]
     notes += now.troubles
     gateways = sum(component.role == "gateway" for component in now.status.components)
@@ -286,8 +294,8 @@ def _notes(before: Look | None, now: Look, streams: Flow) -> list[str]:
     return notes if rest <= 0 else [*notes[: MAX_NOTES - 1], f"and {rest + 1} notes more"]
 
 
-def _legend(short: Iterable[str], style: Style) -> list[tuple[RenderableType, bool]]:
-    """A bar's glyphs, as headings of the columns that say its numbers."""
+def _legend(short: Iterable[str], style: FrameStyle) -> list[tuple[RenderableType, bool]]:
+    """A bar's glyphs as headings of the columns with its numbers."""
     return [
         (Text.assemble((glyph, colour), name), True)
         for glyph, colour, name in zip(style.glyphs, COLOURS, short, strict=True)
@@ -295,7 +303,7 @@ def _legend(short: Iterable[str], style: Style) -> list[tuple[RenderableType, bo
 
 
 def _shown(rows: int, items: Sequence[object]) -> int:
-    """Where not all fit, the last row says so."""
+    """How many items get a row: all, or one less than ``rows``, whose last row then counts the rest."""
     return len(items) if rows >= len(items) else rows - 1
 
 
@@ -306,16 +314,16 @@ def _with_rest(table: Table, items: Sequence[ComponentStatus], rows: int) -> Tab
     return table
 
 
-def _overflow(style: Style) -> OverflowMethod:
+def _overflow(style: FrameStyle) -> OverflowMethod:
     return "crop" if style.ascii_only else "ellipsis"
 
 
 def _clean(text: str) -> str:
-    """What a part or a page said must not steer the terminal."""
+    """``text`` without control characters, which could steer the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _count(value: float | None, style: Style) -> str:
+def _count(value: float | None, style: FrameStyle) -> str:
     return style.dash if value is None else f"{value:,.0f}"
 
 
@@ -323,21 +331,21 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _rate(value: float | None, style: Style) -> str:
+def _rate(value: float | None, style: FrameStyle) -> str:
     if value is None:
         return style.dash
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}" if value >= 0.1 else f"{value:.2f}"
 
 
 def _time(seconds: float, last_bound: float) -> str:
-    """Three digits are enough. What is beyond the histogram's last bound is known to be that only."""
+    """Seconds in two or three digits; an infinite value is shown as beyond the histogram's last bound."""
     beyond, seconds = (">", last_bound) if math.isinf(seconds) else ("", seconds)
     if seconds >= 1:
         return f"{beyond}{seconds:.1f} s"
     return f"{beyond}{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{beyond}{seconds * 1000:.1f} ms"
 
 
-def _quantiles(found: Quantiles | None, style: Style) -> str:
+def _quantiles(found: Quantiles | None, style: FrameStyle) -> str:
     if found is None:
         return f"p50 {style.dash} p99 {style.dash}"
     return f"p50 {_time(found.p50, found.last_bound)} p99 {_time(found.p99, found.last_bound)}"

@@ -20,7 +20,7 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.kvstore.memory import cuda_driver
-from pillion.kvstore.memory.cuda_driver import Driver, Stream
+from pillion.kvstore.memory.cuda_driver import CudaDriver, CudaStream
 from pillion.kvstore.memory.cuda_segment import DeviceMapping
 
 SOURCE = pathlib.Path(__file__).with_name("fake_cuda.c")
@@ -28,7 +28,7 @@ SOURCE = pathlib.Path(__file__).with_name("fake_cuda.c")
 
 def _native() -> bool:
     try:
-        return Driver().count() > 0
+        return CudaDriver().count() > 0
     except ConfigError:
         return False
 
@@ -90,13 +90,13 @@ class DeviceBytes:
 
     def read(self, start: int, size_bytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(size_bytes)
-        with contextlib.closing(Stream(self._mapping.device)) as stream:
+        with contextlib.closing(CudaStream(self._mapping.device)) as stream:
             stream.to_host(ctypes.addressof(buffer), self._mapping.address + start, size_bytes)
             stream.synchronize()
         return buffer.raw
 
     def write(self, start: int, data: bytes) -> None:
         buffer = ctypes.create_string_buffer(data, len(data))
-        with contextlib.closing(Stream(self._mapping.device)) as stream:
+        with contextlib.closing(CudaStream(self._mapping.device)) as stream:
             stream.to_device(self._mapping.address + start, ctypes.addressof(buffer), len(data))
             stream.synchronize()

@@ -1,4 +1,4 @@
-"""Several gateways behind one port: who may have the port, what each is told, and which models they serve."""
+"""Several gateways behind one port: who may have the port, which flags each gets, and which models they serve."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_somebody_elses_port_is_refused_at_start(workers: int, share: bool) -> N
         flags = ServeFlags(gateway_workers=workers, grpc_port=taken.getsockname()[1], http_port=0)
         ports = PublicPorts()
         with pytest.raises(ConfigError, match=f"--grpc-port {flags.grpc_port} on 127.0.0.1 cannot be used"):
-            ports.take(flags)
+            ports.hold(flags)
         ports.close()
 
 
 def test_held_ports_stay_ours_and_take_no_connection() -> None:
     ports = PublicPorts()
-    flags = ports.take(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
+    flags = ports.hold(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
     assert flags.grpc_port
     assert flags.http_port
     try:
@@ -63,7 +63,7 @@ def test_held_ports_stay_ours_and_take_no_connection() -> None:
 
 def test_one_gateway_holds_nothing() -> None:
     ports = PublicPorts()
-    flags = ports.take(ServeFlags(grpc_port=0, http_port=0))
+    flags = ports.hold(ServeFlags(grpc_port=0, http_port=0))
     listener(flags.grpc_port, share=False).close()
     ports.close()
 
@@ -76,9 +76,9 @@ def test_each_gateway_has_a_name_and_a_socket_of_its_own() -> None:
         ("gateway-1", 3, 7.0),
     ]
     for number, spec in enumerate(specs):
-        said = {f"--component-id=gateway-{number}", f"--probe-listen=unix:/run/x/gateway-{number}.sock"}
-        said |= {"--share-ports", "--gateway-workers=1", "--also-model=b=/b", "--also-model=c=/c"}
-        assert said <= set(spec.argv)
+        arguments = {f"--component-id=gateway-{number}", f"--probe-listen=unix:/run/x/gateway-{number}.sock"}
+        arguments |= {"--share-ports", "--gateway-workers=1", "--also-model=b=/b", "--also-model=c=/c"}
+        assert arguments <= set(spec.argv)
         assert spec.alive is not None
 
 

@@ -20,7 +20,7 @@ from pillion.cli.flags import OTHER_VARIABLES, check_variables, env_name, flag_o
 from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import serve
-from pillion.supervisor.components import STOP_GRACE_S
+from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.supervisor.local_cluster import process_specs, resolved_flags
 
 COMPONENTS: dict[str, Any] = {

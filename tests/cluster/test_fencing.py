@@ -82,7 +82,7 @@ def at_rest(cluster: ServedCluster) -> bool:
     """Nothing is held for anybody, nobody is fenced; integrity is proven on the way."""
     status = cluster.node_status()
     held = status.tickets, status.pinned_blocks, status.reserved_blocks, status.leased_blocks
-    return held == (0, 0, 0, 0) and (status.quarantined_blocks, status.fenced_components) == (0, ())
+    return held == (0, 0, 0, 0) and (status.quarantined_blocks, tuple(status.fenced_components)) == (0, ())
 
 
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:

@@ -184,9 +184,7 @@ def test_serve_with_keys_and_certificates(certs: pathlib.Path, tmp_path: pathlib
         assert cluster.stop() == 0
         assert not cluster.left_behind()
     finally:
-        cluster.stop()
-        for leftover in cluster.processes():
-            leftover.kill()
+        cluster.end()
 
 
 _INTERNAL = (("cert", "internal.pem"), ("key", "internal.key"), ("ca", "internal-ca.pem"))

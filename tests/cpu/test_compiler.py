@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -18,6 +19,7 @@ from pillion.kernels.cpu.language.code_cache import CodeCache, key_of
 from pillion.kernels.cpu.language.compiler import assembly, compile_kernels, object_code, target_of
 from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
 from pillion.kernels.cpu.language.module import SIGNATURE
+from tests.support.processes import started
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 
 SPECS = [Scale(), Halve()]
@@ -220,13 +222,15 @@ print(compiled(Path(sys.argv[1]), choose_isa("auto", host_features())).from_cach
 
 def test_several_processes_may_compile_at_once(tmp_path, isa):
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    for child in children:
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        child.stdin.write("\n")
-        child.stdin.flush()
-    found = [child.communicate(timeout=60)[0] == "True\n" for child in children]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(started(command, **pipes)) for _ in range(3)]
+        for child in children:
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            child.stdin.write("\n")
+            child.stdin.flush()
+        found = [child.communicate(timeout=60)[0] == "True\n" for child in children]
     assert not all(found)
     assert len(files(tmp_path)) == 1
     assert compiled(tmp_path, isa).from_cache

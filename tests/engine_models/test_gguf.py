@@ -164,7 +164,7 @@ def test_rope_factors_are_not_lost(tmp_path):
 
 def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
     config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
-    pillion.engine.checkpoints.convert._add_passed_over(config, read(tmp_path, "gemma2"))
+    pillion.engine.checkpoints.convert._add_ignored_metadata(config, read(tmp_path, "gemma2"))
     assert config["query_pre_attn_scalar"] == 144
 
 

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots

@@ -119,7 +119,7 @@ async def test_another_decode_worker_takes_over() -> None:
             address, [("pillion.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(other, s))]
         )
         try:
-            await line.registry.beat(record("decode-1", "decode", address))
+            await line.registry.heartbeat(record("decode-1", "decode", address))
             await until(lambda: other.connections)
             # Ties spread: both workers get streams, and the one that lives on gets those of the other.
             reading = [asyncio.create_task(read(line.client.generate(PROMPT))) for _ in range(6)]

@@ -105,6 +105,6 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
         monkeypatch.setattr(cluster._registry, "components", broken)
         await until(lambda: looks >= 2)
         monkeypatch.undo()
-        await line.registry.beat(record("gateway-9", "gateway", "unix:nowhere.sock"))
+        await line.registry.heartbeat(record("gateway-9", "gateway", "unix:nowhere.sock"))
         await until(lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()))
         assert await replays(line) == 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from pillion.errors import Overloaded
 from pillion.gateway.admission.admission import Admission, AdmissionPermit

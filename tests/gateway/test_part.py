@@ -75,7 +75,7 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing(tmp_path: pathlib.Pat
 
 
 async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Path) -> None:
-    from pillion.kvstore.index.index import Registry
+    from pillion.kvstore.index.registry import Registry
 
     with running_redis() as redis:
         redis.kill()
@@ -131,7 +131,7 @@ async def test_status_adds_up_what_all_gateways_have_served() -> None:
             cached_tokens=40,
             completion_tokens=7,
         )  # fmt: skip
-        await line.registry.beat(other)
+        await line.registry.heartbeat(other)
         await until(lambda: line.gateway._cluster.other_gateways())
         status = await line.client.status()
         assert (status.prompt_tokens, status.cached_tokens, status.completion_tokens) == (109, 40, 7 + 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -268,7 +269,10 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, components, 
         wanted = plan_fetch(one.sources, one.node_id, cached, one.limit_blocks)
         assert (wanted.blocks if wanted else cached) == max(cached, min(known, one.limit_blocks))
     # More load on the chosen one never makes another one's choice less likely: it is left, or there is no other.
-    busier = [replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p for p in components]
+    busier = [
+        msgspec.structs.replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p
+        for p in components
+    ]
     again = make_plan(replace(asked, components=tuple(busier)))
     rivals = [
         p for p in components if p.role == "decode" and p.node_id == decided.node_id and p.component_id not in avoid

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, StickyChoices
 from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pillion.gateway.planning.planner import make_plan
 from pillion.wire.registry import ComponentRecord
@@ -33,7 +34,7 @@ def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
     said = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
     assert ComponentRecord.from_json(said.to_json()) == said
     for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
-        text = said.to_json().replace("[0.005,0.001,0.0002,1e-07,2e-07]", broken)
+        text = said.to_json().replace("[0.005,0.001,0.0002,1e-7,2e-7]", broken)
         assert text != said.to_json()
         assert ComponentRecord.from_json(text) == replace(said, step_cost_s=())
     for broken in ("-5", "NaN", "1e999", "1" + 400 * "0", '"7"', "null", "[7]", "true"):

@@ -20,7 +20,7 @@ from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.types import SamplingParams
-from pillion.wire.kvnode import Brought, Ticket
+from pillion.wire.kvnode import OpenTicketReply, PrefetchReply
 from pillion.wire.prefill import ChunkAck, Span
 from pillion.wire.registry import ComponentRecord
 
@@ -89,16 +89,18 @@ class ModelNode:
     def client(self) -> ModelNode:
         return self
 
-    async def open_ticket(self, epoch: int, hashes: bytes, total_blocks: int, **_: Any) -> Ticket:
+    async def open_ticket(self, epoch: int, hashes: bytes, total_blocks: int, **_: Any) -> OpenTicketReply:
         assert (self.node_id, total_blocks) == ("kv-1", len(hashes) // 32 + 1)
         await self.world.pause()
-        ticket = Ticket(next(self.world.numbers), min(self.world.blocks["kv-1"], len(hashes) // 32))
+        ticket = OpenTicketReply(
+            ticket_id=next(self.world.numbers), pinned_blocks=min(self.world.blocks["kv-1"], len(hashes) // 32)
+        )
         self.world.held.add((self.node_id, ticket.ticket_id))
         return ticket
 
     async def prefetch(
         self, epoch: int, ticket_id: int, hashes: bytes, sources: Sequence[str], *, timeout_s: float
-    ) -> Brought:
+    ) -> PrefetchReply:
         world, asked = self.world, len(hashes) // 32
         world.check(self.node_id, ticket_id)
         assert self.node_id not in world.fetching, "one fetch at a time"
@@ -110,7 +112,7 @@ class ModelNode:
             assert asked > here
             came = world.said(st.integers(here, max(here, min(asked, there)))) if world.said(st.booleans()) else there
             world.blocks[self.node_id] = max(here, min(asked, there, came))
-            return Brought(world.blocks[self.node_id])
+            return PrefetchReply(blocks=world.blocks[self.node_id])
         finally:
             world.fetching.discard(self.node_id)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy

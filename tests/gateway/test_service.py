@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from dataclasses import replace
 
+import msgspec
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -124,7 +125,7 @@ async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
 async def sized(line, blocks: int) -> None:
     """The pool has ``blocks`` blocks, as its node's heartbeat says."""
     node = next(component for component in line.gateway._cluster.view.records() if component.role == "kvnode")
-    await line.registry.beat(replace(node, total_blocks=blocks))
+    await line.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
     await until(lambda: line.gateway._cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
 
 

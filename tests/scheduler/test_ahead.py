@@ -16,6 +16,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import Sampled, SequencePiece, StepPlan
+from pillion.kvstore.ledger.integrity import check_integrity
 from tests.scheduler.test_drafts import Oracle
 from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
 from tests.scheduler.test_step_cost import decodes
@@ -116,11 +117,11 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
         while line.answer():
             pass
     line.cancel(1)
-    assert line.scheduler.num_sequences == 0
+    assert line.scheduler.sequences == {}
     line.hear_idle()
     while line.answer():
         pass
-    leased = line.ledger.books().leased_blocks
+    leased = line.ledger.status().leased_blocks
     assert leased, "the slots went back under a step that writes there"
     line.scribble()
     line.step()
@@ -178,13 +179,13 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
 
 def test_what_was_launched_under_an_older_hold_is_void() -> None:
     in_flight, sequence = InFlightSteps(), stream(1, 6, range(4))
-    sequence.state = SequenceState.RUNNING
+    sequence.start_running()
     plan = StepPlan((SequencePiece(sequence, 0, 6, 1),))
     in_flight.launched(plan)
     sequence.hold(Holding(2, (), (5, 6)))
-    sequence.state = SequenceState.RUNNING
+    sequence.start_running()
     assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
-    assert sequence.flying == 0
+    assert sequence.num_in_flight == 0
 
 
 @pytest.mark.parametrize("slots", [16, 20, 24])
@@ -325,7 +326,7 @@ def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
     else:
         line.breaks = kind
     line.scheduler.check_integrity()
-    line.ledger.check_integrity()
+    check_integrity(line.ledger)
 
 
 @settings(max_examples=300, deadline=None)
@@ -340,4 +341,4 @@ def test_any_history_with_a_step_under_way(
         play(line, str(kind), [number for number in said if isinstance(number, int)])
     line.breaks, line.refuse_commits = "", 0
     run_out(line)
-    assert all(s.state is not SequenceState.RUNNING for s in line.scheduler._sequences.values())
+    assert all(s.state is not SequenceState.RUNNING for s in line.scheduler.sequences.values())

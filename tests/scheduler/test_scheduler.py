@@ -64,7 +64,7 @@ def test_generated_text_is_committed_too() -> None:
     assert first is not None
     tokens = prompt(1, 10) + line.said[first].token_ids
     # 20 tokens have their KV, the 21st has none: five blocks.
-    assert line.ledger.books().committed_blocks == 20 // BLOCK
+    assert line.ledger.status().committed_blocks == 20 // BLOCK
     again = line.submit([*tokens, 1], 3)
     assert again is not None
     line.finish()
@@ -170,11 +170,11 @@ def test_a_lost_race_swaps_the_table_and_returns_the_own_slot() -> None:
     line.step()
     while line.answer():
         pass
-    tables = [line.scheduler._sequences[i].table()[:3].tolist() for i in ids if i is not None]
+    tables = [line.scheduler.sequences[i].table()[:3].tolist() for i in ids if i is not None]
     assert tables[0] == tables[1]
     line.finish()
     line.check_answers()
-    assert line.ledger.books().committed_blocks == 25 // BLOCK
+    assert line.ledger.status().committed_blocks == 25 // BLOCK
 
 
 def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_span() -> None:
@@ -193,7 +193,7 @@ def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_span() -> None:
     assert end.ending.error is not None
     assert not line.said[span].chunks
     assert line.said[stream].token_ids == greedy(prompt(1, 10), 20)
-    assert line.ledger.books().committed_blocks == 0
+    assert line.ledger.status().committed_blocks == 0
 
 
 def test_a_failed_step_fails_its_sequences_only() -> None:
@@ -221,7 +221,7 @@ def test_cancel_frees_within_one_step(steps: int) -> None:
         line.cancel(seq_id)
         line.cancel(seq_id)
     line.settle()
-    assert line.scheduler.num_sequences == 0
+    assert line.scheduler.sequences == {}
 
 
 def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
@@ -231,7 +231,7 @@ def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
     while SequenceState.RESUMING not in states(line):
         line.step()
         line.answer()
-    newest = max(line.scheduler._sequences)
+    newest = max(line.scheduler.sequences)
     line.cancel(newest)
     line.finish()
     line.check_answers()

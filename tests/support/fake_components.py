@@ -22,7 +22,8 @@ from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, PillionError
 from pillion.gateway.gateway_server import GatewayServer, start_gateway
-from pillion.kvstore.index.index import PrefixHit, Registry
+from pillion.kvstore.index.index import PrefixHit
+from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
@@ -373,7 +374,7 @@ async def running_fake_cluster(
             )
             stack.push_async_callback(servers[role].stop, 0)
             far = {"node_id": "kv-1"} if role.startswith("far-") else {}
-            await registry.beat(record(component_id, role.removeprefix("far-"), address, **far))
+            await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far))
         said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         said |= {"split_policy": "disaggregated"} | flags
         gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))

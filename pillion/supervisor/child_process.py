@@ -17,15 +17,17 @@ DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
 
 
-class Child:
-    """Made by :meth:`start`."""
+class ChildProcess:
+    """A running or ended child process. :meth:`start` makes it."""
 
     def __init__(self, process: asyncio.subprocess.Process, forward: Callable[[str], None]) -> None:
         self._process = process
         self._output = asyncio.create_task(_forward_lines(process.stdout, forward))
 
     @classmethod
-    async def start(cls, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> Child:
+    async def start(
+        cls, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]
+    ) -> ChildProcess:
         """``forward`` gets each line of standard output and error. Raises OSError where the program does not start."""
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -33,25 +35,25 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # Ctrl-C in the terminal is for the supervisor alone, which stops its parts in order.
+            # Ctrl-C in the terminal is for the supervisor alone, which stops its components in order.
             start_new_session=True,
         )
         return cls(process, forward)
 
     @property
     def pid(self) -> int:
-        """Also the id of its process group."""
+        """The process id, which is also the id of the process group."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """The exit status (negative: the signal), once its output is forwarded. May be awaited by several tasks."""
+        """The exit status (negative: the signal), once the output is forwarded. Several tasks may await it."""
         code = await self._process.wait()
         await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
         self._output.cancel()
         return code
 
     async def stop(self, grace_s: float) -> None:
-        """Returns when the process and its group are gone."""
+        """Sends SIGTERM, and SIGKILL after ``grace_s``; returns when the process and its group are gone."""
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -60,12 +62,12 @@ class Child:
         await asyncio.wait_for(self.wait(), KILL_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL to all of its group, at once."""
+        """Sends SIGKILL to the whole process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def gone(self) -> bool:
-        """Whether nothing of its process group lives."""
+        """Whether no process of the group lives."""
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -92,5 +94,5 @@ async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[
 
 
 def _text(line: bytes) -> str:
-    # A carriage return would let a part's progress bar overwrite other parts' lines.
+    # A carriage return would let a component's progress bar overwrite other components' lines.
     return line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]

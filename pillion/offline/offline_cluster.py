@@ -1,12 +1,13 @@
-"""The parts behind :class:`pillion.LLM`, in this process: a KV node, a decode worker and a gateway without ports.
+"""The components behind :class:`pillion.LLM`, in this process: a KV node, a decode worker and a gateway without ports.
 
     caller's thread --submit--> [ thread "pillion-llm": event loop ]
-                                  gateway core --unix sockets in a private folder--> decode worker --> step thread
-                                                                       '--> KV node (owner of the pool) <--'
+                                  gateway core --in-process calls--> decode worker --> step thread
+                                       '---------in-process calls--> KV node (owner of the pool)
 
-There is no network, no Redis and no prefill worker: who lives is known (:class:`LocalRegistry`), and what is cached the
-one node says itself when a request's ticket is opened, so the index is empty (:class:`NoIndex`, I3). Everything else is
-what ``pillion serve`` runs, and so are the tokens.
+There is no network, no Redis and no prefill worker: the components that live are known (:class:`FixedRegistry`), and
+the one node says which blocks are cached when it opens a request's ticket, so the index is empty (:class:`EmptyIndex`,
+I3). Calls between components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a
+Unix socket in a private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
 
     starting --> serving --close(), the last reference, or the interpreter's end--> calls cancelled, gateway, worker,
                                                                                    node, loop, thread and folder gone
@@ -18,7 +19,7 @@ import asyncio
 import atexit
 import concurrent.futures
 
-# Its own hook for the interpreter's end is registered by this import; ours has to come later, so as to run before it.
+# This import registers its own hook for the interpreter's end; ours is registered later, so it runs earlier.
 import concurrent.futures.thread
 import contextlib
 import logging
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags
 from pillion.errors import PillionError, Unavailable
-from pillion.types import GenerateRequest
+from pillion.net.in_process import SCHEME as IN_PROCESS
 from pillion.wire.registry import ComponentRecord
 
 if TYPE_CHECKING:
@@ -40,88 +41,85 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.llm")
 
-# Answers under way at once, over all calls of one LLM; more wait in the order of their prompts. More than run in a
-# step, so that prompts are ready when an answer ends; a request of more answers than this is refused.
+# Answers in flight at once, over all calls of one LLM; further prompts wait in their order. The bound is above what
+# runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of more
+# answers than this.
 MAX_ANSWERS_AT_ONCE = 512
-# The parts share a process: none falls silent alone, and one that waits for the interpreter is not lost.
+# The components share a process: none falls silent alone, and one that waits for the interpreter is not lost.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 600_000
 READY_TIMEOUT_S = 60.0
 READY_POLL_S = 0.01
 # Longest wait of close(); the threads are daemons, so the interpreter's end does not wait for them longer.
 CLOSE_TIMEOUT_S = 20.0
 MAX_ATTEMPTS = 4
-# For what the parts have to tell each other when they end.
+# How long an ending component may take to finish its streams.
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
 
 T = TypeVar("T")
 
 
-class LocalRegistry:
-    """The registry of a process that holds all parts: they live as long as it does."""
+class FixedRegistry:
+    """The registry of a process that holds all components: they live as long as the process does."""
 
     def __init__(self, *records: ComponentRecord) -> None:
         self._records = records
 
     async def components(self) -> list[ComponentRecord]:
-        """Always the same."""
+        """The same records each time."""
         return list(self._records)
 
     async def aclose(self) -> None:
-        """Holds nothing."""
+        """Does nothing: there is no connection."""
 
 
-class NoIndex:
-    """Knows of no blocks: with one node, its own word comes as early."""
+class EmptyIndex:
+    """A prefix index without blocks: the only node itself says what it has, and as early."""
 
     available = True
 
     async def longest_prefix(self, block_hashes: bytes) -> list[Any]:
-        """Nobody else has any."""
+        """No hit: there is no other node."""
         return []
 
     async def aclose(self) -> None:
-        """Holds nothing."""
+        """Does nothing: there is no connection."""
 
 
-class Room:
-    """At most ``most`` answers inside, first come, first served."""
+class AnswerLimit:
+    """Bounds the answers in flight to ``limit``, first come, first served."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._inside = 0
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_flight = 0
         self._turn = asyncio.Lock()
-        self._left = asyncio.Condition()
+        self._ended = asyncio.Condition()
 
     @contextlib.asynccontextmanager
     async def holding(self, answers: int) -> AsyncIterator[None]:
-        """Waits for room. More than there ever is are let in alone: the gateway refuses them in its own words."""
-        async with self._turn, self._left:
-            await self._left.wait_for(lambda: self._inside == 0 or self._inside + answers <= self._most)
-            self._inside += answers
+        """Waits until so many more answers fit. More than the limit enter alone, for the gateway to refuse them."""
+        async with self._turn, self._ended:
+            await self._ended.wait_for(lambda: self._in_flight == 0 or self._in_flight + answers <= self._limit)
+            self._in_flight += answers
         try:
             yield
         finally:
-            async with self._left:
-                self._inside -= answers
-                self._left.notify_all()
+            async with self._ended:
+                self._in_flight -= answers
+                self._ended.notify_all()
 
 
 @dataclass(slots=True)
-class Line:
-    """The running parts. For the loop's own thread."""
+class OfflineCluster:
+    """The running components. For the loop's own thread."""
 
     gateway: Any
     entry: Any
-    room: Room
+    limit: AnswerLimit
     stack: contextlib.AsyncExitStack
 
-    async def generate(self, request: GenerateRequest) -> Any:
-        """As :meth:`pillion.gateway.gateway.Gateway.generate`."""
-        return await self.gateway.generate(request)
-
     def token_text(self, token_id: int) -> str | None:
-        """Text of one token; None for a number that is none."""
+        """Text of one token; None for an id that the vocabulary does not have."""
         if self.entry.tokenizer.codec.id_to_token(token_id) is None:
             return None
         return str(self.entry.tokenizer.codec.decode([token_id], skip_special_tokens=False))
@@ -131,8 +129,8 @@ class Line:
         return str(self.entry.tokenizer.codec.decode(token_ids, skip_special_tokens=False))
 
 
-async def start_line(flags: OfflineFlags, folder: Path) -> Line:
-    """Raises ConfigError for what cannot work; nothing is left behind then."""
+async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
+    """Starts the components. Raises ConfigError for what cannot work; nothing is left behind then."""
     from pillion.cli.checks import check_flags
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
@@ -144,18 +142,19 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
     from pillion.supervisor.pool_fit import fit_pool
 
     flags = resolved(flags)
-    beats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
+    heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
     socket = str(folder / "attach.sock")
-    listen = f"unix:{folder}/{NODE_ID}.sock"
-    own = {"node_id": NODE_ID, "node_listen": listen, "attach_socket": socket, "kv_device": pool_device(flags.device)}
-    node_flags = subset(KVNodeFlags, flags, **beats, **own)
-    listen = f"unix:{folder}/{WORKER_ID}.sock"
+    own = {"node_id": NODE_ID, "attach_socket": socket, "kv_device": pool_device(flags.device)}
+    listen = f"{IN_PROCESS}{folder}/{NODE_ID}"
+    node_flags = subset(KVNodeFlags, flags, **heartbeats, **own, node_listen=listen, node_advertise=listen)
+    listen = f"{IN_PROCESS}{folder}/{WORKER_ID}"
     worker_flags = subset(
         DecodeFlags,
         flags,
-        **beats,
+        **heartbeats,
         component_id=WORKER_ID,
         listen=listen,
+        advertise=listen,
         attach_socket=socket,
         max_waiting_seqs=2 * MAX_ANSWERS_AT_ONCE,
     )
@@ -179,12 +178,12 @@ async def start_line(flags: OfflineFlags, folder: Path) -> Line:
         stack.push_async_callback(worker.stop, STOP_GRACE_S)
         gateway = await _start_gateway(flags, model, entry, _records(node, worker), stack)
         await _until_ready(gateway)
-        return Line(gateway, entry, Room(MAX_ANSWERS_AT_ONCE), stack.pop_all())
+        return OfflineCluster(gateway, entry, AnswerLimit(MAX_ANSWERS_AT_ONCE), stack.pop_all())
     raise AssertionError("the stack swallows nothing")
 
 
 def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecord]:
-    """What the heartbeats of both would say."""
+    """What the heartheartbeats of both would say."""
     worker = component.worker
     prepared = worker.model.prepared
     return (
@@ -218,10 +217,10 @@ async def _start_gateway(
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.cluster_snapshot import parse_policy
 
-    cluster = Cluster(f"llm-{os.getpid()}", LocalRegistry(*records), NoIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
+    cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(
         policy=parse_policy("colocated"),
-        # No span is longer than the longest prompt: here nobody runs spans.
+        # Longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
         chunk_tokens=max(model.max_model_len, flags.block_size),
         max_attempts=MAX_ATTEMPTS,
         max_inflight_requests=MAX_ANSWERS_AT_ONCE,
@@ -238,15 +237,15 @@ async def _start_gateway(
 async def _until_ready(gateway: Any) -> None:
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
-            while gateway.not_ready():  # noqa: ASYNC110  (nobody sends an event)
+            while gateway.not_ready():  # noqa: ASYNC110  (there is no event to wait for)
                 await asyncio.sleep(READY_POLL_S)
     except TimeoutError:
         raise Unavailable(f"not ready after {READY_TIMEOUT_S:g} s: {gateway.not_ready()}") from None
 
 
-class LineThread:
-    """Owns the loop, its thread and the folder of a :class:`Line`. ``close`` may be called anywhere, any number of
-    times; the interpreter's end calls it too."""
+class OfflineThread:
+    """Owns the event loop, its thread and the folder of an :class:`OfflineCluster`. Any thread may call ``close``, any
+    number of times; the interpreter's end calls it too."""
 
     def __init__(self, flags: OfflineFlags) -> None:
         from pillion.supervisor.runtime_dir import RuntimeDir
@@ -254,7 +253,7 @@ class LineThread:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
-        self.line: Line | None = None
+        self.cluster: OfflineCluster | None = None
         self._folder: RuntimeDir = RuntimeDir.create()
         self._runs: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -262,7 +261,7 @@ class LineThread:
         self._thread.start()
         _close_at_exit(self)
         try:
-            self.line = self.submit(start_line(flags, self._folder.path)).result()
+            self.cluster = self.submit(start_cluster(flags, self._folder.path)).result()
         except BaseException:
             self.close()
             raise
@@ -275,7 +274,7 @@ class LineThread:
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     def close(self) -> None:
-        """Cancels what runs and ends everything; returns when nothing of it is left."""
+        """Cancels all calls and ends all components; returns when nothing of them is left."""
         if os.getpid() != self._pid:
             return
         if threading.current_thread() is self._thread:
@@ -305,11 +304,11 @@ class LineThread:
             self._runs.discard(task)
 
     async def _end(self) -> None:
-        # What callers wait for first, and a start that has not ended, which undoes itself.
+        # First the calls that callers wait for, and a start that has not ended: it undoes itself.
         await _cancel(list(self._runs))
-        line, self.line = self.line, None
-        if line is not None:
-            await line.stack.aclose()
+        cluster, self.cluster = self.cluster, None
+        if cluster is not None:
+            await cluster.stack.aclose()
         await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
     def _run(self) -> None:
@@ -329,27 +328,14 @@ async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class GrpcNoise(logging.Filter):
-    """Drops a record that says nothing: grpc.aio wakes every event loop of a process for each event, and asyncio logs a
-    BlockingIOError wherever another loop was faster (grpc/grpc issue 25364). A notebook has a loop beside ours."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """False for that record."""
-        error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, BlockingIOError) and "PollerCompletionQueue" in record.getMessage())
-
-
-_NOISE = GrpcNoise()
-_LIVE: weakref.WeakSet[LineThread] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[OfflineThread] = weakref.WeakSet()
 _AT_EXIT = threading.Lock()
 _registered = False
 
 
-def _close_at_exit(thread: LineThread) -> None:
-    """``thread`` is closed before the interpreter ends its thread pools, which closing needs; ``atexit`` comes after
-    that."""
+def _close_at_exit(thread: OfflineThread) -> None:
+    """Closes ``thread`` before the interpreter ends its thread pools, which closing needs. ``atexit`` is too late."""
     global _registered
-    logging.getLogger("asyncio").addFilter(_NOISE)
     with _AT_EXIT:
         _LIVE.add(thread)
         if not _registered:

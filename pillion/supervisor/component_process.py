@@ -1,8 +1,8 @@
-"""Runs one part in this process, until a signal or the part's own end.
+"""Runs one component in this process, until a signal or the component's own end.
 
 starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
    |             |
-   |             +---> the part failed by itself (its KV node went away, say) ---> stopping ---> exit 1
+   |             +---> the component failed by itself (its KV node went away, say) ---> stopping ---> exit 1
    +---> ConfigError ---> one line, exit 2           a second signal ---> exit 130 at once
 """
 
@@ -16,8 +16,9 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from pillion.observability.metrics import Meters
     from pillion.observability.metrics_export import Exports
 
-log = logging.getLogger("pillion.part")
+T = TypeVar("T")
 
-# What a part imports first of what the SDK does without.
+log = logging.getLogger("pillion.component")
+
+# Packages that servers need and the SDK does without.
 SERVER_PACKAGES = ("torch", "transformers", "msgspec", "redis", "tokenizers", "starlette", "safetensors")
 # Role -> module and function that start it.
 ROLES = {
@@ -38,7 +41,7 @@ ROLES = {
     "decode": ("pillion.decode_service.decode_server", "start_decode"),
     "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
 }
-# Time for what runs, where no flag (--drain-timeout-s) says another, and for what is to be done after it.
+# Time for running requests in a component without --drain-timeout-s, and time for the clean-up after them.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
 EXIT_HURRIED = 130
@@ -59,23 +62,23 @@ def _is_installed(name: str) -> bool:
 
 
 def use_internal_tls(flags: Any) -> None:
-    """What this process is to other parts. Raises ConfigError for certificates that cannot be used."""
+    """Sets the certificate that other components see. Raises ConfigError for certificates that cannot be used."""
     from pillion.net import rpc, tls
 
     rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
 
 
 def name_of(role: str, flags: Any) -> str:
-    """What the part is called in traces and logs."""
-    said = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
-    if isinstance(said, str) and said:
-        return said
-    # Process ids alone are alike in containers: the first process of each is number 1, or the one after its init.
+    """The component's name in traces and logs."""
+    name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
+    if isinstance(name, str) and name:
+        return name
+    # Process ids alone are alike in containers: each has a process 1.
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 def run_component(role: str, flags: Any) -> int:
-    """Blocks until the part has ended; returns the exit status. Raises ConfigError."""
+    """Blocks until the component has ended; returns the exit status. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.observability import telemetry
 
@@ -118,7 +121,7 @@ async def _run(name: str, role: str, start: Any, flags: Any) -> int:
         reason = failed.result() if failed.done() else ""
         if reason:
             log.error("%s stops: %s", name, reason)
-        # What failed has nobody left to wait for.
+        # A component that failed has no requests left to wait for.
         await _stop_within(name, component, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
         return 1 if reason else 0
     finally:
@@ -143,21 +146,37 @@ async def _stop_within(name: str, component: Any, grace_s: float) -> None:
         log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
 
 
+async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
+    """Runs ``work``; returns its ended task, or None where ``stop`` was set first and ``work`` was cancelled."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            # Raises what ``work`` raised, if anything.
+            task.result()
+            return task
+        return None
+    finally:
+        for one in (task, stopped):
+            one.cancel()
+        await asyncio.wait({task, stopped})
+
+
 def stop_on_signals(stop: asyncio.Event) -> None:
     """SIGTERM and SIGINT set ``stop``; the second one ends the process at once."""
 
-    def hear() -> None:
+    def on_signal() -> None:
         if stop.is_set():
             os._exit(EXIT_HURRIED)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, hear)
+        loop.add_signal_handler(number, on_signal)
 
 
 async def _watch_supervisor(stop: asyncio.Event) -> None:
-    """Where the kernel does not kill us with our supervisor, see it die and stop."""
+    """Sets ``stop`` when the supervisor is dead, where the kernel does not kill this process with it."""
     pid = lifeline.parent_pid()
     while pid and os.getppid() == pid:  # noqa: ASYNC110  (the kernel sends no event)
         await asyncio.sleep(lifeline.PARENT_POLL_MS / 1000)

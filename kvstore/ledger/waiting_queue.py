@@ -1,12 +1,12 @@
-"""The line of requests that wait for memory. Sans-IO (I9): the node asks, and polls after every change.
+"""The queue of OpenTicket calls that wait for memory. Sans-IO (I9): the node asks, and polls after every change.
 
     asked --fits, nobody before it--> admitted
       +-----------> waiting --its turn, and it fits--> admitted
                        +--withdrawn, or its epoch is gone--> (forgotten)
 
-First come, first served, so that a big prompt is not overtaken for ever: only the first is ever looked at. Who is more
-urgent counts as having come earlier (:mod:`pillion.priority`). Streams that were preempted (``resume``) stand before
-new prompts, because somebody is reading them already.
+The queue is first come, first served and only its first waiter is ever looked at, so that a big prompt is not overtaken
+for ever. A more urgent waiter counts as having come earlier (:mod:`pillion.priority`). Preempted streams (``resume``)
+stand before new prompts, because somebody is reading them already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ RETRY_AFTER_MS = 1000
 class Waiter:
     """One OpenTicket call.
 
-    ``nonce`` is unique under ``epoch``; ``hashes`` are 32 bytes each; ``asked_s`` is the node's monotonic clock.
+    Attributes:
+        nonce: the call's name, unique under ``epoch``.
+        hashes: chain of the prompt's whole blocks, 32 bytes each.
+        total_blocks: blocks that the prompt needs in all.
+        resume: whether this is a preempted stream that comes back.
+        asked_s: time of the call on the node's monotonic clock.
     """
 
     epoch: int
@@ -40,61 +45,61 @@ class Waiter:
 
     @property
     def place(self) -> tuple[bool, float]:
-        """Smaller stands further in front; among equals, who asked first."""
+        """Sort key: a smaller one stands further in front."""
         return not self.resume, rank(self.priority, self.asked_s)
 
     @property
     def key(self) -> tuple[int, int]:
-        """Names the waiter."""
+        """The waiter's name: (epoch, nonce)."""
         return self.epoch, self.nonce
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A waiter's ticket."""
+    """The ticket of a waiter that was admitted."""
 
     key: tuple[int, int]
     ticket_id: int
     pinned_blocks: int
 
 
-class WaitingLine:
-    """Bounded: at most ``max_waiting`` new prompts and as many preempted streams."""
+class WaitingQueue:
+    """A bounded queue: at most ``max_waiting`` new prompts and as many preempted streams."""
 
     def __init__(self, ledger: Ledger, max_waiting: int) -> None:
         self._ledger = ledger
         self._max_waiting = max_waiting
-        # Sorted by place; of equals, the later one behind.
-        self._line: list[Waiter] = []
+        # Sorted by place; among equals, the later one is behind.
+        self._queue: list[Waiter] = []
         self._by_key: dict[tuple[int, int], Waiter] = {}
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def ask(self, waiter: Waiter) -> Grant | None:
-        """Admits at once, or puts in line and returns None.
+        """Admits the waiter at once, or queues it and returns None.
 
-        Raises Overloaded if it can never fit or the line is full, Conflict if the pool has no shape yet or the epoch
+        Raises Overloaded if it can never fit or the queue is full, Conflict if the pool has no shape yet or the epoch
         is fenced, NotFound for a void epoch, InvalidRequest for a demand that makes no sense.
         """
         self._judge(waiter)
-        first_in_line = not self._line or waiter.place < self._line[0].place
-        grant = self._admit(waiter) if first_in_line else None
+        is_first = not self._queue or waiter.place < self._queue[0].place
+        grant = self._admit(waiter) if is_first else None
         if grant is not None:
             return grant
-        # Counted apart, so that new prompts do not shut out who comes back.
-        resuming = bisect_left(self._line, (True, -inf), key=lambda other: other.place)
+        # Counted apart, so that new prompts do not shut out preempted streams.
+        resuming = bisect_left(self._queue, (True, -inf), key=lambda other: other.place)
         if (resuming if waiter.resume else len(self) - resuming) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
-        insort(self._line, waiter, key=lambda other: other.place)
+        insort(self._queue, waiter, key=lambda other: other.place)
         self._by_key[waiter.key] = waiter
         return None
 
     def poll(self) -> list[Grant]:
-        """Admits from the front while it fits. To be called after anything changed in the ledger."""
+        """Admits waiters from the front as long as they fit. To be called after every change in the ledger."""
         grants = []
-        while self._line:
-            grant = self._admit(self._line[0])
+        while self._queue:
+            grant = self._admit(self._queue[0])
             if grant is None:
                 break
             self.withdraw(grant.key)
@@ -102,26 +107,26 @@ class WaitingLine:
         return grants
 
     def withdraw(self, key: tuple[int, int]) -> bool:
-        """Takes a waiter out of the line; False if it is not in it."""
+        """Removes a waiter; returns False if it does not wait."""
         waiter = self._by_key.pop(key, None)
         if waiter is None:
             return False
-        at = bisect_left(self._line, waiter.place, key=lambda other: other.place)
-        while self._line[at] is not waiter:
+        at = bisect_left(self._queue, waiter.place, key=lambda other: other.place)
+        while self._queue[at] is not waiter:
             at += 1
-        del self._line[at]
+        del self._queue[at]
         return True
 
     def withdraw_epoch(self, epoch: int) -> list[tuple[int, int]]:
-        """Takes out all waiters of an epoch that is fenced or gone; returns their keys."""
-        keys = [waiter.key for waiter in self._line if waiter.epoch == epoch]
+        """Removes all waiters of an epoch that is fenced or gone; returns their keys."""
+        keys = [waiter.key for waiter in self._queue if waiter.epoch == epoch]
         for key in keys:
             self.withdraw(key)
         return keys
 
     def recall_blocks(self) -> int:
-        """Slots that the first waiter lacks: workers should return what they have in stock."""
-        first = self._line[0] if self._line else None
+        """Returns how many slots the first waiter lacks: workers should return that many from their stock."""
+        first = self._queue[0] if self._queue else None
         return self._ledger.shortage(first.hashes, first.total_blocks) if first else 0
 
     def _admit(self, waiter: Waiter) -> Grant | None:
