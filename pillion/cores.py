@@ -7,7 +7,7 @@ import os
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
-# As many as a team takes (kernels/cpu/program/thread_pool.py).
+# The most threads that a pool of the CPU kernels can have.
 MAX_CPU_THREADS = 512
 
 

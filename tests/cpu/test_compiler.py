@@ -14,10 +14,10 @@ import pytest
 
 from pillion.kernels.cpu.language import code_cache as cache_module
 from pillion.kernels.cpu.language import compiler
-from pillion.kernels.cpu.language.code_cache import CodeCache, key_of
-from pillion.kernels.cpu.language.compiler import assembly, compile_kernels, object_code, target_of
 from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
 from pillion.kernels.cpu.language.module import SIGNATURE
+from pillion.kernels.cpu.runtime.code_cache import CodeCache, key_of
+from pillion.kernels.cpu.runtime.compiler import assembly, compile_kernels, object_code, target_of
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 
 SPECS = [Scale(), Halve()]
@@ -153,7 +153,7 @@ def test_other_sources_are_other_code(tmp_path, monkeypatch):
     package.mkdir()
     (package / "a.py").write_text("x = 1")
     (package / "b.py").write_text("y = 2")
-    monkeypatch.setattr(cache_module, "__file__", str(package / "language" / "code_cache.py"))
+    monkeypatch.setattr(cache_module, "__file__", str(package / "runtime" / "code_cache.py"))
     seen = []
 
     def imported_anew() -> None:

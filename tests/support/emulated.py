@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.language.compiler import object_code
 from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES, KernelSpec
-from pillion.kernels.cpu.language.records import STEP, Layout, Words
-from pillion.kernels.cpu.program import thread_pool_code as team_code
-from pillion.kernels.cpu.program.program import StepRecord
+from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
+from pillion.kernels.cpu.runtime import thread_pool_code
+from pillion.kernels.cpu.runtime.compiler import object_code
+from pillion.kernels.cpu.runtime.program import CpuStepRecord
 
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # Where the file stands in the emulated program's memory.
@@ -105,13 +105,13 @@ class EmulatedRunner:
             table=", ".join(f"(word)k{i}" for i in numbers),
             fault=FAULT_CELL,
             base=BASE,
-            counter_bytes=team_code.COUNTER_STRIDE,
+            counter_bytes=thread_pool_code.COUNTER_STRIDE,
             scratch_bytes=SCRATCH_BYTES,
-            first_line=team_code.FIRST_THREAD_LINE,
-            threads_place=team_code.THREADS,
-            counters_place=team_code.COUNTERS,
-            team_place=team_code.TEAM,
-            scratch_place=team_code.SCRATCH,
+            first_line=thread_pool_code.FIRST_THREAD_LINE,
+            threads_place=thread_pool_code.THREADS,
+            counters_place=thread_pool_code.COUNTERS,
+            team_place=thread_pool_code.POOL,
+            scratch_place=thread_pool_code.SCRATCH,
         )
         (folder / "driver.c").write_text(source)
         options = ["-O1", "-w", "-static", "-no-pie", "-pthread", "-o", str(self._program)]
@@ -123,7 +123,7 @@ class EmulatedRunner:
         """Ends the emulated process."""
         self._process.communicate(timeout=_TIMEOUT_S)
 
-    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: StepRecord, threads: int = 3) -> None:
+    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
         """Runs one kernel; what it wrote is in the arrays of ``values`` and ``step`` then."""
         args = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(args, values)
@@ -162,7 +162,7 @@ class EmulatedRunner:
             ctypes.memmove(address, image[begin:].ctypes.data, length)
 
 
-def _pointers(layout: Layout, words: Words) -> list[tuple[Words, int]]:
+def _pointers(layout: RecordLayout, words: Words) -> list[tuple[Words, int]]:
     return [(words, layout.place[name]) for name in layout.pointers if words[layout.place[name]]]
 
 

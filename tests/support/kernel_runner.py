@@ -11,11 +11,11 @@ import torch
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.language.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.program.program import StepRecord
-from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS, Team
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.program import CpuStepRecord
+from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
 
 # Rows of the table that differ in what the emitter writes: with the bf16 instruction, and without.
 ISAS = ("avx512_bf16", "avx2")
@@ -37,20 +37,20 @@ class Runner:
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
         self.kernels = compile_kernels(specs, isa, checked=checked)
-        self._teams = {threads: Team(self.kernels, threads) for threads in (1, 3)}
+        self._pools = {threads: ThreadPool(self.kernels, threads) for threads in (1, 3)}
 
     def close(self) -> None:
         """Ends the threads."""
-        for team in self._teams.values():
-            team.close()
+        for thread_pool in self._pools.values():
+            thread_pool.close()
 
-    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: StepRecord, threads: int = 3) -> None:
+    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
         """Runs one kernel."""
         args = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(args, values)
         program = np.array([[self.kernels.address(spec.name), args.ctypes.data, -1, 0]], np.int64)
         assert program.shape[1] == ENTRY_WORDS
-        self._teams[threads].run(program, step.words)
+        self._pools[threads].run(program, step.words)
 
 
 def runner_of(specs: Sequence[KernelSpec]) -> Any:
@@ -71,15 +71,15 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rows_step(tokens: int, samples: int = 0) -> StepRecord:
+def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
     """A step that says how many rows there are, and nothing else."""
-    step = StepRecord()
+    step = CpuStepRecord()
     step.count("num_tokens", tokens)
     step.count("num_samples", samples)
     return step
 
 
-def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> StepRecord:
+def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRecord:
     """What kernels see of a batch."""
     step = rows_step(batch.num_tokens, len(batch.sample_rows))
     for name in ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "sample_rows"):

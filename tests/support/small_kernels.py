@@ -7,26 +7,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pillion.kernels.cpu.language.compiler import CompiledKernels
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES
-from pillion.kernels.cpu.language.module import Call, KernelSpec
-from pillion.kernels.cpu.language.records import STEP, Layout, Words
-from pillion.kernels.cpu.language.values import Int
-from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
+from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """out [items, 16] += x * factor, each vector by whichever thread took it."""
 
-    layout: ClassVar[Layout] = Layout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
+    layout: ClassVar[RecordLayout] = RecordLayout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
     chunk: int = 1
 
     @property
     def name(self) -> str:
         return f"scale_{self.chunk}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         x, out, factor = args.pointer("x"), args.pointer("out"), args.real("factor")
         with call.shared_range(args.number("items"), self.chunk) as (begin, end), k.range(end, begin) as item:
@@ -38,10 +37,10 @@ class Scale:
 class WhoAmI:
     """out [threads] int64 += 1 + thread * 1000, by each thread in its own place; ``turns`` makes it take time."""
 
-    layout: ClassVar[Layout] = Layout("who", pointers=("out", "waste"), numbers=("turns",))
+    layout: ClassVar[RecordLayout] = RecordLayout("who", pointers=("out", "waste"), numbers=("turns",))
     name: str = "who"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k = call.k
         wasted = k.variable(k.vector(1.0))
         with k.range(call.args.number("turns")):
@@ -55,10 +54,10 @@ class WhoAmI:
 class Uneven:
     """The first thread's call takes ``turns``, the second's ``more`` times as long; ``waste`` [threads, 16] float32."""
 
-    layout: ClassVar[Layout] = Layout("uneven", pointers=("waste",), numbers=("turns", "more"))
+    layout: ClassVar[RecordLayout] = RecordLayout("uneven", pointers=("waste",), numbers=("turns", "more"))
     name: str = "uneven"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k = call.k
         wasted = k.variable(k.vector(1.0))
         times = call.thread * call.args.number("more") + 1
@@ -71,14 +70,14 @@ class Uneven:
 class Stray:
     """Writes a vector ``offset`` bytes behind the begin of ``out``, or of its scratch."""
 
-    layout: ClassVar[Layout] = Layout("stray", pointers=("out",), numbers=("offset",))
+    layout: ClassVar[RecordLayout] = RecordLayout("stray", pointers=("out",), numbers=("offset",))
     scratch: bool = False
 
     @property
     def name(self) -> str:
         return f"stray_{self.scratch}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         target = call.scratch if self.scratch else call.args.pointer("out")
         call.k.store(target + call.args.number("offset"), call.k.vector(1.0))
 
@@ -87,10 +86,10 @@ class Stray:
 class Remember:
     """out [threads] int64 = thread + 1, which was kept in the scratch for a while; where [threads]: its address."""
 
-    layout: ClassVar[Layout] = Layout("remember", pointers=("out", "where"), numbers=("turns",))
+    layout: ClassVar[RecordLayout] = RecordLayout("remember", pointers=("out", "where"), numbers=("turns",))
     name: str = "remember"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, place = call.k, call.thread * 8
         k.store_int(call.scratch, call.thread + 1)
         with k.range(call.args.number("turns")):
@@ -103,10 +102,10 @@ class Remember:
 class Halve:
     """out [16] float32 = x / 2, by the last thread."""
 
-    layout: ClassVar[Layout] = Layout("halve", pointers=("x", "out"))
+    layout: ClassVar[RecordLayout] = RecordLayout("halve", pointers=("x", "out"))
     name: str = "halve"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k = call.k
         with k.when((call.thread + 1).equals(call.threads)):
             k.store(call.args.pointer("out"), k.load(call.args.pointer("x")) * 0.5)

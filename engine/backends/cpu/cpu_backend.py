@@ -35,19 +35,19 @@ from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.kv_layout import LAYOUT_VERSION
-from pillion.kernels.cpu.language.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
-from pillion.kernels.cpu.program.program import (
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
+from pillion.kernels.cpu.runtime.program import (
     Bounds,
+    CpuStepRecord,
     Operation,
     Program,
-    StepRecord,
     Workspace,
     aligned_bytes,
     check_batch,
 )
-from pillion.kernels.cpu.program.thread_pool import Team
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("pillion.worker")
 
@@ -111,8 +111,8 @@ class CpuBackend:
         self._workspace.reserve("steps", 1)
         self._planner = attention_planner(model.config, model.isa, threads)
         self._program = Program(model.plan.operations, model.kernels, self._workspace)
-        self._team = Team(model.kernels, threads, affinity)
-        self._step = StepRecord()
+        self._thread_pool = ThreadPool(model.kernels, threads, affinity)
+        self._step = CpuStepRecord()
         # Whether buffers have gone since the program was bound to them.
         self._unbound = False
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
@@ -172,17 +172,17 @@ class CpuBackend:
     def memory_bytes(self) -> tuple[int, int, int]:
         """Of buffers as they are now, of rotary tables, and of the threads' scratch."""
         tables = sum(table.numel() * table.element_size() for pair in self.model.plan.ropes for table in pair)
-        return self._workspace.nbytes, tables, self._team.threads * SCRATCH_BYTES
+        return self._workspace.nbytes, tables, self._thread_pool.threads * SCRATCH_BYTES
 
     def close(self) -> None:
         """End the team's threads, and let go of the pool, so that its mapping can be closed. Idempotent."""
-        self._team.close()
+        self._thread_pool.close()
         self._pool = None
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
         """Runs ``operations`` over the record of the last step, again and again: for those who measure one kernel."""
         program = Program(operations, self.model.kernels, self._workspace)
-        return lambda: self._team.run(program.entries, self._step.words)
+        return lambda: self._thread_pool.run(program.entries, self._step.words)
 
     def check_integrity(self) -> None:
         """Raises Internal where a kernel wrote behind the end of a buffer."""
@@ -198,7 +198,7 @@ class CpuBackend:
             rows, places = np.unique(rows, return_inverse=True)
         self._fill(pool, batch, rows)
         begin = time.perf_counter()
-        self._team.run(self._program.entries, self._step.words)
+        self._thread_pool.run(self._program.entries, self._step.words)
         self.kernel_seconds = time.perf_counter() - begin
         if self.model.checked:
             self.check_integrity()

@@ -24,15 +24,15 @@ from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import make_ropes
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
-from pillion.kernels.cpu.attention.cpu_attention_plan import AttentionPlanner
+from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.packing import DTYPES
-from pillion.kernels.cpu.program.program import Buffer, HeadStride, Operation
 from pillion.kernels.cpu.rows.rotate import RotateWrite
-from pillion.kernels.cpu.rows.rows import Embed, GatherRows, Norm, NormAdd, SoftCapScale
+from pillion.kernels.cpu.rows.rows import Embed, GatherRows, NormAdd, NormRows, SoftCapScale
+from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
 
 # Rows of partial sums that a KV head has room for: a step cuts no more contexts than these hold.
 MAX_PARTIAL_ROWS = 4096
@@ -48,7 +48,7 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class OperationBuilder:
     """What operations are made of. ``rows_of`` is "tokens", and "samples" behind the last layer's attention."""
 
     config: ModelConfig
@@ -111,7 +111,7 @@ class Parts:
             "out_stride": out.stride,
             "eps": self.config.rms_norm_eps,
         }
-        return Operation(Norm("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
+        return Operation(NormRows("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
 
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
@@ -165,15 +165,15 @@ class Parts:
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
     """The operations of a step of this model."""
-    parts = Parts(config, weights, layout, _rope_tables(config, max_model_len))
-    sampled = Parts(config, weights, layout, parts.ropes, "samples")
-    operations = [_embed(parts)]
+    builder = OperationBuilder(config, weights, layout, _rope_tables(config, max_model_len))
+    sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
+    operations = [_embed(builder)]
     for index in range(config.num_layers):
         last = index == config.num_layers - 1
-        operations += _attention(parts, index, "num_samples" if last else "")
+        operations += _attention(builder, index, "num_samples" if last else "")
         if last:
-            operations.append(_gather(parts, sampled))
-        operations += _behind_attention(sampled if last else parts, index)
+            operations.append(_gather(builder, sampled))
+        operations += _behind_attention(sampled if last else builder, index)
     operations.append(sampled.norm("final_norm"))
     head = weights.linear("lm_head")
     logits = sampled.buffer("logits", head.pairs * 32, "float32")
@@ -187,42 +187,42 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_m
             "cap": config.logit_softcap,
         }
         operations.append(Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples"))
-    return ModelPlan(tuple(operations), logits, parts.ropes)
+    return ModelPlan(tuple(operations), logits, builder.ropes)
 
 
-def _embed(parts: Parts) -> Operation:
-    config = parts.config
+def _embed(builder: OperationBuilder) -> Operation:
+    config = builder.config
     values = {
-        "table": parts.weights.tensor("embedding"),
-        "hidden": parts.hidden,
+        "table": builder.weights.tensor("embedding"),
+        "hidden": builder.hidden,
         "width": config.hidden_size,
-        "hidden_stride": parts.hidden.stride,
-        "scale": embedding_scale(config, MODEL_DTYPES[parts.layout.dtype]),
+        "hidden_stride": builder.hidden.stride,
+        "scale": embedding_scale(config, MODEL_DTYPES[builder.layout.dtype]),
     }
-    return Operation(Embed(parts.bf16), values)
+    return Operation(Embed(builder.bf16), values)
 
 
-def _attention(parts: Parts, index: int, when: str) -> Iterator[Operation]:
+def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Operation]:
     """From hidden to attended, and the layer's KV into the pool."""
-    config, weights, layout = parts.config, parts.weights, parts.layout
-    prefix, size = f"layers.{index}.", 2 if parts.bf16 else 4
+    config, weights, layout = builder.config, builder.weights, builder.layout
+    prefix, size = f"layers.{index}.", 2 if builder.bf16 else 4
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     piece_bytes = layout.block_size * head_dim * size
     layer_offset, slot_bytes = index * 2 * kv_heads * piece_bytes, layout.block_bytes
-    qkv = parts.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
-    queries = parts.buffer("queries", heads * head_dim, parts.row_dtype)
+    qkv = builder.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
+    queries = builder.buffer("queries", heads * head_dim, builder.row_dtype)
     head_stride = HeadStride(heads // kv_heads * head_dim * size)
     rope = config.layer_ropes[index]
-    yield parts.norm(prefix + "attention_norm")
-    yield parts.gemm(prefix + "qkv", parts.normed, qkv, "store")
-    spec = RotateWrite(head_dim, heads, kv_heads, layout.block_size, parts.bf16, rope is not None, config.qk_norm)
+    yield builder.norm(prefix + "attention_norm")
+    yield builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
+    spec = RotateWrite(head_dim, heads, kv_heads, layout.block_size, builder.bf16, rope is not None, config.qk_norm)
     yield Operation(
         spec,
         {
             "qkv": qkv,
             "queries": queries,
-            "cos": None if rope is None else parts.ropes[rope][0],
-            "sin": None if rope is None else parts.ropes[rope][1],
+            "cos": None if rope is None else builder.ropes[rope][0],
+            "sin": None if rope is None else builder.ropes[rope][1],
             "q_norm": weights.tensor(prefix + "q_norm") if config.qk_norm else None,
             "k_norm": weights.tensor(prefix + "k_norm") if config.qk_norm else None,
             "qkv_stride": qkv.stride,
@@ -233,21 +233,21 @@ def _attention(parts: Parts, index: int, when: str) -> Iterator[Operation]:
         },
     )
     window = config.sliding_windows[index]
-    yield from attention_operations(parts, queries, head_stride, layer_offset, window, when)
+    yield from attention_operations(builder, queries, head_stride, layer_offset, window, when)
 
 
 def attention_operations(
-    parts: Parts, queries: Buffer, head_stride: HeadStride, layer_offset: int, window: int, when: str
+    builder: OperationBuilder, queries: Buffer, head_stride: HeadStride, layer_offset: int, window: int, when: str
 ) -> Iterator[Operation]:
     """queries -> attended."""
-    config, layout = parts.config, parts.layout
-    shape, bf16 = attention_shape(config, layout), parts.bf16
+    config, layout = builder.config, builder.layout
+    shape, bf16 = attention_shape(config, layout), builder.bf16
     piece_bytes = layout.block_size * config.head_dim * (2 if bf16 else 4)
     partials = partial_buffer(config, shape)
     shared = {
-        "out": parts.attended,
+        "out": builder.attended,
         "partials": partials,
-        "out_stride": parts.attended.stride,
+        "out_stride": builder.attended.stride,
         "partial_stride": MAX_PARTIAL_ROWS * partial_row_bytes(config.head_dim),
         "kv_heads": config.num_kv_heads,
         "window": window,
@@ -267,17 +267,17 @@ def attention_operations(
     yield Operation(AttentionMerge(shape, window > 0), shared, "num_merges")
 
 
-def attention_shape(config: ModelConfig, layout: KVLayout) -> Shape:
+def attention_shape(config: ModelConfig, layout: KVLayout) -> AttentionShape:
     """Of the attention kernels."""
     group = config.num_heads // config.num_kv_heads
-    return Shape(config.head_dim, group, layout.block_size, layout.dtype == "bfloat16")
+    return AttentionShape(config.head_dim, group, layout.block_size, layout.dtype == "bfloat16")
 
 
-def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> AttentionPlanner:
+def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttentionPlanner:
     """Who cuts a step's attention into items."""
     group = config.num_heads // config.num_kv_heads
     windows = config.sliding_windows
-    return AttentionPlanner(
+    return CpuAttentionPlanner(
         group,
         row_counts(isa, group),
         config.num_kv_heads,
@@ -287,37 +287,37 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> AttentionP
     )
 
 
-def partial_buffer(config: ModelConfig, shape: Shape) -> Buffer:
+def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
     """[kv_heads][MAX_PARTIAL_ROWS] rows of partial sums; of one size for all steps."""
     width = partial_row_bytes(shape.head_dim) // 4
     return Buffer("partials", width, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
 
 
-def _gather(parts: Parts, sampled: Parts) -> Operation:
+def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
     """The sampled rows, side by side."""
     values = {
-        "hidden": parts.hidden,
-        "attended": parts.attended,
+        "hidden": builder.hidden,
+        "attended": builder.attended,
         "sampled_hidden": sampled.hidden,
         "sampled_attended": sampled.attended,
-        "hidden_stride": parts.hidden.stride,
-        "attended_stride": parts.attended.stride,
+        "hidden_stride": builder.hidden.stride,
+        "attended_stride": builder.attended.stride,
     }
     return Operation(GatherRows(), values, "num_samples")
 
 
-def _behind_attention(parts: Parts, index: int) -> Iterator[Operation]:
+def _behind_attention(builder: OperationBuilder, index: int) -> Iterator[Operation]:
     """From attended to the next layer's hidden."""
-    config, prefix = parts.config, f"layers.{index}."
-    yield from parts.add(prefix + "o", parts.attended, prefix + "attention_post_norm")
-    yield parts.norm(prefix + "mlp_norm")
-    if parts.weights.has(prefix + "router"):
-        yield from moe_operations(parts, prefix)
+    config, prefix = builder.config, f"layers.{index}."
+    yield from builder.add(prefix + "o", builder.attended, prefix + "attention_post_norm")
+    yield builder.norm(prefix + "mlp_norm")
+    if builder.weights.has(prefix + "router"):
+        yield from moe_operations(builder, prefix)
         return
-    inner = parts.weights.linear(prefix + "down").depth
-    activated = parts.buffer("activated", inner, parts.row_dtype)
-    yield parts.gemm(prefix + "gate_up", parts.normed, activated, GATED_EPILOGUE[config.activation])
-    yield from parts.add(prefix + "down", activated, prefix + "mlp_post_norm")
+    inner = builder.weights.linear(prefix + "down").depth
+    activated = builder.buffer("activated", inner, builder.row_dtype)
+    yield builder.gemm(prefix + "gate_up", builder.normed, activated, GATED_EPILOGUE[config.activation])
+    yield from builder.add(prefix + "down", activated, prefix + "mlp_post_norm")
 
 
 def _rope_tables(config: ModelConfig, max_model_len: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

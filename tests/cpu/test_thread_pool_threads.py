@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.cpu.language.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from pillion.kernels.cpu.program.thread_pool import MAX_TEAM_THREADS, Team
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.thread_pool import MAX_THREADS, ThreadPool
 from tests.support.small_kernels import CONDITION, Scale, Table, Uneven, WhoAmI, chain, step_with
 
 
@@ -27,10 +27,10 @@ def fast():
     )
 
 
-@pytest.mark.parametrize("threads", [0, -1, MAX_TEAM_THREADS + 1])
+@pytest.mark.parametrize("threads", [0, -1, MAX_THREADS + 1])
 def test_numbers_of_threads_that_cannot_be(fast, threads):
     with pytest.raises(ConfigError, match="a team has"):
-        Team(fast, threads)
+        ThreadPool(fast, threads)
 
 
 def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
@@ -40,8 +40,8 @@ def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
     found = {}
 
     def lead():
-        team = Team(fast, 2, bound)
-        team.run(Table(fast).program, step_with())
+        thread_pool = ThreadPool(fast, 2, bound)
+        thread_pool.run(Table(fast).program, step_with())
         found["leader"] = os.sched_getaffinity(0)
         (helper,) = {task for task in os.listdir("/proc/self/task") if name_of(task).startswith("pillion-")} - before
         found["helper"] = os.sched_getaffinity(int(helper))
@@ -49,7 +49,7 @@ def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
         while signal.SIGSEGV in blocked_signals(helper) and time.monotonic() < give_up:
             time.sleep(0.001)
         found["blocked"] = blocked_signals(helper)
-        team.close()
+        thread_pool.close()
 
     thread = threading.Thread(target=lead)  # The test's own thread stays free.
     thread.start()
@@ -78,7 +78,7 @@ def test_affinity_must_fit(fast):
     allowed = sorted(os.sched_getaffinity(0))
     for affinity in ([allowed[0]], [allowed[0], 100_000]):
         with pytest.raises(ConfigError, match="affinity"):
-            Team(fast, 2, affinity)
+            ThreadPool(fast, 2, affinity)
 
 
 def helpers():
@@ -89,70 +89,70 @@ def helpers():
 
 def test_close_joins_and_may_be_repeated(fast):
     before = helpers()
-    team = Team(fast, 4)
+    thread_pool = ThreadPool(fast, 4)
     assert helpers() == before + 3
-    team.run(Table(fast).program, step_with())
-    team.close()
-    team.close()
+    thread_pool.run(Table(fast).program, step_with())
+    thread_pool.close()
+    thread_pool.close()
     assert helpers() == before
     with pytest.raises(Internal, match="closed"):
-        team.run(Table(fast).program, step_with())
+        thread_pool.run(Table(fast).program, step_with())
 
 
 def test_a_team_that_is_forgotten_ends(fast):
     before = helpers()
-    team = Team(fast, 3)
+    thread_pool = ThreadPool(fast, 3)
     assert helpers() == before + 2
-    del team
+    del thread_pool
     assert helpers() == before
 
 
 def test_close_waits_for_a_run(fast):
-    team = Team(fast, 2)
+    thread_pool = ThreadPool(fast, 2)
     out, waste = np.zeros(2, np.int64), np.zeros((2, 16), np.float32)
     table = Table(fast).add(WhoAmI(), out=out, waste=waste, turns=50_000_000)
-    thread = threading.Thread(target=lambda: team.run(table.program, step_with()))
+    thread = threading.Thread(target=lambda: thread_pool.run(table.program, step_with()))
     thread.start()
     time.sleep(0.02)
-    team.close()
+    thread_pool.close()
     thread.join()
     assert out.tolist() == [1, 1001]
 
 
 def test_a_forked_child_is_told(fast):
-    team = Team(fast, 2)
+    thread_pool = ThreadPool(fast, 2)
     pid = os.fork()
     if not pid:
         try:
-            team.run(Table(fast).program, step_with())
+            thread_pool.run(Table(fast).program, step_with())
         except Internal as error:
-            team.close()
+            thread_pool.close()
             os._exit(17 if "fork" in error.message else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
-    team.run(Table(fast).program, step_with())
-    team.close()
+    thread_pool.run(Table(fast).program, step_with())
+    thread_pool.close()
 
 
 def test_an_idle_team_burns_nothing(fast):
-    team = Team(fast, 3)
+    thread_pool = ThreadPool(fast, 3)
     table, _, _ = chain(fast)
     for _ in range(20):
-        team.run(table.program, step_with())
+        thread_pool.run(table.program, step_with())
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.02
-    team.close()
+    thread_pool.close()
 
 
 # A child's program of so many entries, each of which adds ``factor`` to ``out``; what it does with it stands behind.
 CHILD = """
 import sys, time
 import numpy as np
-from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.records import STEP
-from pillion.kernels.cpu.program.thread_pool import Team
+from pillion.kernels.cpu.runtime.thread_pool import Team
 from tests.support.small_kernels import Scale
 
 kernels = compile_kernels([Scale()], choose_isa("auto", host_features()))
@@ -190,27 +190,27 @@ def test_many_more_threads_than_cores_never_hang(fast):
 
 def test_a_leader_that_waits_sleeps_behind_an_entry_that_was_left_out(fast):
     """Its own call is short, its helper's is long: it must not spin until that has ended."""
-    team, waste = Team(fast, 2), np.zeros((2, 16), np.float32)
+    thread_pool, waste = ThreadPool(fast, 2), np.zeros((2, 16), np.float32)
     x, y = np.ones((1, 16), np.float32), np.zeros((1, 16), np.float32)
     table = Table(fast).add(Scale(), CONDITION, x=x, out=y, items=1, factor=1.0)
     table.add(Uneven(), waste=waste, turns=2_000_000, more=40)
     shares = []
     for _ in range(6):
         begin, mine = time.monotonic(), time.thread_time()
-        team.run(table.program, step_with())
+        thread_pool.run(table.program, step_with())
         shares.append((time.thread_time() - mine) / (time.monotonic() - begin))
     # Where the helper came late, the leader did its call as well; it does not come late every time.
     assert min(shares) < 0.5
-    team.close()
+    thread_pool.close()
 
 
 def test_whoever_leads_is_bound(fast):
     """The first run is often a warm-up on a thread that does nothing else afterwards."""
     core = sorted(os.sched_getaffinity(0))[-1]
-    team, table, found = Team(fast, 1, [core]), Table(fast), []
+    thread_pool, table, found = ThreadPool(fast, 1, [core]), Table(fast), []
 
     def lead():
-        team.run(table.program, step_with())
+        thread_pool.run(table.program, step_with())
         found.append(os.sched_getaffinity(0))
 
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_whoever_leads_is_bound(fast):
         thread.start()
         thread.join()
     assert found == [{core}, {core}]
-    team.close()
+    thread_pool.close()
 
 
 WORKER = """
