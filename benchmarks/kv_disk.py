@@ -21,7 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import save, show_table, spread
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import block_checksum
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName

@@ -21,8 +21,7 @@ from benchmarks.report import save, show_table
 from benchmarks.traces import generate
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.ledger.tree import Block
+from pillion.kvstore.ledger.records import SESSION, Block
 from pillion.loadgen.traces import TraceRequest, read_trace
 from pillion.wire.kvnode import CommitRun
 

@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.cluster import prompts
 from benchmarks.report import percentile, save, show_table
 from pillion import AsyncClient, Client
-from tests.support.cluster import ServedCluster, served
-from tests.support.otlp import EXPORT_DELAY_MS, Receiver, collecting
+from testbed.cluster import ServedCluster, served
+from testbed.otlp import EXPORT_DELAY_MS, Receiver, collecting
 
 MODEL = "demo"
 # For the last spans to arrive.

@@ -23,12 +23,13 @@ from benchmarks.report import percentile, save, show_table
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import BATCH_BLOCKS
-from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS, IndexWriter, SweepPlace
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis import RedisServer, running_redis
-from tests.support.redis_kinds import running_cluster
+from testbed.redis import RedisServer, running_redis
+from testbed.redis_kinds import running_cluster
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 32_768
@@ -175,7 +176,7 @@ async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Regist
 async def register(registry: Registry, node_id: str, boot_epoch: int) -> bytes:
     """The node's entry."""
     record = ComponentRecord(component_id=node_id, role="kvnode", address="x", node_id=node_id, boot_epoch=boot_epoch)
-    return (await registry.beat(record)).node_number + struct.pack(">I", boot_epoch)
+    return (await registry.heartbeat(record)).node_number + struct.pack(">I", boot_epoch)
 
 
 def whole_chain() -> bytes:

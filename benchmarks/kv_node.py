@@ -23,11 +23,11 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import percentile, save, show_table, spread
-from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.client.attachment import Attachment, attach
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64
@@ -44,7 +44,7 @@ class Line:
     """A client that is gateway and worker in one."""
 
     client: NodeClient
-    session: Session
+    session: NodeSession
     worker: Attachment
     seed: Iterator[int]
 

@@ -81,7 +81,7 @@ def kernel_way(pid: int, pool_address: int, own: Pool) -> Way:
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per size."""
-    from tests.support.plane_source import NAMESPACE, chain_of, running_source
+    from testbed.plane_source import NAMESPACE, chain_of, running_source
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
     own, other = Pool(num_slots, size), Pool(num_slots, size)

@@ -33,7 +33,7 @@ from pillion.loadgen.run import Plan, Server, opened, run_plan
 from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
-    from tests.support.cluster import ServedCluster
+    from testbed.cluster import ServedCluster
 
 ROLES = ("redis-server", "kvnode", "prefill", "decode", "gateway")
 IDLE_TIMEOUT_S = 20.0
@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--quiet", action="store_true", help="no tables")
     add_flags(parser)
     args = parser.parse_args()
-    from tests.support.cluster import free_port, served
+    from testbed.cluster import free_port, served
 
     port = free_port()
     flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", "--split-policy=auto", *args.flags)

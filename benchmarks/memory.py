@@ -75,7 +75,7 @@ def main() -> None:
 
 def measure(folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One process after the other."""
-    from tests.support.tiny_model import save_model
+    from testbed.tiny_model import save_model
 
     shape = {
         **MODEL,

@@ -26,7 +26,7 @@ from benchmarks.closed_loop import Answer, Load, Run, drive
 from benchmarks.openai_stream import OpenAIStream
 from pillion import AsyncClient
 from pillion.errors import PillionError
-from tests.support.cluster import free_port, served, wait_for
+from testbed.cluster import free_port, served, wait_for
 
 HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0

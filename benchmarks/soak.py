@@ -47,7 +47,7 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
-    from tests.support.cluster import ServedCluster
+    from testbed.cluster import ServedCluster
 
 WARM_UP_SHARE = 1 / 3
 SAMPLE_PERIOD_S = 5.0
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--plot", type=pathlib.Path, help="an SVG of the series")
     add_flags(parser)
     args = parser.parse_args()
-    from tests.support.cluster import free_port, served
+    from testbed.cluster import free_port, served
 
     port = free_port()
     flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", f"--kv-pool-bytes={POOL}", *args.flags)

@@ -25,7 +25,7 @@ from benchmarks.split_load import Request, Seen, add_load_flags, arrivals, figur
 from benchmarks.split_sim import as_measured
 from pillion import AsyncClient
 from pillion.errors import PillionError
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 
 POLICIES = {
     "auto": ("--split-policy=auto",),
@@ -85,7 +85,7 @@ async def step_costs(redis_url: str) -> dict[str, Any]:
 
 def measure_policy(args: argparse.Namespace, name: str, number: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A row for each rate, and the workers' step costs."""
-    from tests.support.cluster import served
+    from testbed.cluster import served
 
     rows = []
     always = (f"--target-itl-ms={args.target_itl_ms}", "--max-model-len=4096", *args.flags)

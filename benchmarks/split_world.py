@@ -1,6 +1,6 @@
 """A cluster in simulated time: the real planner and schedulers, over workers whose steps take what a model says.
 
-    arrival --plan() over last heartbeats--> [span on a prefill worker, chunk by chunk] --> decode worker --> tokens
+    arrival --plan over last heartbeats--> [span on a prefill worker, chunk by chunk] --> decode worker --> tokens
 
 Prompts share no prefix, memory is never short, and a call between parts takes a constant.
 """
@@ -13,18 +13,27 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from benchmarks.split_load import Request, Seen
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
-from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Load, Outcome, Sampled, StepPlan, Update
-from pillion.gateway.planning.plan_auto import Leanings
+from pillion.engine.scheduling.step_plan import (
+    ChunkDone,
+    CommitOrder,
+    Outcome,
+    Sampled,
+    SchedulerLoad,
+    StepPlan,
+    Update,
+)
+from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand
-from pillion.gateway.planning.planner import Picture, Plan, parse_policy, plan
+from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy
 from pillion.types import SamplingParams
 from pillion.wire.registry import ComponentRecord
 
@@ -73,7 +82,7 @@ class Flow:
     """A request under way, as the gateway and its client see it."""
 
     request: Request
-    plan: Plan
+    plan: RequestPlan
     arrived_s: float
     gateway: SimGateway
     first_s: float = 0.0
@@ -101,14 +110,14 @@ class SimWorker:
         self._ids = itertools.count(1)
         self._flows: dict[int, Flow] = {}
         self._busy = False
-        self._load = Load()
+        self._load = SchedulerLoad()
         self.on_chunk: Callable[[Flow, ChunkDone], None] = lambda flow, chunk: None
         self.on_update: Callable[[Flow, Update], None] = lambda flow, update: None
 
     def beat(self) -> None:
         """Tell the registry, and again a heartbeat later."""
         load = self._load
-        self.record = replace(
+        self.record = msgspec.structs.replace(
             self.record,
             running_requests=load.running,
             waiting_requests=load.waiting,
@@ -191,7 +200,7 @@ class SimWorker:
 
 
 class SimGateway:
-    """Plans and follows requests, and keeps the books of what it has sent, as pillion.gateway.request.calls does."""
+    """Plans and follows requests, and counts what it has sent, as the gateway's OwnLoad does."""
 
     def __init__(self, clock: Clock, policy: str, workers: list[SimWorker], number: int, gateways: int) -> None:
         self._clock = clock
@@ -199,7 +208,7 @@ class SimGateway:
         self._workers = {worker.record.component_id: worker for worker in workers}
         self._streams: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
-        self._leanings = Leanings()
+        self._leanings = StickyChoices()
         self._demand = Demand()
         self._gateways = gateways
         self._first_spread = number
@@ -213,7 +222,7 @@ class SimGateway:
     def arrive(self, request: Request) -> None:
         """Plan it and send it on its way."""
         every, shared = self._demand.per_s(self._clock.now)
-        picture = Picture(
+        snapshot = ClusterSnapshot(
             model="m",
             prompt_tokens=request.prompt_tokens,
             hits={},
@@ -223,12 +232,12 @@ class SimGateway:
             chunk_tokens=CHUNK_TOKENS,
             own_load=self._streams | Counter({p: n for p, n in self._tokens.items() if p.startswith("prefill")}),
             own_tokens=self._tokens,
-            lean=self._leanings.of("m", request.prompt_tokens),
+            sticky_choice=self._leanings.of("m", request.prompt_tokens),
             spread=self._first_spread + len(self.flows),
             demand_per_s=(self._gateways * every, self._gateways * shared),
         )
         begun = time.perf_counter()
-        decided = plan(picture)
+        decided = make_plan(snapshot)
         self.plan_s.append(time.perf_counter() - begun)
         self._leanings.note("m", request.prompt_tokens, bool(decided.chunks))
         self._demand.note(self._clock.now, bool(decided.chunks))
@@ -244,7 +253,7 @@ class SimGateway:
             self._submit(flow)
 
     def _aged(self, record: ComponentRecord) -> ComponentRecord:
-        return replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
+        return msgspec.structs.replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
 
     def _submit(self, flow: Flow) -> None:
         decode = self._workers[flow.plan.decode.component_id]

@@ -21,7 +21,7 @@ from benchmarks.cluster import prompts
 from benchmarks.kv_handoff import exporting
 from benchmarks.report import save, show_table
 from pillion import AsyncClient
-from tests.support.cluster import served
+from testbed.cluster import served
 
 MODEL = "demo"
 

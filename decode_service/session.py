@@ -27,7 +27,7 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.decode_service.submit_validation import check_submit
-from pillion.engine.scheduling.sequence import ForkSpec, Marks, SequenceSpec
+from pillion.engine.scheduling.sequence import ForkSpec, SequenceProgress, SequenceSpec
 from pillion.engine.scheduling.step_plan import ChunkDone, Update
 from pillion.engine.worker.step_spans import record_stream
 from pillion.engine.worker.tickets import Tickets
@@ -68,7 +68,7 @@ class _News:
 
 
 class _Stream:
-    """One submit that is alive, or one of its forks. An Owner of its sequence
+    """One submit that is alive, or one of its forks. An SequenceListener of its sequence
     (:mod:`pillion.engine.worker.worker_epoch`).
     """
 
@@ -86,14 +86,14 @@ class _Stream:
         self.tickets: Tickets | None = None
         self.generated = 0
         # The step thread writes them; here they are only read.
-        self.marks: Marks | None = None
+        self.progress: SequenceProgress | None = None
 
     def on_update(self, update: Update) -> None:
         self.generated += len(update.token_ids)
-        self.marks = update.marks or self.marks
+        self.progress = update.progress or self.progress
         ending = update.ending
-        if ending is not None and update.marks is not None:
-            record_stream(self.trace, update.marks, self.generated)
+        if ending is not None and update.progress is not None:
+            record_stream(self.trace, update.progress, self.generated)
         self.session.tell(self.key, update)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
@@ -158,9 +158,9 @@ class DecodeSession:
         if stream is None:
             return
         self._worker.cancel(stream.seq_id)
-        if stream.marks is not None:
+        if stream.progress is not None:
             # A stop string is found by the gateway, which then cancels: the usual end of a stream, for its trace.
-            record_stream(stream.trace, replace(stream.marks, ended_s=time.monotonic()), stream.generated)
+            record_stream(stream.trace, replace(stream.progress, ended_s=time.monotonic()), stream.generated)
 
     def close(self) -> None:
         """The connection is over: so is everything submitted on it (I8). Idempotent."""
@@ -205,14 +205,14 @@ class DecodeSession:
         news.logprobs.extend(update.logprobs)
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
-            if stream is not None and stream.marks is not None and stream.generated == len(update.token_ids):
+            if stream is not None and stream.progress is not None and stream.generated == len(update.token_ids):
                 # With the first token, because a stream that the gateway ends has no last delta.
-                news.timings = _timings_of(stream.marks)
+                news.timings = _timings_of(stream.progress)
             return
         self._drop(key)
         news.finish_reason = ending.reason
         news.error = None if ending.error is None else _error_of(ending.error)
-        news.timings = None if update.marks is None else _timings_of(update.marks)
+        news.timings = None if update.progress is None else _timings_of(update.progress)
 
     # Inside.
 
@@ -225,7 +225,7 @@ class DecodeSession:
 
     def _check_room(self, streams: int) -> None:
         worker = self._worker
-        if len(worker.owners) + sum(self._adopting.values()) + streams > self._max_streams:
+        if len(worker.listeners) + sum(self._adopting.values()) + streams > self._max_streams:
             raise Overloaded(
                 f"{worker.component_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)"
             )
@@ -252,7 +252,7 @@ class DecodeSession:
                     tickets.let_go(holding)
                     raise
             sequence = worker.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
-            stream.marks = sequence.marks
+            stream.progress = sequence.progress
             worker.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
             if self._drop(submit.key) is not None:
@@ -275,7 +275,7 @@ class DecodeSession:
             return None
         if stream.timer is not None:
             stream.timer.cancel()
-        if stream.tickets is not None and stream.marks is None:
+        if stream.tickets is not None and stream.progress is None:
             stream.tickets.stop_awaiting(stream.submit.ticket_id)
         if not stream.generated:
             for fork in stream.forks:
@@ -319,10 +319,10 @@ def _error_of(error: PillionError) -> DecodeError:
     return DecodeError(error.code, error.message, isinstance(error, _RETRYABLE))
 
 
-def _timings_of(marks: Marks) -> DecodeTimings:
+def _timings_of(progress: SequenceProgress) -> DecodeTimings:
     return DecodeTimings(
-        tail_tokens=marks.tail_tokens,
-        tail_steps=marks.tail_steps,
-        queue_ms=max(0.0, (marks.first_step_s or marks.ended_s) - marks.arrived_s) * 1000,
-        preemptions=marks.preemptions,
+        tail_tokens=progress.tail_tokens,
+        tail_steps=progress.tail_steps,
+        queue_ms=max(0.0, (progress.first_step_s or progress.ended_s) - progress.arrived_s) * 1000,
+        preemptions=progress.preemptions,
     )

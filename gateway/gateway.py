@@ -12,7 +12,7 @@ from opentelemetry import trace
 
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
-from pillion.gateway.admission.admission import Shares, Visit, check_pool
+from pillion.gateway.admission.admission import AdmissionPermit, TenantSlots, check_pool
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.model_lines import ModelLines
 from pillion.gateway.admission.shared_quotas import SharedQuotas
@@ -31,7 +31,7 @@ from pillion.gateway.request.validation import (
     prompt_field,
     resolve,
 )
-from pillion.gateway.tokens.answer import Answer
+from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from pillion.observability import telemetry
@@ -57,7 +57,7 @@ class ModelEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeOptions:
+class GatewayOptions:
     """What of the flags decides about requests. ``max_running_requests`` 0: as many as the workers have seats for."""
 
     policy: SplitPolicy
@@ -77,7 +77,7 @@ class Gateway:
         self,
         models: Mapping[str, ModelEntry],
         cluster: Cluster,
-        options: EdgeOptions,
+        options: GatewayOptions,
         ring: Keyring | None = None,
         quotas: SharedQuotas | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Gateway:
         self._quotas = quotas or SharedQuotas()
         self._admission = ModelLines(options.max_inflight_requests, options.max_inflight_tokens, self._places, models)
         self._pool = TokenizerPool()
-        self._texts = Shares(TENANT_TEXTS_AT_ONCE)
+        self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
@@ -143,7 +143,7 @@ class Gateway:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
-            visit = self._admission.enter(tenant, _generated(request.sampling), field)
+            permit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
             self._meter.refused(error)
             request_span.end_badly(span, error)
@@ -157,13 +157,13 @@ class Gateway:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             self._longest(request, model, prompt)
-            self._admission.weigh(visit, len(prompt))
+            self._admission.weigh(permit, len(prompt))
             with telemetry.child("admission", span):
-                await self._turn(visit, model.limits.name, request.priority, arrived, deadline)
-            return self._begin(request, model, prompt, visit, arrived, deadline, span)
+                await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
+            return self._begin(request, model, prompt, permit, arrived, deadline, span)
         except BaseException as error:
             # A cancelled caller too: what was admitted leaves.
-            self._admission.leave(visit)
+            self._admission.leave(permit)
             if isinstance(error, PillionError):
                 self._meter.refused(error)
             request_span.end_badly(span, error)
@@ -180,7 +180,7 @@ class Gateway:
         Counts as a request. Raises InvalidRequest and Overloaded."""
         model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
-        visit = self._admission.enter(tenant)
+        permit = self._admission.enter(tenant)
         try:
             await self._count(tenant)
             if bare and request.text:
@@ -188,17 +188,17 @@ class Gateway:
                     return await self._pool.run(model.tokenizer.encode_bare, request.text)
             return await self._tokenize(request, model, tenant)
         finally:
-            self._admission.leave(visit)
+            self._admission.leave(permit)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
         """The text of ids that the model knows, special tokens skipped; counts as a request. Raises Overloaded."""
         tenant = self._known(tenant)
-        visit = self._admission.enter(tenant)
+        permit = self._admission.enter(tenant)
         try:
             await self._count(tenant)
             return await self.text_of(name, token_ids, tenant)
         finally:
-            self._admission.leave(visit)
+            self._admission.leave(permit)
 
     async def _count(self, tenant: Tenant) -> None:
         """A request without a prompt to be computed. Raises Overloaded."""
@@ -312,14 +312,16 @@ class Gateway:
         check_length(len(prompt), prompt_field(request), model.limits)
         return prompt
 
-    async def _turn(self, visit: Visit, model: str, priority: int, arrived: float, deadline: float | None) -> None:
+    async def _turn(
+        self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None
+    ) -> None:
         """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
-        tenant = visit.tenant
-        await self._quotas.take_prompt(tenant, visit.tokens, time.monotonic())
+        tenant = permit.tenant
+        await self._quotas.take_prompt(tenant, permit.tokens, time.monotonic())
         try:
-            await self._admission.turn(visit, model, tenant.capped(priority), arrived, deadline)
+            await self._admission.turn(permit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:
-            self._quotas.spend(tenant, -visit.tokens, time.monotonic())
+            self._quotas.spend(tenant, -permit.tokens, time.monotonic())
             raise
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
@@ -333,7 +335,7 @@ class Gateway:
         request: GenerateRequest,
         model: ModelEntry,
         prompt: tuple[int, ...],
-        visit: Visit,
+        permit: AdmissionPermit,
         arrived: float,
         deadline: float | None,
         span: trace.Span,
@@ -355,7 +357,7 @@ class Gateway:
             prompt=prompt,
             resolved=resolved,
             # Without prefix caching a salt that is used once: nobody else's blocks match, its own still do.
-            cache_salt=cache_salt(visit.tenant, request.cache_salt)
+            cache_salt=cache_salt(permit.tenant, request.cache_salt)
             if options.prefix_caching
             else secrets.token_hex(16),
             policy=options.policy,
@@ -364,7 +366,7 @@ class Gateway:
             arrived=arrived,
             deadline=deadline,
             spread=self._arrivals,
-            priority=visit.tenant.capped(request.priority),
+            priority=permit.tenant.capped(request.priority),
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
             prefix_caching=options.prefix_caching,
@@ -374,16 +376,16 @@ class Gateway:
         meter = self._meter.request(limits.name, operation, arrived, _generated(asked))
         stop_ids = frozenset(resolved.stop_token_ids)
         answers = [
-            Answer(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
+            AnswerText(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
             for _ in range(_generated(asked))
         ]
 
         def ended(usage: Usage) -> None:
             # A prompt that nobody could serve costs its tenant nothing.
             lost = generation.failed_unserved and not usage.completion_tokens
-            spent = -visit.tokens if lost else usage.completion_tokens
-            self._quotas.spend(visit.tenant, spent, time.monotonic())
-            self._admission.leave(visit, usage.completion_tokens)
+            spent = -permit.tokens if lost else usage.completion_tokens
+            self._quotas.spend(permit.tenant, spent, time.monotonic())
+            self._admission.leave(permit, usage.completion_tokens)
             self._prompt_tokens += usage.prompt_tokens
             self._cached_tokens += usage.cached_tokens
             self._completion_tokens += usage.completion_tokens

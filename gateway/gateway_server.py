@@ -13,14 +13,16 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.gateway import EdgeOptions, Gateway, ModelEntry
+from pillion.gateway.gateway import Gateway, GatewayOptions, ModelEntry
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.grpc_api.key_check import KeyCheck
 from pillion.gateway.http_api.http_server import HttpServer, start_http
@@ -29,7 +31,8 @@ from pillion.gateway.planning.planner import parse_policy
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
-from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.index.shared_buckets import SharedBuckets
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
@@ -121,7 +124,7 @@ class GatewayServer:
     async def _beat(self, heartbeat_s: float) -> None:
         while True:
             prompts, cached, completions = self.gateway.totals()
-            now = replace(
+            now = msgspec.structs.replace(
                 self._record,
                 running_requests=self.gateway.active_requests,
                 prompt_tokens=prompts,
@@ -129,7 +132,7 @@ class GatewayServer:
                 completion_tokens=completions,
             )
             try:
-                await self._registry.beat(now)
+                await self._registry.heartbeat(now)
             except PillionError as error:
                 log.debug("heartbeat not taken: %s", error.message)
             await asyncio.sleep(heartbeat_s)
@@ -154,7 +157,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     cluster = Cluster(component_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
-    options = EdgeOptions(
+    options = GatewayOptions(
         policy=policy,
         # No span is longer than the longest prompt: that is one chunk.
         chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),

@@ -1,1 +1,9 @@
-"""Attention and its friends over the paged pool: a pure-torch reference for each kernel, the oracle of all others."""
+"""Kernels: arithmetic over tensors and arrays, without requests, sequences or files of models.
+
+    torch/   paged attention and linear layers by torch's own CPU kernels, and the reference of all attention kernels
+    cpu/     a compiler for CPU kernels (AVX2, AVX-512, AMX, NEON) and the kernels written with it
+    gpu/     Triton kernels for NVIDIA GPUs
+
+Read torch/reference.py first, which shows in a few lines what paged attention computes. Kernels know no more of the
+engine than the arrays they get: they never import ``pillion.engine``.
+"""

@@ -1,4 +1,4 @@
-"""Block hashes: what makes KV content-addressed (I2).
+"""Block hashes, which make KV blocks content-addressed (I2).
 
     namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size, sharding
     request root     the base, narrowed by the adapter and by the tenant's ``cache_salt``
@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pillion.errors import InvalidRequest
 
 HASH_BYTES = 32
-# Of a chain, that the index keeps in one place: a shard answers for so many at once, and no shard for a whole chain.
+# Consecutive blocks of a chain that the index keeps in one place: a shard answers for so many at once, and no shard for
+# a whole chain.
 SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
 _HASH = struct.Struct(f"{HASH_BYTES}s")
@@ -27,18 +28,18 @@ _HASH = struct.Struct(f"{HASH_BYTES}s")
 _BASE_TAG = b"pillion.namespace.1"
 _ROOT_TAG = b"pillion.root.1"
 
-# array's "I" is the C compiler's unsigned int: four bytes everywhere Python runs today, but say so if it is not.
+# array's "I" is the C compiler's unsigned int: four bytes everywhere Python runs today.
 if array("I").itemsize != TOKEN_BYTES:
     raise ImportError("this platform's unsigned int is not four bytes")
 
 
 def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int, tp: int = 1) -> bytes:
-    """Digest (32 bytes) of what all requests to one served model share.
+    """Returns the digest (32 bytes) of the properties that all requests to one served model share.
 
     Args:
         fingerprint: SHA-256 of weights and configuration, hexadecimal.
         dtype: type of the cached values, e.g. "bfloat16".
-        layout: version of the layout inside a block; the attention backend's.
+        layout: version of the attention backend's layout inside a block.
         block_size: tokens per block.
         tp: tensor-parallel degree; each shard's blocks differ.
     """
@@ -46,12 +47,13 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
 
 
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "") -> bytes:
-    """Parent hash (32 bytes) of a request's first block: requests of other adapters or salts share nothing."""
+    """Returns the parent hash (32 bytes) of a request's first block: requests of other adapters or salts share
+    nothing."""
     return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt)
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
-    """Hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated; a partial tail is ignored.
+    """Returns the hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated; a partial one is ignored.
 
     Args:
         parent: hash of the block before, or the request's root (32 bytes).
@@ -70,14 +72,14 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
 
 
 def split_hashes(packed: bytes) -> list[bytes]:
-    """Concatenated hashes, one by one. Raises InvalidRequest where their length does not fit."""
+    """Splits concatenated hashes. Raises InvalidRequest if their length does not fit."""
     if len(packed) % HASH_BYTES:
         raise InvalidRequest(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte hashes")
     return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 
 def _digest(tag: bytes, *fields: str) -> bytes:
-    """Every field carries its length, so that no two lists of fields read the same."""
+    """Digests fields, each with its length, so that no two different lists of fields have the same bytes."""
     digest = hashlib.sha256(tag)
     for text in fields:
         encoded = text.encode("utf-8", "surrogatepass")

@@ -39,10 +39,15 @@ from pillion.types import (
 )
 
 if TYPE_CHECKING:
-    from pillion.client.client import AsyncClient, Client
+    from pillion.client.async_client import AsyncClient
+    from pillion.client.client import Client
     from pillion.offline.llm import LLM
 else:
-    _LATE = {"AsyncClient": "pillion.client.client", "Client": "pillion.client.client", "LLM": "pillion.offline.llm"}
+    _LATE = {
+        "AsyncClient": "pillion.client.async_client",
+        "Client": "pillion.client.client",
+        "LLM": "pillion.offline.llm",
+    }
 
     def __getattr__(name: str) -> Any:
         if name not in _LATE:

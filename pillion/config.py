@@ -1,40 +1,33 @@
-"""Every flag's one home. A part's flags are one frozen dataclass; the command line, the environment and the config file
-are three ways to fill it (:mod:`pillion.cli.flags`), and nothing changes it afterwards.
+"""Every flag's one declaration: a field of a frozen dataclass, one class for each kind of process.
 
-A flag is a dataclass field: ``max_num_seqs`` is ``--max-num-seqs``, ``PILLION_MAX_NUM_SEQS`` and the key
-``max-num-seqs`` of the config file (TOML). Order of precedence: command line, environment, file, default.
-Where vLLM has the thing, the name is vLLM's.
+A field ``max_num_seqs`` is ``--max-num-seqs``, ``PILLION_MAX_NUM_SEQS`` and the key ``max-num-seqs`` of the config file
+(TOML); :mod:`pillion.cli.flags` fills the dataclass from these three. The command line wins over the environment, the
+environment over the file, the file over the default. Where vLLM has the thing, the name is vLLM's.
+
+    CommonFlags                       every component: Redis, logs, heartbeats, metrics, TLS between components
+    ModelFlags -> ComputeFlags        which model, and how it is computed
+    KVNodeFlags, PrefillFlags, DecodeFlags, GatewayFlags      the four components
+    ServeFlags                        `pillion serve`: the flags of all four
+    OfflineFlags                      `pillion.LLM`
+
+The mixins between them exist so that a flag of two components is declared once. ``pillion serve`` hands every flag on
+to the components that have it, except those marked ``placement`` (names, addresses, sockets), which it chooses itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
 from pillion.errors import ConfigError
 
-# Flags that several parts take and pillion serve hands on.
-CHUNKED_PREFILL = "Cut prompts into chunks. Without it a prompt runs whole, in one step."
-TARGET_ITL = "Inter-token latency to aim at; --max-num-batched-tokens is then the most a step may take. 0: off."
-CPU_THREADS = "Threads of the forward pass on a CPU. 0: this worker's share of the cores."
-CPU_AFFINITY = "Cores of those threads, one after the other, such as 0,1 or 4-7. Empty: the system chooses."
-CPU_KERNELS = "Kernels of the forward pass on a CPU, by instruction set; auto: the best it has, torch: torch's own."
-QUANTIZATION = "int8 keeps the weights of linear layers in 8 bits, with a scale for each output."
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
-DEVICE = "What computes and where KV blocks lie: a GPU or the CPU; auto: a GPU where there is one."
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
-KV_CACHE_DTYPE = "Type of KV on a GPU; fp8: 8 bits with a scale for each token and head. auto: the weights' type."
-INSECURE_INTERNAL = "Listen on another address than loopback without TLS: whoever reaches it may read every prompt."
-ALSO_MODEL = "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Again for more."
+DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
-KV_POOL_BYTES = "Memory for KV blocks. 0: 1 GiB of a host's memory, or by --gpu-memory-utilization on a GPU."
-KV_DEVICE = "Where the KV pool is: cpu, cuda or cuda:N."
-GPU_MEMORY_UTILIZATION = "Share of the GPU's memory that weights, workspaces and the KV pool may take together."
-HOST_BYTES = "Pinned host memory for blocks that leave a pool on a GPU, before the disk. 0: none."
-SPECULATIVE_TOKENS = "Most tokens that a step guesses for a stream, by looking back in its text. 0: none."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -50,41 +43,82 @@ def parse_size(text: str) -> int:
     return int(Fraction(digits) * _SUFFIXES[suffix])
 
 
-def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
-    """A dataclass field that is a flag. ``kind`` parses its text; default: the type of ``default``. One whose default
-    is a tuple may be said several times."""
-    return field(default=default, metadata={"help": help, "kind": kind or type(default), "choices": choices})
+def parse_split_policy(text: str) -> Fraction | None:
+    """The share of a prompt's uncached blocks that prefill workers compute; None for "auto", where it is predicted.
+
+    "disaggregated" is 1, "colocated" is 0, and "fraction:x" is any x from 0 to 1, such as 0.5 or 1/3. Raises
+    ConfigError on anything else.
+    """
+    named = {"auto": None, "disaggregated": Fraction(1), "colocated": Fraction(0)}
+    if text in named:
+        return named[text]
+    name, _, number = text.partition(":")
+    if name != "fraction":
+        raise ConfigError(f"--split-policy {text!r} is not auto, disaggregated, colocated or fraction:x")
+    try:
+        share = Fraction(number)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--split-policy {text!r}: write fraction:x with x from 0 to 1")
+    return share
+
+
+def flag(
+    default: Any,
+    help: str,  # noqa: A002
+    *,
+    kind: Callable[[str], Any] | None = None,
+    choices: tuple[str, ...] = (),
+    placement: bool = False,
+) -> Any:
+    """A dataclass field that is a flag; one whose default is a tuple may be repeated.
+
+    Args:
+        default: the value where nothing is given.
+        help: a sentence for ``--help``.
+        kind: parses the flag's text; default: the type of ``default``.
+        choices: the only values that are allowed; empty: any.
+        placement: the flag names or places one process, so ``pillion serve`` chooses it for each component.
+    """
+    about = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
+    return field(default=default, metadata=about)
+
+
+def other_default(cls: type, name: str, default: Any) -> Any:
+    """The flag ``name`` of ``cls`` with another default: everything else about it is declared there."""
+    return field(default=default, metadata=next(one.metadata for one in fields(cls) if one.name == name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonFlags:
-    """What every part takes."""
+    """Flags of every component."""
 
     redis_url: str = flag(
         "", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://."
     )
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "Log lines for people, or JSON objects.", choices=("text", "json"))
-    heartbeat_ms: int = flag(1000, "Time between two heartbeats of a part.")
-    heartbeat_timeout_ms: int = flag(5000, "Silence after which a part counts as lost.")
-    metrics_port: int = flag(0, "Port of this part's metrics page. 0: none.")
-    metrics_host: str = flag("127.0.0.1", "Address of that page. It has no keys: keep clients away from it.")
+    heartbeat_ms: int = flag(1000, "Time between two heartbeats of a component.")
+    heartbeat_timeout_ms: int = flag(5000, "Silence after which a component counts as lost.")
+    metrics_port: int = flag(0, "Port of this component's metrics page. 0: none.")
+    metrics_host: str = flag("127.0.0.1", "Address of the metrics page. It has no keys: keep clients away from it.")
     vllm_metric_names: bool = flag(True, "Show metrics under vLLM's names as well.")
     internal_tls_cert: str = flag(
-        "", "PEM of this part's certificate towards other parts. Empty: no TLS between parts."
+        "", "PEM of this component's certificate towards other components. Empty: no TLS between components."
     )
-    internal_tls_key: str = flag("", "PEM of its private key.")
-    internal_tls_ca: str = flag("", "PEM of the authority that signs the parts' certificates, and nothing else.")
+    internal_tls_key: str = flag("", "PEM of that certificate's private key.")
+    internal_tls_ca: str = flag("", "PEM of the authority that signs the components' certificates, and nothing else.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Which model, and how its KV is cut. All parts that speak of the same model must agree on these."""
+    """Which model, and how its KV is cut. All components that serve the same model must agree on these."""
 
     model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
-    dtype: str = flag("auto", "Type of weights and KV.", choices=("auto", "bfloat16", "float32"))
+    dtype: str = flag("auto", "Type of weights and KV.", choices=DTYPE_CHOICES)
     max_model_len: int = flag(
         0, "Longest prompt plus answer, in tokens. 0: what the model allows, at most 8192.", kind=parse_size
     )
@@ -96,54 +130,144 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeFlags(ModelFlags):
-    """How the model is computed: what is made ready beside it, and what all workers of a cluster must agree on."""
+    """How the model is computed. All workers of a cluster must agree on these."""
 
-    device: str = flag("auto", DEVICE, choices=DEVICE_CHOICES)
-    kv_cache_dtype: str = flag("auto", KV_CACHE_DTYPE, choices=("auto", "fp8"))
+    device: str = flag(
+        "auto",
+        "Where the model is computed and KV blocks lie: a GPU or the CPU; auto: a GPU where there is one.",
+        choices=DEVICE_CHOICES,
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "Type of KV on a GPU; fp8: 8 bits with a scale for each token and head. auto: the weights' type.",
+        choices=("auto", "fp8"),
+    )
     enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
-    cpu_kernels: str = flag("auto", CPU_KERNELS, choices=CPU_KERNEL_CHOICES)
-    quantization: str = flag("none", QUANTIZATION, choices=QUANTIZATION_CHOICES)
+    cpu_kernels: str = flag(
+        "auto",
+        "Kernels of the forward pass on a CPU, by instruction set; auto: the best it has, torch: torch's own.",
+        choices=CPU_KERNEL_CHOICES,
+    )
+    quantization: str = flag(
+        "none",
+        "int8 keeps the weights of linear layers in 8 bits, with a scale for each output.",
+        choices=QUANTIZATION_CHOICES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVNodeFlags(CommonFlags):
+class PoolFlags:
+    """The KV pool's memory."""
+
+    kv_pool_bytes: int = flag(
+        0,
+        "Memory for KV blocks. 0: 1 GiB of a host's memory, or by --gpu-memory-utilization on a GPU.",
+        kind=parse_size,
+    )
+    gpu_memory_utilization: float = flag(
+        0.9, "Share of the GPU's memory that weights, workspaces and the KV pool may take together."
+    )
+    host_bytes: int = flag(
+        0, "Pinned host memory for blocks that leave a pool on a GPU, before the disk. 0: none.", kind=parse_size
+    )
+    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadFlags:
+    """The threads of a forward pass on a CPU."""
+
+    cpu_threads: int = flag(0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.")
+    cpu_affinity: str = flag(
+        "", "Cores of those threads, one after the other, such as 0,1 or 4-7. Empty: the system chooses."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlags:
+    """The budgets of a decode worker's step."""
+
+    max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
+    max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.")
+    num_speculative_tokens: int = flag(
+        0, "Most tokens that a step guesses for a sequence, by looking back in its text. 0: none."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedPrefillFlags:
+    """Whether prompts are cut."""
+
+    enable_chunked_prefill: bool = flag(True, "Cut prompts into chunks. Without it a prompt runs whole, in one step.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCachingFlags:
+    """Whether KV is reused."""
+
+    enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentNameFlags:
+    """The name of a worker or gateway."""
+
+    component_id: str = flag(
+        "", "Name of this process, unique in the cluster. Default: one made of its role and process id.", placement=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainFlags:
+    """How a process that serves streams stops."""
+
+    drain_timeout_s: float = flag(2.0, "Time that requests have to finish when the process is told to stop.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternalServerFlags:
+    """How a KV node and its workers are reached: all of it is placement."""
+
+    insecure_internal: bool = flag(
+        False,
+        "Listen on another address than loopback without TLS: whoever reaches it may read every prompt.",
+        placement=True,
+    )
+    attach_socket: str = flag(
+        "/run/pillion/kvnode.sock", "Unix socket of the KV node over which workers map its pool.", placement=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVNodeFlags(PoolFlags, InternalServerFlags, CommonFlags):
     """``pillion kvnode``: the owner of one memory domain's pool."""
 
-    node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.")
-    node_listen: str = flag("127.0.0.1:50061", "Address of the node's gRPC service (host:port or unix:path).")
-    node_advertise: str = flag("", ADVERTISE)
-    insecure_internal: bool = flag(False, INSECURE_INTERNAL)
-    attach_socket: str = flag("/run/pillion/kvnode.sock", "Unix socket over which workers map the pool.")
-    kv_pool_bytes: int = flag(0, KV_POOL_BYTES, kind=parse_size)
-    kv_device: str = flag("cpu", KV_DEVICE)
-    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY_UTILIZATION)
-    host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
-    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+    node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.", placement=True)
+    node_listen: str = flag(
+        "127.0.0.1:50061", "Address of the node's gRPC service (host:port or unix:path).", placement=True
+    )
+    node_advertise: str = flag("", ADVERTISE, placement=True)
+    kv_device: str = flag("cpu", "Where the KV pool is: cpu, cuda or cuda:N.", placement=True)
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
-    eviction_policy: str = flag("lru", "What leaves the pool first.", choices=("lru", "lfu", "arc"))
+    eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=("lru", "lfu"))
     low_watermark_percent: int = flag(2, "Free share of the pool below which blocks are evicted ahead of need.")
-    high_watermark_percent: int = flag(5, "Free share of the pool at which that ends.")
+    high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.")
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(True, "Check the checksum of every block that comes from another node or from disk.")
-    fetch_timeout_ms: int = flag(2000, "Longest time that blocks from another node or from disk are waited for.")
+    fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.")
     max_fetch_bytes: int = flag(2**30, "Most bytes that one fetch may bring.", kind=parse_size)
-    disk_path: str = flag("", "Folder for blocks that leave the pool. Empty: they are forgotten.")
-    disk_bytes: int = flag(10 * 2**30, "Most that this folder may hold.", kind=parse_size)
+    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
+    disk_bytes: int = flag(10 * 2**30, "Most bytes that this folder may hold.", kind=parse_size)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFlags(CommonFlags, ComputeFlags):
-    """What prefill and decode workers share."""
+class WorkerFlags(
+    ThreadFlags, ChunkedPrefillFlags, ComponentNameFlags, DrainFlags, InternalServerFlags, CommonFlags, ComputeFlags
+):
+    """Flags of both kinds of workers."""
 
-    component_id: str = flag("", "Name of this worker, unique in the cluster. Default: role, host name and process id.")
-    listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).")
-    advertise: str = flag("", ADVERTISE)
-    insecure_internal: bool = flag(False, INSECURE_INTERNAL)
-    attach_socket: str = flag("/run/pillion/kvnode.sock", "The KV node's Unix socket.")
-    cpu_threads: int = flag(0, CPU_THREADS)
-    cpu_affinity: str = flag("", CPU_AFFINITY)
-    enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
-    drain_timeout_s: float = flag(2.0, "Time that what runs has to finish when the worker is told to stop.")
+    listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).", placement=True)
+    advertise: str = flag("", ADVERTISE, placement=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,95 +275,69 @@ class PrefillFlags(WorkerFlags):
     """``pillion prefill``: turns spans of chunks into committed blocks."""
 
     max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
-    max_waiting_spans: int = flag(256, "Most spans that wait or run on a worker.")
+    max_waiting_spans: int = flag(256, "Most spans that wait or run on a prefill worker.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFlags(WorkerFlags):
+class DecodeFlags(StepFlags, WorkerFlags):
     """``pillion decode``: prompt tails and decodes under one token budget."""
 
-    max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
-    max_num_seqs: int = flag(64, "Most streams that run at once.")
-    target_itl_ms: float = flag(0.0, TARGET_ITL)
-    num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
-    max_waiting_seqs: int = flag(1024, "Most streams that wait on a worker.")
+    target_itl_ms: float = flag(
+        0.0, "Inter-token latency to aim at; --max-num-batched-tokens is then the most a step may take. 0: off."
+    )
+    max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeFlags(CommonFlags, ModelFlags):
-    """What ``pillion gateway`` and ``pillion serve`` say about the public edge."""
+class GatewayFlags(ChunkedPrefillFlags, PrefixCachingFlags, ComponentNameFlags, DrainFlags, CommonFlags, ModelFlags):
+    """``pillion gateway``: the public edge."""
 
-    also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
-
+    also_model: tuple[str, ...] = flag(
+        (),
+        "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more.",
+        kind=str,
+    )
     host: str = flag("127.0.0.1", "Address of the public ports.")
     http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
     grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.")
     split_policy: str = flag("auto", "Where prefill ends: auto, disaggregated, colocated or fraction:x.")
     chunk_size: int = flag(512, "Tokens per prefill chunk; a multiple of the block size.", kind=parse_size)
-    enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
-    enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
     max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
-    max_running_requests: int = flag(0, "Most requests that a model's workers are given at once; 0: by their seats.")
+    max_running_requests: int = flag(
+        0, "Most requests that a model's workers are given at once; 0: as many as run on them (--max-num-seqs)."
+    )
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
-    tls_key: str = flag("", "PEM of its private key.")
+    tls_key: str = flag("", "PEM of the public certificate's private key.")
     tls_ca: str = flag(
         "", "PEM of authorities; every client must show a certificate of theirs. Empty: none is asked for."
     )
-    max_attempts: int = flag(4, "Times a request is tried over when parts are lost under it.")
+    max_attempts: int = flag(4, "Times a request is tried over when components are lost under it.")
     max_message_bytes: int = flag(16 * 2**20, "Largest gRPC message that is taken or sent.", kind=parse_size)
-    drain_timeout_s: float = flag(30.0, "Time that streams have to finish when the gateway is told to stop.")
+    drain_timeout_s: float = other_default(DrainFlags, "drain_timeout_s", 30.0)
     gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayFlags(EdgeFlags):
-    """``pillion gateway``: the public edge."""
-
-    component_id: str = flag(
-        "", "Name of this gateway, unique in the cluster. Default: role, process id and a random part."
+    probe_listen: str = flag(
+        "",
+        "Another address (host:port or unix:path) whose gRPC health says whether the gateway is ready.",
+        placement=True,
     )
-    probe_listen: str = flag("", "Another address (host:port or unix:path) whose gRPC health says whether it is ready.")
-    share_ports: bool = flag(False, "Let other processes of this user listen on the same public ports.")
+    share_ports: bool = flag(False, "Let other processes of this user listen on the same public ports.", placement=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFlags(EdgeFlags, ComputeFlags):
-    """``pillion serve``: the whole cluster on this machine; flags of the parts are handed on."""
+class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
+    """``pillion serve``: the whole cluster on this machine. Placement flags stay at their defaults here."""
 
-    kv_pool_bytes: int = flag(0, KV_POOL_BYTES, kind=parse_size)
-    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY_UTILIZATION)
-    host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
-    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
-    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
-    disk_bytes: int = flag(10 * 2**30, "Most that this folder may hold.", kind=parse_size)
     fence_kill_after_s: float = flag(30.0, "A worker that stays fenced for longer is killed and started again.")
     prefill_workers: int = flag(
         -1, "Prefill workers to start. -1: one on a CPU; on a GPU none, there one process does both."
     )
     decode_workers: int = flag(1, "Decode workers to start.")
-    max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
-    max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
-    max_num_seqs: int = flag(64, "Most streams that run at once on a decode worker.")
-    target_itl_ms: float = flag(0.0, TARGET_ITL)
-    num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
-    cpu_threads: int = flag(0, CPU_THREADS)
-    cpu_affinity: str = flag("", CPU_AFFINITY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineFlags(ComputeFlags):
+class OfflineFlags(StepFlags, PoolFlags, ThreadFlags, ChunkedPrefillFlags, PrefixCachingFlags, ComputeFlags):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 
-    kv_pool_bytes: int = flag(0, KV_POOL_BYTES, kind=parse_size)
-    gpu_memory_utilization: float = flag(0.9, GPU_MEMORY_UTILIZATION)
-    host_bytes: int = flag(0, HOST_BYTES, kind=parse_size)
-    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
-    max_num_batched_tokens: int = flag(512, "Token budget of a step (I5).", kind=parse_size)
-    max_num_seqs: int = flag(64, "Most answers that are generated at once.")
-    num_speculative_tokens: int = flag(0, SPECULATIVE_TOKENS)
-    enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
-    enable_chunked_prefill: bool = flag(True, CHUNKED_PREFILL)
-    cpu_threads: int = flag(0, CPU_THREADS)
-    cpu_affinity: str = flag("", CPU_AFFINITY)
+    max_num_batched_tokens: int = other_default(StepFlags, "max_num_batched_tokens", 512)

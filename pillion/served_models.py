@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pillion.config import EdgeFlags, ModelFlags, parse_size
+from pillion.config import GatewayFlags, ModelFlags, parse_size
 from pillion.errors import ConfigError
 
 MAX_MODELS = 64
@@ -17,7 +17,7 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {"dtype": str, "max_model_len": par
 _DTYPES = ("auto", "bfloat16", "float32")
 
 
-def other_models(flags: EdgeFlags) -> tuple[ModelFlags, ...]:
+def other_models(flags: GatewayFlags) -> tuple[ModelFlags, ...]:
     """One for each --also-model; what an entry does not say is as for --model, but for the length, which is the
     model's own. Raises ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
@@ -30,7 +30,7 @@ def other_models(flags: EdgeFlags) -> tuple[ModelFlags, ...]:
     return found
 
 
-def _read(text: str, flags: EdgeFlags) -> ModelFlags:
+def _read(text: str, flags: GatewayFlags) -> ModelFlags:
     entry, *settings = text.split(",")
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):

@@ -23,7 +23,7 @@ from pillion.wire.prefill import ChunkAck, Span
 
 
 class SpanRun:
-    """An Owner of its sequence (:mod:`pillion.engine.worker.worker_epoch`). ``trace`` is the caller's context."""
+    """Runs a span and listens to its sequence. ``trace`` is the caller's context."""
 
     def __init__(self, worker: Worker, span: Span, trace: Context) -> None:
         self.trace = trace
@@ -79,7 +79,7 @@ class SpanRun:
         if self._over:
             worker.tickets.let_go(holding)
             return
-        self._before_s = sequence.marks.arrived_s
+        self._before_s = sequence.progress.arrived_s
         worker.add(sequence, self)
 
     def on_update(self, update: Update) -> None:

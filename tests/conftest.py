@@ -1,4 +1,4 @@
-"""What holds for all tests: where kernels run, which signals arrive, and which tests go first.
+"""What holds for all tests: where kernels run, how long they may take, and which tests go first.
 
 Triton's own functions are compiled or interpreted as the environment says when Triton is first imported, and
 transformers imports it: so where kernels run is decided before any test module is read.
@@ -12,9 +12,8 @@ from __future__ import annotations
 import pytest
 
 import tests.support.gpu  # noqa: F401
-from tests.support.processes import hear_interrupts
 
-hear_interrupts()
+pytest_plugins = ["tests.support.limits"]
 
 LONG = (
     "tests/cluster/",

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels")
-CHECKED = (*PACKAGES, "benchmarks", "tests", "protos")
+CHECKED = (*PACKAGES, "benchmarks", "testbed", "tests", "protos")
 MAX_FUNCTION_LINES = 70
 
 # Who may import whom: services -> engine -> {kvstore, kernels} -> pillion.
@@ -43,14 +43,11 @@ SANS_IO = (
     "gateway/request/request_machine.py",
     "gateway/admission/tenants.py",
     "engine/scheduling/step_plan.py",
-    "kvstore/ledger/waiting_line.py",
-    "kvstore/ledger/commits.py",
+    "kvstore/ledger/waiting_queue.py",
     "kvstore/ledger/eviction.py",
-    "kvstore/ledger/eviction_frequency.py",
     "kvstore/tiers/spill_plan.py",
     "kvstore/ledger/ledger.py",
     "kvstore/ledger/integrity.py",
-    "kvstore/ledger/pool_shape.py",
     "kvstore/ledger/records.py",
     "kvstore/node/regions.py",
     "kvstore/ledger/tree.py",
@@ -126,6 +123,13 @@ def test_imports_point_one_way(path: pathlib.Path) -> None:
             continue
         lazily = name_of(path).startswith(COMPOSITION_ROOTS) and not at_import
         assert lazily, f"{name_of(path)} imports {target}"
+
+
+@pytest.mark.parametrize("path", sources("benchmarks", "testbed"), ids=name_of)
+def test_nobody_imports_tests(path: pathlib.Path) -> None:
+    """Benchmarks share helpers with tests through ``testbed``, which knows neither."""
+    barred = {"tests"} if path.is_relative_to(ROOT / "benchmarks") else {"tests", "benchmarks"}
+    assert not barred & {target for target, _ in imports(ast.parse(path.read_text()))}
 
 
 @pytest.mark.parametrize("path", sources("pillion", "gateway", "kvstore"), ids=name_of)

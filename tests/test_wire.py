@@ -59,10 +59,10 @@ HASH = st.binary(min_size=32, max_size=32)
 
 
 def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
-    """Instances of a dataclass whose fields are all ``known`` or of a plain kind."""
+    """Instances of a dataclass or struct whose fields are all ``known`` or of a plain kind."""
     kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
     kinds["tuple[str, ...]"] = st.lists(TEXT, max_size=3).map(tuple)
-    fields = {f.name: known[f.name] if f.name in known else kinds[str(f.type)] for f in dataclasses.fields(cls)}
+    fields = {name: known[name] if name in known else kinds[kind] for name, kind in cls.__annotations__.items()}
     return st.builds(cls, **fields)
 
 

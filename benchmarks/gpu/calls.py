@@ -55,7 +55,8 @@ BLOCK_ROWS = (1, 16, 256)
 
 def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
     """Rows of the embedding."""
-    from pillion.kernels.gpu.rows.embedding import embed, reference
+    from pillion.kernels.gpu.gpu_reference import embed as reference
+    from pillion.kernels.gpu.rows.embedding import embed
 
     table = _random(bench, shape.vocab, shape.hidden)
     size = 2 * rows * shape.hidden * 2
@@ -181,7 +182,7 @@ def _blocks_case(way: str) -> Make:
 def _sampling_case(temperature: float, top_p: float) -> Make:
     def make(bench: Bench, shape: Shape, rows: int) -> Case:
         from pillion.kernels.gpu.sampling.gpu_sampling import choose
-        from pillion.kernels.gpu.sampling.sampling_device import Scratch
+        from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
         from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 
         size = rows * shape.vocab * 4
@@ -189,7 +190,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
         logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
         said = sampled_rows(rows, temperature, top_p)
         record = torch.from_numpy(pack_rows(said)).to(bench.device)
-        scratch = Scratch.allocate(rows, shape.vocab, bench.device)
+        scratch = SamplerScratch.allocate(rows, shape.vocab, bench.device)
         out = torch.zeros(rows, dtype=torch.int32, device=bench.device)
         cutting = cuts_any(said)
 

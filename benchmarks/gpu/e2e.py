@@ -69,13 +69,13 @@ def _pretended(smoke: bool) -> dict[str, str]:
     """For a smoke run a driver that stands for the device; the interpreter computes."""
     if not smoke:
         return {}
-    from tests.support import fake_cuda
+    from testbed import fake_cuda
 
     return fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28))
 
 
 def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str]) -> None:
-    from tests.support import cluster as support
+    from testbed import cluster as support
 
     load = SMOKE if bench.smoke else FULL
     budget = 64 if bench.smoke else 2048

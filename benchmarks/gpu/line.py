@@ -116,12 +116,12 @@ class Line:
             stays = 1 if plan.pieces else 0
             while len(out) > stays:
                 landed, flight = out.popleft()
-                sampled = flight.land()
+                sampled = flight.wait()
                 self._take(self._scheduler.commit(landed, sampled, time.perf_counter()))
         while out:
             # Rows that were launched for streams whose last token was under way.
             landed, flight = out.popleft()
-            self._take(self._scheduler.commit(landed, flight.land(), time.perf_counter()))
+            self._take(self._scheduler.commit(landed, flight.wait(), time.perf_counter()))
         took_s = time.perf_counter() - began_s
         # What the answers to the last commits led to.
         self._take(self._scheduler.flush(time.perf_counter()))

@@ -128,7 +128,7 @@ class Running:
 
     def _land(self, out: deque[Any], found: Pace, last_s: float) -> float:
         began_s = time.perf_counter()
-        out.popleft().land()
+        out.popleft().wait()
         now_s = time.perf_counter()
         found.land.append(now_s - began_s)
         if last_s:

@@ -18,7 +18,7 @@ MODEL = 'gen_ai_request_model=~"$model"'
 TOKENS_PER_S = "suffix: tokens/s"
 # A series of a worker or node gets its component's name from the component's own line about itself.
 OWNER = '* on (job, instance) group_left (component) pillion_build_info{component=~"$component"}'
-_PARTS = ((0.5, "p50"), (0.99, "p99"))
+_QUANTILES = ((0.5, "p50"), (0.99, "p99"))
 
 
 # Queries that come again and again.
@@ -38,7 +38,7 @@ def rate_by(metric: str, by: str, where: str = "") -> str:
 def latency(title: str, metric: str, text: str, where: str = MODEL) -> Panel:
     """p50 and p99 of a histogram in seconds."""
     inside = rate_by(f"{metric}_bucket", "le", where)
-    queries = tuple(Query(f"histogram_quantile({part}, {inside})", name) for part, name in _PARTS)
+    queries = tuple(Query(f"histogram_quantile({quantile}, {inside})", name) for quantile, name in _QUANTILES)
     return Panel(title, "s", queries, text)
 
 
@@ -46,7 +46,7 @@ def latency_by_component(title: str, metric: str, text: str) -> Panel:
     """The same for each component."""
     inside = f"sum by (le, component) ({rate(f'{metric}_bucket')} {OWNER})"
     queries = tuple(
-        Query(f"histogram_quantile({part}, {inside})", f"{name} {{{{component}}}}") for part, name in _PARTS
+        Query(f"histogram_quantile({quantile}, {inside})", f"{name} {{{{component}}}}") for quantile, name in _QUANTILES
     )
     return Panel(title, "s", queries, text)
 
@@ -332,7 +332,7 @@ def _kv() -> Dashboard:
             maximum=1,
         ),
         Panel(
-            "Fenced parts",
+            "Fenced components",
             "short",
             (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),
             "Workers that were silent too long; their slots are in quarantine until they are gone.",

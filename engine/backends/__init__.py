@@ -1,1 +1,13 @@
-"""Map of this package."""
+"""Backends: what runs a step's batch over the KV pool.
+
+    backend.py         the interface: Backend, InFlightStep, KVLayout, and checks that all backends share
+    batch.py           StepBatch, a step as arrays;  batching.py makes it of a scheduler's plan
+    loading.py         chooses and loads a worker's backend;  devices.py resolves "--device auto"
+    host_backend.py    what backends on the calling thread have in common
+    torch_backend.py   plain torch on the CPU: the smallest backend
+    cpu/               the backend of the CPU kernels (kernels/cpu)
+    gpu/               the backend of the Triton kernels (kernels/gpu)
+
+Read backend.py first, then torch_backend.py. Never in here: decisions about which sequence runs (engine/scheduling),
+and kernels.
+"""

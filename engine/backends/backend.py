@@ -1,38 +1,39 @@
-"""The seam between scheduling and arithmetic. A backend runs one step's batch over the mapped pool and gives logits;
-torch on the CPU, the CPU kernels and the GPU kernels are backends, and no code above this line knows which one runs.
+"""The interface between scheduling and arithmetic: a backend runs one step's batch over the mapped KV pool.
+
+There are three: torch on the CPU, the CPU kernels and the GPU kernels. No code outside of this package knows which one
+runs. The functions here are for backends and import no torch: gateway and supervisor compute sizes with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rope_config import served_variant
+from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.engine.scheduling.step_plan import Sampled
 from pillion.errors import ConfigError, Internal
 
-if TYPE_CHECKING:
-    # The layout's arithmetic is also for those who have no torch: the gateway and the supervisor.
-    import torch
-
-    from pillion.engine.sampling.sampling_rows import SamplingRows
-    from pillion.engine.scheduling.step_plan import Sampled
-
-
-# What a layout of 8-bit KV calls its type, and the bytes of a row's scale.
+# Layout of a (layer, head) piece as one row of head_dim values per token. Part of the namespace (I2).
+LAYOUT_VERSION = "rows-1"
+# Type of a layout of 8-bit KV, and the bytes of a row's scale.
 FP8_E4M3 = "fp8_e4m3"
 FP8_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How a backend cuts a slot of the pool. Part of the block hash's namespace: other layouts share no blocks.
+    """How a backend lays out a slot of the pool. Part of the block hash's namespace: two layouts share no blocks.
 
-    A slot is [num_layers, 2, num_kv_heads, block_size, head_dim] values of ``dtype``, K before V; what one
-    (layer, head) piece looks like inside is the backend's own, named by ``version``. Of type "fp8_e4m3" a piece is
-    [block_size, head_dim] bytes and behind them [block_size] float32 scales, one per token.
+    A slot is [num_layers, 2, num_kv_heads, block_size, head_dim] values of ``dtype``, K before V. ``version``
+    names the backend's own layout of a (layer, head) piece. With the type "fp8_e4m3" a piece is [block_size, head_dim]
+    bytes and behind them [block_size] float32 scales, one per token.
     """
 
     version: str
@@ -52,9 +53,30 @@ class KVLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * row
 
 
+def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
+    """Makes a model's layout. ``inside`` names the layout of a piece; ``dtype`` is the type of KV if not the weights'.
+
+    The version also names the effect of ``max_model_len`` on the rotary embedding of some models, so that workers which
+    serve such a model with two lengths share no blocks (I2). Raises ConfigError for a block size below 1.
+    """
+    if block_size < 1:
+        raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
+    config = load_config(prepared.folder)
+    rope = served_variant(config.ropes, prepared.max_model_len)
+    return KVLayout(
+        version=f"{inside}/rope-{rope}" if rope else inside,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype or prepared.dtype,
+    )
+
+
 def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
-    """A pool's memory as bytes, and how many of them are in use. Raises ConfigError for too few, read-only ones, and
-    those of a GPU."""
+    """Returns a pool's memory as bytes, and how many of them are in use. Raises ConfigError for memory that is too
+    small, read-only, or a GPU's.
+    """
     if not isinstance(memory, memoryview):
         raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
     needed = num_slots * layout.block_bytes
@@ -64,7 +86,7 @@ def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLa
 
 
 def warm_up_batches(max_tokens: int, block_size: int) -> Iterator[StepBatch]:
-    """Two steps in a pool's first slots, of ``max_tokens`` tokens of a text and of one; each samples a row."""
+    """Yields two steps over a pool's first slots: of ``max_tokens`` tokens and of one token; each samples one row."""
     tables = np.arange(-(-max_tokens // block_size), dtype=np.int32)[None]
     for count in (max_tokens, 1):
         positions = np.arange(count, dtype=np.int32)
@@ -79,7 +101,7 @@ def warm_up_batches(max_tokens: int, block_size: int) -> Iterator[StepBatch]:
 
 
 def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
-    """Pairs of slots to copy. Raises Internal for lists of different length and for slots that the pool lacks."""
+    """Pairs up slots to copy. Raises Internal for lists of different length and for slots that the pool lacks."""
     copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
     slots = range(num_slots)
     if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
@@ -92,96 +114,71 @@ class DevicePool(Protocol):
 
     @property
     def address(self) -> int:
-        """On the device."""
+        """Address on the device."""
 
     @property
     def size_bytes(self) -> int:
-        """From there on."""
+        """Bytes from ``address`` on."""
 
 
 class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
-    """The device has failed for good: every later step would. The worker dies of it, and its supervisor starts another.
+    """The device has failed for good, and every later step would fail. The worker exits and is started again.
 
-    Raised by ``launch`` and ``land``.
+    ``Backend.launch`` and ``InFlightStep.wait`` raise it.
     """
 
 
-class Flight(Protocol):
-    """A step from its launch to its landing."""
+class InFlightStep(Protocol):
+    """A step that was launched and whose results have not been fetched."""
 
-    def land(self) -> Sampled:
-        """Blocks until this step's tokens are on the host; called once, of flights in the order of their launch.
+    def wait(self) -> Sampled:
+        """Blocks until this step's tokens are on the host. Called once for each step, in the order of the launches.
 
-        Raises what the step failed with. Landed or failed, the step reads and writes no slot any more.
+        Raises the error that the step failed with. After the call, the step reads and writes no slot any more.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """The flight of a step that was run at once."""
-
-    sampled: Sampled
-
-    def land(self) -> Sampled:
-        """Waits for nothing."""
-        return self.sampled
 
 
 class Backend(Protocol):
     """Owns weights and scratch; borrows the pool.
 
-        schedule --> launch(step k+1) --> land(step k) --> commit(step k) --> schedule ...       it runs ahead
-        schedule --> launch(step k) = copy_blocks, forward, sample --> land --> commit --> ...   it does not
+        schedule --> launch(step k+1) --> wait(step k) --> commit(step k) --> schedule ...       it runs ahead
+        schedule --> launch(step k) = copy_blocks, forward, sample --> wait --> commit --> ...   it does not
 
-    A backend that runs ahead queues steps on its device, at most two: each one sees what those before it wrote, and the
-    host waits for nothing but sampled ids. It has ``launch`` alone; ``copy_blocks`` and ``forward`` belong to those
-    that do not (:class:`HostBackend`).
+    A backend that runs ahead queues at most two steps on its device. Each step sees what earlier steps wrote, and the
+    host waits only for sampled ids. Backends that do not run ahead are ``HostBackend``s and have ``copy_blocks`` and
+    ``forward``, too.
 
-    Threads: every call comes from the step loop's thread, one at a time; so do those of a flight. What changes: only
+    Threads: every call of a backend and of its in-flight steps comes from the step loop's thread. What changes: only
     the pool's slots that a batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape;
-    ``launch`` raises Internal for defects alone: the scheduler made its batch.
+    ``launch`` raises Internal, and only for defects, since the scheduler made the batch.
     """
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the one before it has landed. Never changes."""
+        """Whether a step may be launched before the results of the previous one are fetched. Never changes."""
 
     @property
     def layout(self) -> KVLayout:
-        """Known before a pool is bound, so that the worker can attach with it."""
+        """The layout of KV, known before a pool is bound, because the worker attaches with it."""
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
+        """Number of columns of the logits."""
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Use ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged cache."""
+        """Uses ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool."""
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Flight:
-        """Begin a step: copy whole slots, (source, target) pairs, pair after pair; then write the batch's KV; then
-        choose a token for each of ``sample_rows`` as ``rows`` say, in that order.
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> InFlightStep:
+        """Begins a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;
+        then chooses a token for each of ``sample_rows``, in that order, with the parameters ``rows``.
 
-        A token id ``-1 - r`` stands for the token that row r of the step launched before this one chooses, counted as
-        in its Sampled.token_ids. It occurs only where that step had not landed when this one was planned, and only as
-        the one token of a decode. Where this raises, nothing of the step runs any more.
+        A token id ``-1 - r`` stands for the token that row r of the previous launch chooses, counted as in its
+        Sampled.token_ids. Such ids occur only as the one token of a decode, and only if the previous step's results
+        were not known when this one was planned. If this method raises, nothing of the step runs any more.
         """
 
     def close(self) -> None:
-        """End threads and let go of the pool. Idempotent; no other call comes after it."""
+        """Ends threads and releases the pool. Idempotent; no other call comes after it."""
 
     def warm_up(self, max_tokens: int) -> None:
-        """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""
-
-
-class HostBackend(Backend, Protocol):
-    """A backend whose steps run on the calling thread, so that their parts can be called one by one.
-
-    The logits of a forward stay until the next one, which may use their memory again.
-    """
-
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, each source to the target at its place, before the next forward reads them. Targets are
-        leased to this worker."""
+        """Pays one-time costs (allocation, compilation) before the first request. Touches no committed slot."""

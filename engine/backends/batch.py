@@ -1,4 +1,4 @@
-"""One step's work, as arrays: what the scheduler hands to a backend."""
+"""One step's work as arrays: the scheduler's input for a backend."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class StepBatch:
     """A ragged batch of S sequences with T query tokens in all, over a paged KV pool.
 
     Attributes:
-        token_ids: [T] ids of the tokens to run, sequence after sequence. Below 0: see Backend.launch.
+        token_ids: [T] ids of the tokens to run, sequence after sequence. ``Backend.launch`` explains ids below 0.
         positions: [T] position of each token in its sequence.
         query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1].
-        context_lens: [S] tokens that the last query row of s sees, itself included: its position + 1.
+        context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 behind its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R] rows of the T whose logits are wanted, rising; one may stand there several times. Empty for
+        sample_rows: [R] rising numbers of the rows whose logits are sampled; a row may occur several times. Empty for
             pure prefill.
     """
 
@@ -34,10 +34,10 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of query tokens, T."""
         return len(self.token_ids)
 
     @property
     def num_seqs(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return len(self.context_lens)

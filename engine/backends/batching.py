@@ -1,4 +1,4 @@
-"""From a step's plan to the arrays of its batch: the only place that lays tokens and block tables side by side."""
+"""Turns a step's plan into the arrays of its batch and into its sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import Piece, StepPlan
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
 _SEED_MASK = 2**64 - 1
 
 
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
-    """The batch of a plan that has at least one piece; shapes in :class:`StepBatch`."""
+    """Builds the batch of a plan that has at least one piece; :class:`StepBatch` describes the arrays."""
     pieces = plan.pieces
     starts = np.array([piece.start for piece in pieces], dtype=np.int32)
     context_lens = [piece.start + piece.count for piece in pieces]
@@ -45,8 +45,8 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     )
 
 
-def _sample_rows(pieces: tuple[Piece, ...], ends: list[int]) -> Iterator[int]:
-    """Of each piece its last ``samples`` rows, then the last one again for each fork."""
+def _sample_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
+    """Yields each piece's last ``samples`` rows, and then its last row again for each fork."""
     for piece, end in zip(pieces, ends, strict=True):
         if piece.samples == 1:
             yield end - 1
@@ -57,16 +57,16 @@ def _sample_rows(pieces: tuple[Piece, ...], ends: list[int]) -> Iterator[int]:
 
 
 def build_sampling(plan: StepPlan) -> SamplingRows:
-    """How each sampling row chooses its tokens, in the order of the batch's ``sample_rows``.
+    """Builds the parameters of each sampled row, in the order of the batch's ``sample_rows``.
 
-    The position is the new token's own in prompt + answer, so a stream that moved or resumed draws the same (I6).
+    A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
     rows = list(chain.from_iterable(_rows_of(piece) for piece in plan.pieces if piece.samples))
     params = [p for _, p, _, _ in rows]
     return SamplingRows(
-        temperature=np.array([_said(p.temperature, 1.0) for p in params], dtype=np.float32),
+        temperature=np.array([_or_default(p.temperature, 1.0) for p in params], dtype=np.float32),
         top_k=np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int64),
-        top_p=np.array([_said(p.top_p, 1.0) for p in params], dtype=np.float32),
+        top_p=np.array([_or_default(p.top_p, 1.0) for p in params], dtype=np.float32),
         min_p=np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
         seeds=np.array([seed & _SEED_MASK for _, _, seed, _ in rows], dtype=np.uint64),
         positions=np.array([position for _, _, _, position in rows], dtype=np.int64),
@@ -78,7 +78,7 @@ def build_sampling(plan: StepPlan) -> SamplingRows:
 _Row = tuple[Sequence, SamplingParams, int, int]
 
 
-def _rows_of(piece: Piece) -> list[_Row]:
+def _rows_of(piece: SequencePiece) -> list[_Row]:
     """Sequence, parameters, seed and position of each row that a piece samples."""
     sequence, end = piece.sequence, piece.start + piece.count
     params = sequence.spec.sampling
@@ -91,9 +91,9 @@ def _rows_of(piece: Piece) -> list[_Row]:
 
 
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
-    """Of rows that change a logit, which few do."""
+    """Yields the edits of rows that change logits, which are few."""
     for row, (sequence, params, _, position) in enumerate(rows):
-        repetition = _said(params.repetition_penalty, 1.0)
+        repetition = _or_default(params.repetition_penalty, 1.0)
         presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
         prompt = sequence.spec.prompt_tokens
         early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
@@ -116,5 +116,5 @@ def _ids(ids: Collection[int]) -> Int64:
     return np.fromiter(ids, dtype=np.int64, count=len(ids)) if ids else NO_IDS
 
 
-def _said(value: float | None, default: float) -> float:
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value

@@ -1,7 +1,7 @@
-"""Where a model is computed, settled once when a process starts: "auto" is gone from the flags behind this line.
+"""Resolves "auto" in the flags about devices, once when a process starts.
 
-A GPU is looked for through its driver, so that a supervisor, which has no torch, can ask too. With TRITON_INTERPRET=1
-``--device cuda`` needs none: the kernels run in Triton's interpreter, on the host's memory.
+GPUs are counted through the driver, so that a supervisor without torch can do it, too. With TRITON_INTERPRET=1
+``--device cuda`` needs no GPU: the kernels run in Triton's interpreter, on the host's memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.domain import DEFAULT_HOST_POOL_BYTES
 
-# There where NVIDIA's kernel module is.
+# Exists where NVIDIA's kernel module is loaded.
 REAL_DRIVER = Path("/proc/driver/nvidia/version")
 
 F = TypeVar("F", bound=ComputeFlags)
@@ -25,20 +25,20 @@ F = TypeVar("F", bound=ComputeFlags)
 
 @cache
 def device_count() -> int:
-    """GPUs that this process may use; 0 where there is no driver."""
+    """Counts the GPUs that this process may use; 0 without a driver."""
     try:
-        return Driver().count()
+        return CudaDriver().count()
     except ConfigError:
         return 0
 
 
 def interpreted() -> bool:
-    """Whether GPU kernels run in Triton's interpreter, on the CPU."""
+    """Whether GPU kernels run in Triton's interpreter on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def resolve_device(flags: ComputeFlags) -> str:
-    """ "cpu" or "cuda". Raises ConfigError for a GPU that is not there, and for flags that the device cannot have."""
+    """Returns "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
     device = flags.device
     if interpreted() and device != "cpu" and REAL_DRIVER.exists():
         raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
@@ -56,12 +56,12 @@ def resolve_device(flags: ComputeFlags) -> str:
 
 
 def pool_device(device: str) -> str:
-    """Where the KV node of workers on ``device`` keeps its pool."""
+    """Returns the device on which the KV node of workers on ``device`` keeps its pool."""
     return "cpu" if interpreted() and not device_count() else device
 
 
 def resolved(flags: F) -> F:
-    """The flags of a whole cluster, or of an LLM, without "auto". Raises ConfigError as :func:`resolve_device`."""
+    """Returns the flags of a cluster or an LLM without "auto". Raises ConfigError like :func:`resolve_device`."""
     device = resolve_device(flags)
     flags = replace(flags, device=device)
     if isinstance(flags, ServeFlags | OfflineFlags) and not flags.kv_pool_bytes and pool_device(device) == "cpu":

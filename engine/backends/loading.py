@@ -1,11 +1,10 @@
-"""From flags to a model and the backend that runs it: the one place where a worker chooses its backend."""
+"""Chooses and loads the backend that runs a worker's model, by the worker's flags and the processor."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pillion.config import ComputeFlags, WorkerFlags
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
@@ -19,22 +18,19 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
 
-if TYPE_CHECKING:
-    from pillion.engine.backends.cpu.cpu_backend import CpuModel
-
 log = logging.getLogger("pillion.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and the backend that runs it. ``operators``: which kernels run what, for those who watch."""
+    """A model and the backend that runs it. ``operators`` names the kernels in logs and metrics."""
 
     prepared: PreparedModel
     backend: Backend
     operators: str = "torch"
 
     def namespace(self) -> bytes:
-        """32 bytes over which a request's root hash is made (I2)."""
+        """Returns the 32 bytes that a request's root hash begins with (I2)."""
         layout = self.backend.layout
         return namespace_base(
             fingerprint=self.prepared.fingerprint,
@@ -44,29 +40,31 @@ class LoadedModel:
         )
 
 
-# From a worker's flags and the number of threads it may use. Called in a thread; raises ConfigError.
+# Loads a model by a worker's flags and number of threads. Called in a thread; raises ConfigError.
 BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """The default factory: a GPU's kernels where one is to be used, else the CPU kernels where they run the model, else
-    torch. Says which, and why."""
+    """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch.
+
+    Logs the choice and its reason.
+    """
     if resolve_device(flags) == "cuda":
         return load_on_gpu(flags)
     prepared = prepare(flags, log.info)
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
-        # What nobody asked for is a warning: the kernels are faster.
+        # Torch that was not requested is worth a warning: the kernels are faster.
         level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
         log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
         return torch_backend(flags, threads, prepared)
     import torch
 
-    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 
-    # Torch only hands arrays over: its own threads have no part in a step.
+    # Torch only passes arrays on, so that its own threads have nothing to do.
     torch.set_num_threads(1)
-    model = load_cpu_model(flags, prepared, isa, log.info)
+    model = load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=log.info)
     log.info(
         "all operators run on the CPU kernels %s, %d threads; weights %.0f MiB, shared by the workers of this host",
         isa.name,
@@ -77,7 +75,7 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
 
 
 def load_on_gpu(flags: WorkerFlags) -> LoadedModel:
-    """Weights in the GPU's memory, shared with the other workers there, and the Triton kernels."""
+    """Loads the backend of the Triton kernels, with weights in GPU memory that the workers of a GPU share."""
     from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
 
     prepared = prepare(flags, log.info)
@@ -86,7 +84,7 @@ def load_on_gpu(flags: WorkerFlags) -> LoadedModel:
 
 
 def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | None = None) -> LoadedModel:
-    """The backend that runs anywhere."""
+    """Loads the backend that runs on any processor."""
     import torch
 
     from pillion.engine.backends.torch_backend import TorchBackend
@@ -97,30 +95,32 @@ def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | No
 
 
 def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
-    """Everything that is made once: the model, and for the CPU kernels packed weights and machine code.
+    """Makes everything that is made once: the model, and for the CPU kernels packed weights and machine code.
 
-    Where weights are packed already nothing is loaded: that would cost every start seconds, and code that is missing,
-    after an update say, is compiled by the first worker.
+    If the weights are packed already nothing is loaded, which would take seconds at every start. Machine code that is
+    missing then, for example after an update, is compiled by the first worker.
     """
     prepared = prepare(flags, progress)
     if resolve_device(flags) == "cuda":
         return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
-        load_cpu_model(flags, prepared, isa, progress)
+        from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+
+        load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
     return prepared
 
 
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
-    """The instruction set whose kernels run the model, or None and why it runs on torch.
+    """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
-    Raises ConfigError for kernels that this processor cannot run, and for int8 where no kernels run or rows are not
-    bfloat16, which its products read.
+    Raises ConfigError for kernels that this processor cannot run, and for a quantization without the CPU kernels or
+    without bfloat16.
     """
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
-        said = flags.cpu_kernels == "torch"
-        reason = "--cpu-kernels torch" if said else "there are no kernels for this processor"
+        chosen = flags.cpu_kernels == "torch"
+        reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
         reason = unsupported(load_config(prepared.folder), flags.block_size)
     if isa is not None and not reason:
@@ -133,7 +133,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
-    """Why the kernels cannot run this model, or "": what they ask of its shape."""
+    """Returns why the CPU kernels cannot run a model of this shape, or ""."""
     if config.head_dim % LANES:
         return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
     if block_size % LANES:
@@ -141,13 +141,6 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
     return ""
 
 
-def load_cpu_model(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:
-    """Weights and kernels of a model that :func:`choose_kernels` found kernels for."""
-    from pillion.engine.backends.cpu.cpu_backend import load_cpu_model as load
-
-    return load(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
-
-
 def thread_count(flags: WorkerFlags) -> int:
-    """``--cpu-threads``, or as many as ``--cpu-affinity`` names, or as there are cores that this process may use."""
+    """Returns ``--cpu-threads``, or the number of cores in ``--cpu-affinity``, or of those this process may use."""
     return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or min(usable_cores(), MAX_CPU_THREADS)

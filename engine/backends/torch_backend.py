@@ -1,7 +1,7 @@
-"""The backend that runs anywhere: plain torch on the CPU.
+"""The backend that runs on any processor: plain torch on the CPU.
 
-Life: made (weights loaded) -> bind_pool -> forward, forward, ... ; close lets go of the memory. warm_up may come
-at any time, on memory of its own.
+Lifecycle: made (weights loaded) -> bind_pool -> forward, forward, ... -> close, which releases the memory. warm_up may
+be called at any time and uses memory of its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from pillion.engine.backends.backend import (
     DevicePool,
     KVLayout,
-    Landed,
     checked_copies,
     checked_memory,
+    kv_layout,
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_step import run_at_once
-from pillion.engine.checkpoints.prepare import PreparedModel, kv_layout
+from pillion.engine.backends.host_backend import FinishedStep, run_at_once
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.decoder import run_decoder
 from pillion.engine.models.model_config import load_config
@@ -34,12 +34,12 @@ from pillion.kernels.torch.torch_attention import StepAttention
 
 
 class TorchBackend:
-    """Implements ``pillion.engine.backends.backend.HostBackend``; its docstring says who may call what."""
+    """Implements ``pillion.engine.backends.host_backend.HostBackend``; :class:`Backend` has the contract."""
 
     runs_ahead = False
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Loads the weights. ``threads`` holds for the whole process; 0 leaves torch's choice.
+        """Loads the weights. ``threads`` sets torch's threads for the whole process; 0 leaves torch's default.
 
         Raises ConfigError for weights that do not fit the config.
         """
@@ -54,32 +54,32 @@ class TorchBackend:
 
     @property
     def layout(self) -> KVLayout:
-        """How this backend cuts a slot."""
+        """The layout of this backend's KV."""
         return self._layout
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
+        """Number of columns of the logits."""
         return self._config.vocab_size
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
+        """Uses ``memory`` as the paged KV pool. Raises ConfigError for memory that is too small or read-only."""
         view, needed = checked_memory(memory, num_slots, self._layout)
         flat = torch.frombuffer(view, dtype=torch.uint8, count=needed)
         self._pool = self._shaped(flat.view(self._dtype), num_slots)
 
     def close(self) -> None:
-        """Let go of the pool, so that its mapping can be closed. Idempotent."""
+        """Releases the pool, so that its mapping can be closed. Idempotent."""
         self._pool = None
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV, give float32 logits [R, vocab_size]."""
+        """Writes the batch's KV and returns float32 logits [R, vocab_size]."""
         if self._pool is None:
             raise Internal("forward before bind_pool")
         return self._run(self._pool, batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+        """Copies whole slots, sources[i] to targets[i], one after another. The targets are leased to this worker.
 
         Raises Internal for lists of different length and for slots that the pool does not have.
         """
@@ -88,12 +88,12 @@ class TorchBackend:
         for source, target in checked_copies(sources, targets, len(self._pool)):
             self._pool[target].copy_(self._pool[source])
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
-        """The whole step, at once."""
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
+        """Runs the whole step before it returns."""
         return run_at_once(self, batch, copies, rows)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Touch all weights and let the allocator see a full step, over scratch memory."""
+        """Touches all weights and lets the allocator see a full step, over scratch memory."""
         block_size = self._layout.block_size
         blocks = -(-max_tokens // block_size)
         pool = self._shaped(

@@ -1,1 +1,13 @@
-"""Map of this package."""
+"""From a ``--model`` flag to weights in memory.
+
+    prepare.py       finds, converts and fingerprints a model: the entry for every component
+    model_files.py   resolves the flag; lists weight files
+    model_cache.py   the cache on disk of prepared models
+    convert.py       GGUF files and foreign tokenizers -> a plain Hugging Face folder
+    checkpoint.py    names and shapes of tensors in safetensors files
+    weights.py       checkpoint tensors -> the decoder's weights
+    packed_file.py   the mapped file in which the CPU kernels keep packed weights
+
+Read prepare.py first. Never in here: the forward pass (engine/models), and layouts of weights for one device
+(engine/backends). Only checkpoint, weights and packed_file import torch.
+"""

@@ -1,8 +1,9 @@
-"""What the tensors of a decoder are called in checkpoints, and how they are read. Safetensors only: no pickle, no code.
+"""Reads the tensors of a decoder from safetensors files, under the names that checkpoints have for them.
 
 The same tensor has other names in other families and versions: three projections or one fused (Phi-3), one tensor per
-expert or one for all experts of a layer (transformers 5). Each *way* to spell a tensor is a list of pieces which,
-stacked along their first dimension, are that tensor; the first way of which a checkpoint has all pieces is taken.
+expert or one for all experts of a layer (transformers 5). A *spelling* of a decoder's tensor is a list of checkpoint
+tensors which, stacked along their first dimension, are that tensor. The first complete spelling is used. Neither
+pickles nor code are read.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from pillion.errors import ConfigError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-# Tensors that nobody reads: what old checkpoints carry, and how a model of text and images sees images.
+# Tensors that are not read: leftovers in old checkpoints, and the vision part of models of text and images.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 _IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-# Where such a model keeps its language model, in transformers 4 and 5.
+# Prefixes of the language model in such a model, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 _LISTED_NAMES = 4  # Most tensors that an error names.
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor of a checkpoint and its shape. ``part``: the one entry of its first dimension that is meant, or all."""
+class CheckpointTensor:
+    """A tensor of a checkpoint and its shape. ``part``: the entry of its first dimension to read; None reads all."""
 
     name: str
     shape: tuple[int, ...]
     part: int | None = None
 
 
-Way = tuple[Piece, ...]
+Spelling = tuple[CheckpointTensor, ...]
 
 
-def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
-    """Every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``), with the ways to spell it."""
+def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
+    """Returns the spellings of every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``)."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     wanted["final_norm"] = _named("model.norm.weight", config.hidden_size)
     if not config.tie_word_embeddings:
@@ -52,20 +53,23 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
         tensors = {**_norms(config), **_attention(config)}
         has_experts = config.moe is not None and config.moe.layers[layer]
         tensors.update(_experts(config) if has_experts else _mlp(config))
-        for key, ways in tensors.items():
+        for key, spellings in tensors.items():
             wanted[f"layers.{layer}.{key}"] = tuple(
-                tuple(Piece(f"model.layers.{layer}.{piece.name}", piece.shape, piece.part) for piece in way)
-                for way in ways
+                tuple(
+                    CheckpointTensor(f"model.layers.{layer}.{tensor.name}", tensor.shape, tensor.part)
+                    for tensor in spelling
+                )
+                for spelling in spellings
             )
     return wanted
 
 
-def _named(name: str, *shape: int) -> tuple[Way, ...]:
-    return ((Piece(name, shape),),)
+def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
+    return ((CheckpointTensor(name, shape),),)
 
 
-def _norms(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
-    """Families with norms behind their sublayers call the one between attention and MLP otherwise."""
+def _norms(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
+    """Families that norm the outputs of attention and MLP have another name for the norm before the MLP."""
     wanted, hidden = {}, config.hidden_size
     between = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
     if config.pre_norm:
@@ -81,7 +85,7 @@ def _norms(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
     return wanted
 
 
-def _attention(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def _attention(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     fused = {"self_attn.qkv_proj": queries + 2 * keys}
@@ -91,7 +95,7 @@ def _attention(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
     }
 
 
-def _mlp(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
+def _mlp(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     inner = config.intermediate_size
     parts, fused = {"mlp.gate_proj": inner, "mlp.up_proj": inner}, {"mlp.gate_up_proj": 2 * inner}
     return {
@@ -100,39 +104,52 @@ def _mlp(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
     }
 
 
-def _linear(key: str, ways: tuple[dict[str, int], ...], columns: int, bias: bool) -> dict[str, tuple[Way, ...]]:
-    """A linear layer's weight [rows, columns] and bias [rows]; a way is the rows of each of its pieces, by name."""
+def _linear(
+    key: str, spellings: tuple[dict[str, int], ...], columns: int, bias: bool
+) -> dict[str, tuple[Spelling, ...]]:
+    """A linear layer's weight [rows, columns] and bias [rows]; each spelling has the rows of its tensors, by name."""
     wanted = {
         f"{key}.weight": tuple(
-            tuple(Piece(f"{name}.weight", (rows, columns)) for name, rows in way.items()) for way in ways
+            tuple(CheckpointTensor(f"{name}.weight", (rows, columns)) for name, rows in spelling.items())
+            for spelling in spellings
         )
     }
     if bias:
         wanted[f"{key}.bias"] = tuple(
-            tuple(Piece(f"{name}.bias", (rows,)) for name, rows in way.items()) for way in ways
+            tuple(CheckpointTensor(f"{name}.bias", (rows,)) for name, rows in spelling.items())
+            for spelling in spellings
         )
     return wanted
 
 
-def _experts(config: ModelConfig) -> dict[str, tuple[Way, ...]]:
-    """Qwen's names, Mixtral's, and the stacked ones of transformers 5, which are the same for both."""
+def _experts(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
+    """Experts by Qwen's names, by Mixtral's, and by those of transformers 5, where experts of both are stacked."""
     assert config.moe is not None
     count, inner, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
     router = (count, hidden)
-    wanted: dict[str, tuple[Way, ...]] = {
-        "router": ((Piece("mlp.gate.weight", router),), (Piece("block_sparse_moe.gate.weight", router),))
+    wanted: dict[str, tuple[Spelling, ...]] = {
+        "router": (
+            (CheckpointTensor("mlp.gate.weight", router),),
+            (CheckpointTensor("block_sparse_moe.gate.weight", router),),
+        )
     }
     for index in range(count):
         qwen, mixtral = f"mlp.experts.{index}", f"block_sparse_moe.experts.{index}"
         wanted[f"experts.{index}.gate_up"] = (
-            (Piece(f"{qwen}.gate_proj.weight", (inner, hidden)), Piece(f"{qwen}.up_proj.weight", (inner, hidden))),
-            (Piece(f"{mixtral}.w1.weight", (inner, hidden)), Piece(f"{mixtral}.w3.weight", (inner, hidden))),
-            (Piece("mlp.experts.gate_up_proj", (count, 2 * inner, hidden), index),),
+            (
+                CheckpointTensor(f"{qwen}.gate_proj.weight", (inner, hidden)),
+                CheckpointTensor(f"{qwen}.up_proj.weight", (inner, hidden)),
+            ),
+            (
+                CheckpointTensor(f"{mixtral}.w1.weight", (inner, hidden)),
+                CheckpointTensor(f"{mixtral}.w3.weight", (inner, hidden)),
+            ),
+            (CheckpointTensor("mlp.experts.gate_up_proj", (count, 2 * inner, hidden), index),),
         )
         wanted[f"experts.{index}.down"] = (
-            (Piece(f"{qwen}.down_proj.weight", (hidden, inner)),),
-            (Piece(f"{mixtral}.w2.weight", (hidden, inner)),),
-            (Piece("mlp.experts.down_proj", (count, hidden, inner), index),),
+            (CheckpointTensor(f"{qwen}.down_proj.weight", (hidden, inner)),),
+            (CheckpointTensor(f"{mixtral}.w2.weight", (hidden, inner)),),
+            (CheckpointTensor("mlp.experts.down_proj", (count, hidden, inner), index),),
         )
     return wanted
 
@@ -141,51 +158,54 @@ class Checkpoint:
     """The open weight files of one folder, checked against a config. Its tensors are views of the mapped files."""
 
     def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, tuple[Any, str]]) -> None:
-        """``handles``: name -> (open file, the tensor's name in it). Raises ConfigError where the two do not fit."""
+        """``handles``: name -> (open file, the tensor's name in it). Raises ConfigError if they do not fit."""
         self._folder = folder
         self._family = config.family
         self._handles = handles
         wanted = decoder_tensors(config)
         if config.tie_word_embeddings and "lm_head.weight" in handles:
-            # Written once more, or another one, whatever the config says: the weights decide.
+            # The config ties the head to the embedding; a head in the file, equal or not, is used nevertheless.
             wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._ways = self._choose(wanted)
+        self._spellings = self._choose(wanted)
         self._check_names()
         self._check_shapes()
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that the decoder calls ``key``, in ``dtype``; a view of the file where nothing had to change."""
-        pieces = []
-        for piece in self._ways[key]:
-            handle, name = self._handles[piece.name]
-            tensor: torch.Tensor = handle.get_tensor(name) if piece.part is None else handle.get_slice(name)[piece.part]
-            pieces.append(tensor.to(dtype))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        """Returns a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change."""
+        tensors = []
+        for wanted in self._spellings[key]:
+            handle, name = self._handles[wanted.name]
+            tensor = handle.get_tensor(name) if wanted.part is None else handle.get_slice(name)[wanted.part]
+            tensors.append(tensor.to(dtype))
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
     def has(self, key: str) -> bool:
         """Whether the model has a tensor of that name."""
-        return key in self._ways
+        return key in self._spellings
 
-    def _choose(self, wanted: dict[str, tuple[Way, ...]]) -> dict[str, Way]:
-        """For each tensor the first way that is complete. Raises ConfigError for those that have none."""
+    def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
+        """Chooses each tensor's first complete spelling. Raises ConfigError if a tensor has none."""
 
-        def absent(way: Way) -> list[str]:
-            return [piece.name for piece in way if piece.name not in self._handles]
+        def absent(spelling: Spelling) -> list[str]:
+            return [tensor.name for tensor in spelling if tensor.name not in self._handles]
 
-        chosen = {key: min(ways, key=lambda way: len(absent(way)) / len(way)) for key, ways in wanted.items()}
-        missing = sorted({name for way in chosen.values() for name in absent(way)})
+        chosen = {
+            key: min(spellings, key=lambda spelling: len(absent(spelling)) / len(spelling))
+            for key, spellings in wanted.items()
+        }
+        missing = sorted({name for spelling in chosen.values() for name in absent(spelling)})
         if missing:
             raise ConfigError(f"{self._folder} lacks {_names(missing)}, which a {self._family} model needs")
         return chosen
 
     def _check_names(self) -> None:
-        known = {piece.name for way in self._ways.values() for piece in way}
-        strange = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
-        if strange:
-            raise ConfigError(f"{self._folder} holds {_names(strange)}, which a {self._family} model does not have")
+        known = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
+        unknown = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
+        if unknown:
+            raise ConfigError(f"{self._folder} holds {_names(unknown)}, which a {self._family} model does not have")
 
     def _check_shapes(self) -> None:
-        shapes = {piece.name: piece.shape for way in self._ways.values() for piece in way}
+        shapes = {tensor.name: tensor.shape for spelling in self._spellings.values() for tensor in spelling}
         for plain, shape in shapes.items():
             handle, name = self._handles[plain]
             found = handle.get_slice(name)
@@ -197,7 +217,7 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Opens all weight files of a folder. Raises ConfigError where they do not fit the config."""
+    """Opens all weight files of a folder. Raises ConfigError if they do not fit the config."""
     with ExitStack() as stack:
         handles: dict[str, tuple[Any, str]] = {}
         for path in weight_files(folder):

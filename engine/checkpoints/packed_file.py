@@ -1,9 +1,9 @@
-"""Named tensors in one file that processes map and share: how packed weights lie on disk and in memory.
+"""A file of named tensors that processes map and share: the format of packed weights on disk and in memory.
 
     PILLIONW | length of the header (8 bytes, little endian) | header (JSON) | padding | tensor | padding | tensor ...
 
-Every tensor begins on a page, so that vector loads are aligned and pages are asked for as a whole. The mapping is
-shared and read-only: however many workers of a host map a file, its pages are in memory once.
+Every tensor begins on a page, so that vector loads are aligned and pages are read as a whole. The mapping is shared
+and read-only: a file's pages are in memory once, however many workers of a host map it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pillion.kernels.cpu.runtime.code_cache import others_could_write
 
 _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096
-# The header's place is kept free while tensors are written before their number is known.
+# Bytes reserved for the header, which is written after the tensors.
 _HEADER_BYTES = 2**20
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8}
 
@@ -39,7 +39,7 @@ class PackedWriter:
         self._end = _HEADER_BYTES
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ConfigError for a name that is there already."""
+        """Appends a tensor. Raises ConfigError for a name that was used already."""
         if name in self._tensors:
             raise ConfigError(f"{name} is packed twice")
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -51,7 +51,7 @@ class PackedWriter:
         self._end += -(-flat.numel() // _PAGE_BYTES) * _PAGE_BYTES
 
     def number(self, name: str, value: int) -> None:
-        """A size that belongs to the tensors."""
+        """Adds a whole number to the header."""
         self._numbers[name] = value
 
     def finish(self) -> None:
@@ -66,7 +66,7 @@ class PackedWriter:
 
 @contextmanager
 def write_packed(path: Path) -> Iterator[PackedWriter]:
-    """A writer whose file is at ``path`` when the block ends well, and nowhere else."""
+    """Yields a writer whose file appears at ``path`` only if the block ends without an error."""
     draft = path.with_name(path.name + ".tmp")
     try:
         with draft.open("wb") as file:
@@ -84,18 +84,18 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
 
 
 class PackedFile:
-    """A mapped file. Tensors are views of the mapping, which lives as long as one of them does."""
+    """A mapped file. Its tensors are views of the mapping, which lives as long as one of them does."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is not whole; OSError where there is none."""
+        """Raises ConfigError for a file that is not whole, and OSError for a missing one."""
         try:
             with path.open("rb") as file:
                 if others_could_write(os.fstat(file.fileno())):
                     raise ValueError("others could have written it")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            said = self._read_header()
-            self.numbers: dict[str, int] = {name: int(value) for name, value in said["numbers"].items()}
-            self._tensors = {name: self._view(*place) for name, place in said["tensors"].items()}
+            header = self._read_header()
+            self.numbers: dict[str, int] = {name: int(value) for name, value in header["numbers"].items()}
+            self._tensors = {name: self._view(*place) for name, place in header["tensors"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
         if hasattr(mmap, "MADV_WILLNEED"):
@@ -107,11 +107,11 @@ class PackedFile:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Whether the file has a tensor of that name."""
         return name in self._tensors
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of them. Nobody may write to it."""
+        """Returns a tensor. Nobody may write to it."""
         return self._tensors[name]
 
     def _read_header(self) -> dict[str, Any]:
@@ -121,10 +121,10 @@ class PackedFile:
         length = int.from_bytes(self._map[len(_MAGIC) : start], "little")
         if length > _HEADER_BYTES - start:
             raise ValueError("header too long")
-        said: dict[str, Any] = json.loads(self._map[start : start + length])
-        if said["bytes"] != len(self._map):
-            raise ValueError(f"{len(self._map)} bytes instead of {said['bytes']}")
-        return said
+        header: dict[str, Any] = json.loads(self._map[start : start + length])
+        if header["bytes"] != len(self._map):
+            raise ValueError(f"{len(self._map)} bytes instead of {header['bytes']}")
+        return header
 
     def _view(self, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
         count = 1
@@ -132,8 +132,8 @@ class PackedFile:
             count *= length
         size = count * _DTYPES[dtype].itemsize
         if begin < _HEADER_BYTES or count < 0 or begin + size > len(self._map):
-            raise ValueError("a tensor leaves the file")
+            raise ValueError("a tensor reaches beyond the file")
         with warnings.catch_warnings():
-            # Torch has no read-only tensors, and says so.
+            # Torch has no read-only tensors and warns about that.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._map, dtype=_DTYPES[dtype], count=count, offset=begin).view(shape)

@@ -1,6 +1,7 @@
-"""Gets a model ready to serve: found, converted once, fingerprinted. The second call reads one small file.
+"""Prepares a model for serving: finds it, converts it once and fingerprints it.
 
-Every part of a cluster calls :func:`prepare` with the same flags and gets the same answer; only the first pays.
+Every component of a cluster calls :func:`prepare` with the same flags and gets the same answer. Only the first call
+converts; later ones read one small record.
 """
 
 from __future__ import annotations
@@ -11,34 +12,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import KVLayout
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
-from pillion.engine.checkpoints.model_files import INDEX_NAME, Progress, Source, locate, weight_files
+from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
-
-# Rows of head_dim values, one per token: the plainest inside of a (layer, head) piece. Part of the namespace (I2).
-LAYOUT_VERSION = "rows-1"
 
 _SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """A model that every part can open.
+    """A model that every component can open.
 
     Attributes:
         folder: holds config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja where the model has one,
             and *.safetensors, some of them links.
-        name: what clients call it.
+        name: the name that clients use.
         fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
-        dtype: "bfloat16" or "float32", of arithmetic and KV.
-        max_model_len: longest prompt plus answer, in tokens.
+        dtype: "bfloat16" or "float32", the type of arithmetic and KV.
+        max_model_len: most tokens of prompt and answer together.
         eos_token_ids: tokens that end a text.
     """
 
@@ -53,17 +49,17 @@ class PreparedModel:
 
 
 def _quiet(message: str) -> None:
-    """Progress for those who do not care."""
+    """Discards progress messages."""
 
 
 def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
     """Finds, converts and fingerprints ``flags.model``; ``progress`` gets one line per longer stage.
 
-    Raises ConfigError, in one line, for whatever cannot work: no such model, unknown architecture, damaged files.
+    Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
     """
     dtype = resolve_dtype(flags.dtype)
     source = locate(flags.model, flags.revision, progress)
-    record = _of_shapes(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
+    record = _record_of_dummy(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
     return PreparedModel(
         folder=Path(record.folder),
         name=flags.served_model_name or source.name,
@@ -76,8 +72,8 @@ def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
     )
 
 
-def _recorded(source: Source, dtype: str, progress: Progress) -> ModelRecord:
-    """What is known of a model; looked at once, by whoever comes first."""
+def _recorded(source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:
+    """Reads the record of a model, which the first process makes under the cache's lock."""
     cache = ModelCache()
     record = cache.read_record(source.path, dtype)
     if record is None:
@@ -89,49 +85,28 @@ def _recorded(source: Source, dtype: str, progress: Progress) -> ModelRecord:
     return record
 
 
-def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
-    """How a backend cuts a slot for this model; ``inside`` names its layout of a piece, ``dtype`` the type of KV where
-    it is not that of the weights. Imports no torch.
-
-    The version also names what ``max_model_len`` means to the rotary embedding of some models, so that workers which
-    serve such a model at two lengths share no block that only one of them could have computed (I2).
-    """
-    if block_size < 1:
-        raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
-    config = load_config(prepared.folder)
-    rope = served_variant(config.ropes, prepared.max_model_len)
-    return KVLayout(
-        version=f"{inside}/rope-{rope}" if rope else inside,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype or prepared.dtype,
-    )
-
-
-def resolve_dtype(said: str) -> str:
-    """ "auto" is bfloat16 where the processor computes in it or an NVIDIA GPU is there, else float32."""
-    if said != "auto":
-        if said not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype {said!r} is not supported; known are auto, bfloat16, float32")
-        return said
+def resolve_dtype(dtype: str) -> str:
+    """Resolves "auto": bfloat16 if there is an NVIDIA GPU or the processor computes in bfloat16, else float32."""
+    if dtype != "auto":
+        if dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype {dtype!r} is not supported; known are auto, bfloat16, float32")
+        return dtype
     if Path("/proc/driver/nvidia/version").exists():
         return "bfloat16"
     try:
         words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        return "float32"  # Not Linux: the type that is right everywhere.
+        return "float32"  # Not Linux: float32 works everywhere.
     return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
-def _model_len(said: int, longest: int) -> int:
-    if said < 0 or said > longest:
-        raise ConfigError(f"--max-model-len {said} is not between 1 and the model's {longest} tokens")
-    return said or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS)
+def _model_len(requested: int, longest: int) -> int:
+    if requested < 0 or requested > longest:
+        raise ConfigError(f"--max-model-len {requested} is not between 1 and the model's {longest} tokens")
+    return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS)
 
 
-def _examine(cache: ModelCache, source: Source, dtype: str, progress: Progress) -> ModelRecord:
+def _examine(cache: ModelCache, source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:
     if source.is_gguf:
         digest = digest_file(source.path)[:32]
         folder = cache.folder(
@@ -155,8 +130,8 @@ def _examine(cache: ModelCache, source: Source, dtype: str, progress: Progress) 
     )
 
 
-def _of_shapes(source: Source, dtype: str) -> ModelRecord:
-    """A folder without weights: what is measured with random ones. It must hold its tokenizer. Written nowhere."""
+def _record_of_dummy(source: ModelSource, dtype: str) -> ModelRecord:
+    """Makes the record of a folder without weights, for measurements with random ones. It is not written to disk."""
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     config = load_config(source.path)
@@ -172,7 +147,7 @@ def _of_shapes(source: Source, dtype: str) -> ModelRecord:
 
 
 def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
-    """The folder itself where it has everything, else one of links to it and a converted tokenizer."""
+    """Returns the folder itself if it has a tokenizer.json, else one with links to it and a converted tokenizer."""
     load_config(folder)
     weight_files(folder)
     if (folder / "tokenizer.json").is_file():
@@ -191,7 +166,7 @@ def _fingerprint(weights: tuple[Path, ...], config: ModelConfig, dtype: str) -> 
 
 
 def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The config's and, where there is one, the generation config's: chat models add their end-of-turn token there."""
+    """Joins the ids of config.json and generation_config.json, where chat models add their end-of-turn token."""
     found = set(config.eos_token_ids)
     path = folder / "generation_config.json"
     if path.is_file():

@@ -1,67 +1,32 @@
-"""Weights of a prepared folder, as the decoder wants them; :mod:`pillion.engine.checkpoints.checkpoint` knows what
-they are called.
+"""Makes a decoder's weights from a prepared folder, whose tensors :mod:`pillion.engine.checkpoints.checkpoint` names.
 
 Tensors that need no change are views of the mapped file, whose pages all workers of a machine share; fused, converted
-and packed ones are this process's own.
+and packed tensors belong to this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from pillion.engine.models.layers import GATED, GatedMLP, Norm
+from pillion.engine.models.decoder import LayerWeights, ModelWeights
+from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights
 from pillion.engine.models.rope import partial_order
 from pillion.kernels.torch.torch_linear import Linear
 
-# Of arithmetic and KV, by the names that flags and layouts have.
+# Types of arithmetic and KV, by their names in flags and layouts.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# What becomes of a matrix [out, in] and its bias [out].
+# Makes a linear layer of a matrix [out, in] and its bias [out].
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer. ``qkv`` stacks queries, keys, values in its output. A norm that the model does not have is None.
-
-    Queries and keys are normed either head by head, in one go (``qk_norm``, its weight [heads + kv_heads, head_dim]),
-    or each as a whole (``q_norm``, ``k_norm``).
-    """
-
-    attention_norm: Norm | None
-    qkv: Linear
-    qk_norm: Norm | None
-    q_norm: Norm | None
-    k_norm: Norm | None
-    o: Linear
-    attention_post_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp: GatedMLP | MoeWeights
-    mlp_post_norm: Norm | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """``embedding`` is [vocab, hidden]; where the model ties them, ``lm_head`` is made of the same tensor.
-
-    ``embedding_scale``: see :func:`embedding_scale`.
-    """
-
-    embedding: torch.Tensor
-    embedding_scale: float
-    layers: tuple[LayerWeights, ...]
-    final_norm: Norm
-    lm_head: Linear
-
-
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Loads and fuses. Raises ConfigError for tensors that are missing, not expected, misshapen or not floats."""
+    """Loads and fuses all weights. Raises ConfigError for tensors that do not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         embedding = checkpoint.take("embedding", dtype)
         return ModelWeights(
@@ -74,17 +39,19 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """The config's, rounded to the type of the weights as transformers does it."""
+    """Returns the config's scale of embeddings, rounded to the type of the weights as transformers rounds it."""
     return float(torch.tensor(config.embedding_scale, dtype=dtype))
 
 
-def load_final_norm(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Norm:
-    """The norm before the head."""
-    return Norm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
+def load_final_norm(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
+    """Loads the norm before the head."""
+    return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
 
 
 def load_head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> torch.Tensor:
-    """The embedding where the model ties the two, unless the checkpoint holds another one: as transformers 5 has it."""
+    """Loads the head. It is the embedding if the model ties the two and the checkpoint holds no other head, as in
+    transformers 5.
+    """
     if not checkpoint.has("lm_head"):
         return embedding
     head = checkpoint.take("lm_head", dtype)
@@ -94,21 +61,21 @@ def load_head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, e
 def load_layer(
     checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear = Linear
 ) -> LayerWeights:
-    """One layer, its matrices made by ``linear``."""
+    """Loads one layer, whose matrices ``linear`` makes."""
     prefix = f"layers.{index}."
 
-    def norm(key: str) -> Norm | None:
+    def norm(key: str) -> RmsNorm | None:
         if not checkpoint.has(prefix + key):
             return None
         weight = _norm_weight(checkpoint, config, dtype, prefix + key)
-        return Norm(weight, config.rms_norm_eps, config.norm != "plain")
+        return RmsNorm(weight, config.rms_norm_eps, config.norm != "plain")
 
     q_norm, k_norm = norm("q_norm"), norm("k_norm")
     qk_norm = None
     if config.qk_norm == "head" and q_norm is not None and k_norm is not None:
-        of_queries = q_norm.weight.expand(config.num_heads, -1)
-        of_keys = k_norm.weight.expand(config.num_kv_heads, -1)
-        qk_norm = Norm(torch.cat((of_queries, of_keys)), config.rms_norm_eps, q_norm.wide)
+        query_weight = q_norm.weight.expand(config.num_heads, -1)
+        key_weight = k_norm.weight.expand(config.num_kv_heads, -1)
+        qk_norm = RmsNorm(torch.cat((query_weight, key_weight)), config.rms_norm_eps, q_norm.wide)
         q_norm = k_norm = None
     return LayerWeights(
         attention_norm=norm("attention_norm"),
@@ -131,7 +98,7 @@ def load_layer(
 
 
 def _norm_weight(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, key: str) -> torch.Tensor:
-    """Of the model's type where the norm rounds before it, else float32; Gemma's 1 + w is summed up here."""
+    """Loads a norm's weight: in the model's type for plain norms, else in float32. Gemma's 1 + w is summed up here."""
     weight = checkpoint.take(key, dtype)
     if config.norm == "plain":
         return weight
@@ -144,16 +111,16 @@ def _linear(checkpoint: Checkpoint, dtype: torch.dtype, key: str, linear: MakeLi
 
 
 def _qkv(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
-    """Queries and keys of a model that turns a part of each head are put in the order that turns it as a whole."""
+    """Loads the fused projection. For partial rotation, queries and keys are put in the order of ``partial_order``."""
     rotary_dim = config.ropes[0].rotary_dim
     if rotary_dim == config.head_dim:
         return _linear(checkpoint, dtype, prefix + "qkv", linear)
-    turned = config.num_heads + config.num_kv_heads
+    rotated = config.num_heads + config.num_kv_heads
     order = partial_order(config.head_dim, rotary_dim)
 
     def reordered(tensor: torch.Tensor) -> torch.Tensor:
         heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
-        return torch.cat((heads[:turned, order], heads[turned:])).view(tensor.shape)
+        return torch.cat((heads[:rotated, order], heads[rotated:])).view(tensor.shape)
 
     key = prefix + "qkv."
     bias = reordered(checkpoint.take(key + "bias", dtype)) if checkpoint.has(key + "bias") else None

@@ -1,4 +1,7 @@
-"""Values of a ``config.json``, each with one clear ConfigError where it is not what it should be. Imports no torch."""
+"""Reads values of a ``config.json``; each raises one clear ConfigError for a value that is not what it should be.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +14,62 @@ from pillion.errors import ConfigError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError when it is not there or not one."""
+    """Returns the JSON object in a file. Raises ConfigError for a file that is missing or holds something else."""
     try:
-        said = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} is no model folder: it has no {path.name}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
-    return said
+    return content
 
 
-def token_ids(said: Any) -> tuple[int, ...]:
-    """The ids in ``eos_token_id`` and its like: nothing, one number, or a list."""
-    found = said if isinstance(said, list) else [said]
-    return tuple(number for number in found if isinstance(number, int) and not isinstance(number, bool))
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Returns the ids in a value such as ``eos_token_id``: null, one number, or a list of numbers."""
+    items = value if isinstance(value, list) else [value]
+    return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
+
+
+def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Returns ``default`` for a key that is missing or null."""
+    value = raw.get(key)
+    return default if value is None else value
 
 
 def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number above 0; null and a missing key give ``default``."""
-    said = raw.get(key)
-    said = default if said is None else said
-    if not isinstance(said, int) or isinstance(said, bool) or said < 1:
-        raise ConfigError(f"config.json: {key} must be a whole number above 0, not {said!r}")
-    return said
+    """Returns a whole number above 0; null and a missing key give ``default``."""
+    value = _value(raw, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {key} must be a whole number above 0, not {value!r}")
+    return value
 
 
 def number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """A number; null and a missing key give ``default``."""
-    said = raw.get(key)
-    said = default if said is None else said
-    if not isinstance(said, int | float) or isinstance(said, bool):
-        raise ConfigError(f"config.json: {key} must be a number, not {said!r}")
-    return float(said)
+    """Returns a number; null and a missing key give ``default``."""
+    value = _value(raw, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"config.json: {key} must be a number, not {value!r}")
+    return float(value)
 
 
 def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """A number above 0; null and a missing key give ``default``."""
-    found = number(raw, key, default)
-    if found <= 0:
-        raise ConfigError(f"config.json: {key} must be above 0, not {found}")
-    return found
+    """Returns a number above 0; null and a missing key give ``default``."""
+    value = number(raw, key, default)
+    if value <= 0:
+        raise ConfigError(f"config.json: {key} must be above 0, not {value}")
+    return value
 
 
 def per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any] | None:
-    """A list with one entry for each layer; longer ones are cut, as transformers does. None where it is not said."""
-    said = raw.get(key)
-    if said is None:
+    """Returns a list with one entry for each layer, or None for a missing key or null.
+
+    Longer lists are cut, as transformers does.
+    """
+    value = raw.get(key)
+    if value is None:
         return None
-    if not isinstance(said, list) or len(said) < num_layers:
+    if not isinstance(value, list) or len(value) < num_layers:
         raise ConfigError(f"config.json: {key} must name all {num_layers} layers")
-    return said[:num_layers]
+    return value[:num_layers]

@@ -5,22 +5,58 @@
                  hidden += residual_scale * post_norm(mlp(pre_norm(hidden)))      (mlp: dense or mixture of experts)
     logits = soft_cap(lm_head(final_norm(hidden)) / logit_divisor)
 
-A norm that a model does not have is None in its weights; scales that are 1 and caps that are 0 cost nothing.
+A norm that a model does not have is None in its weights; scales of 1 and caps of 0 are skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.checkpoints.weights import LayerWeights, ModelWeights
-from pillion.engine.models.layers import Norm, soft_cap
+from pillion.engine.models.layers import GatedMLP, RmsNorm, soft_cap
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.moe import MoeWeights
 from pillion.engine.models.rope import Rope, rotate
 from pillion.kernels.torch.torch_attention import StepAttention
+from pillion.kernels.torch.torch_linear import Linear
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's weights. ``qkv`` stacks queries, keys, values in its output. A norm the model does not have is None.
+
+    Queries and keys are normed either together, head by head (``qk_norm``, whose weight is [heads + kv_heads,
+    head_dim]), or each over its whole projection (``q_norm``, ``k_norm``).
+    """
+
+    attention_norm: RmsNorm | None
+    qkv: Linear
+    qk_norm: RmsNorm | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
+    o: Linear
+    attention_post_norm: RmsNorm | None
+    mlp_norm: RmsNorm | None
+    mlp: GatedMLP | MoeWeights
+    mlp_post_norm: RmsNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A model's weights. ``embedding`` is [vocab, hidden]; a model with tied weights has it as ``lm_head``, too.
+
+    ``embedding_scale`` is rounded to the type of the weights, as transformers rounds it.
+    """
+
+    embedding: torch.Tensor
+    embedding_scale: float
+    layers: tuple[LayerWeights, ...]
+    final_norm: RmsNorm
+    lm_head: Linear
 
 
 def run_decoder(
@@ -34,8 +70,8 @@ def run_decoder(
 ) -> torch.Tensor:
     """Runs T tokens and writes their KV.
 
-    Takes token_ids and positions [T], sample_rows [R] (int64 all); gives float32 logits [R, vocab]. What nobody asked
-    for is not computed: the last layer ends after its KV where no row is sampled, and keeps only sampled rows else.
+    Takes token_ids and positions [T], sample_rows [R] (all int64); returns float32 logits [R, vocab]. The last layer
+    computes only what is needed: sampled rows, or nothing but its KV where no row is sampled.
     """
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
@@ -59,26 +95,26 @@ def run_decoder(
 def _project(
     config: ModelConfig, layer: LayerWeights, hidden: torch.Tensor, table: CosSin | None
 ) -> tuple[torch.Tensor, ...]:
-    """hidden [T, H] -> queries [T, heads, D], keys and values [T, kv_heads, D], rotated to their positions."""
+    """hidden [T, H] -> queries [T, heads, D], keys and values [T, kv_heads, D]; queries and keys are rotated."""
     flat = layer.qkv(_normed(hidden, layer.attention_norm))
     heads = flat.view(len(hidden), -1, config.head_dim)
-    turned = heads[:, : -config.num_kv_heads]
+    rotated = heads[:, : -config.num_kv_heads]
     if layer.qk_norm is not None:
-        turned = layer.qk_norm(turned)
+        rotated = layer.qk_norm(rotated)
     elif layer.q_norm is not None and layer.k_norm is not None:
-        queries, keys = turned[:, : config.num_heads].flatten(1), turned[:, config.num_heads :].flatten(1)
-        turned = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), -1).view(turned.shape)
+        queries, keys = rotated[:, : config.num_heads].flatten(1), rotated[:, config.num_heads :].flatten(1)
+        rotated = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), -1).view(rotated.shape)
     if table is not None:
-        turned = rotate(turned, *table)
-    return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, -config.num_kv_heads :]
+        rotated = rotate(rotated, *table)
+    return rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, -config.num_kv_heads :]
 
 
-def _normed(hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+def _normed(hidden: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
     return hidden if norm is None else norm(hidden)
 
 
-def _add(config: ModelConfig, hidden: torch.Tensor, found: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
-    """The residual stream with what attention or MLP found, all [T, H]."""
+def _add(config: ModelConfig, hidden: torch.Tensor, found: torch.Tensor, post_norm: RmsNorm | None) -> torch.Tensor:
+    """Adds the output of attention or MLP to the residual stream; all [T, H]."""
     return torch.add(hidden, _normed(found, post_norm), alpha=config.residual_scale)
 
 

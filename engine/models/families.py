@@ -1,8 +1,8 @@
-"""The model families that can be served, one row each. Imports no torch.
+"""The table of model families that can be served, one row each: where a new family goes. Imports no torch.
 
-A row says what transformers assumes where a config is silent, and which options of the decoder the family has;
-:mod:`pillion.engine.models.model_config` reads a config by it. A new family is a new row as long as the decoder has
-its options.
+A row holds the values that transformers assumes for keys missing in a config, and the decoder's options that the family
+has; :mod:`pillion.engine.models.model_config` reads a config by its row. A family with an option that the decoder does
+not have yet also needs that option in :class:`pillion.engine.models.model_config.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A row of the table.
+class ModelFamily:
+    """One row of the table; the options have the meaning of the fields of ``ModelConfig`` with the same names.
 
-    ``defaults`` are what transformers assumes where a config is silent, and they switch options on: a key such as
-    ``attention_bias`` or ``logits_scaling`` is read for families that have it here, and passed over for all others.
+    ``defaults`` are the values that transformers assumes for missing keys. They also switch options on: a key such as
+    ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -55,9 +55,9 @@ _GEMMA = {
     "eos_token_id": 1,
 }
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family({"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}),
-    "smollm3": Family(
+FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily({"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}),
+    "smollm3": ModelFamily(
         {
             "max_position_embeddings": 32_768,
             "num_attention_heads": 16,
@@ -73,8 +73,8 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         }
     ),
-    "mistral": Family({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}),
-    "mixtral": Family(
+    "mistral": ModelFamily({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": ModelFamily(
         {
             "max_position_embeddings": 131_072,
             "num_key_value_heads": 8,
@@ -85,9 +85,9 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
         }
     ),
-    "qwen2": Family(_QWEN, qkv_bias=True),
-    "qwen3": Family({**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
-    "qwen3_moe": Family(
+    "qwen2": ModelFamily(_QWEN, qkv_bias=True),
+    "qwen3": ModelFamily({**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
+    "qwen3_moe": ModelFamily(
         {
             "max_position_embeddings": 32_768,
             "num_key_value_heads": 4,
@@ -103,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         },
         qk_norm="head",
     ),
-    "phi3": Family(
+    "phi3": ModelFamily(
         {
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
@@ -112,7 +112,7 @@ FAMILIES: dict[str, Family] = {
         },
         partial_rope=True,
     ),
-    "gemma2": Family(
+    "gemma2": ModelFamily(
         {
             **_GEMMA,
             "max_position_embeddings": 8192,
@@ -124,7 +124,7 @@ FAMILIES: dict[str, Family] = {
         post_norm=True,
         scaled_embedding=True,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": ModelFamily(
         {
             **_GEMMA,
             "vocab_size": 262_208,
@@ -139,14 +139,14 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         scaled_embedding=True,
     ),
-    "olmo2": Family(
+    "olmo2": ModelFamily(
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
         norm="wide",
         pre_norm=False,
         post_norm=True,
         qk_norm="projection",
     ),
-    "granite": Family(
+    "granite": ModelFamily(
         {
             "max_position_embeddings": 2048,
             "attention_bias": False,
@@ -159,5 +159,5 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Checkpoints of text and images, of which the text model is served: their type, and the family of their text_config.
+# Models of text and images whose text model can be served: their model_type, and the family of their text_config.
 TEXT_OF = {"gemma3": "gemma3_text"}

@@ -1,5 +1,5 @@
-"""The small pieces that the decoder is made of, each a plain function over rows, so that a backend can put its own
-kernel in the place of one or fuse several. The order of roundings in bfloat16 is that of transformers.
+"""The operations of a decoder layer, each a plain function over rows, so that a backend can replace one by a kernel of
+its own or fuse several. The order of roundings in bfloat16 is that of transformers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32, rounded before the weight is applied: Llama and most others."""
+    """RMS norm over the last dimension, in float32, rounded before the weight is applied, as in most families."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(values.dtype)
 
 
 def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32, rounded after a float32 ``weight`` is applied: OLMo 2 and Gemma.
+    """RMS norm over the last dimension, in float32, rounded after a float32 ``weight`` is applied: OLMo 2 and Gemma.
 
-    Gemma's weight is 1 + w, summed up when it is loaded.
+    Gemma's weight is 1 + w; the sum is made when weights are loaded.
     """
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -31,8 +31,11 @@ def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """One of the two above with its weight: [last dimension], or [heads, head_dim] for values [T, heads, head_dim]."""
+class RmsNorm:
+    """An RMS norm with its weight: [last dimension], or [heads, head_dim] for values [T, heads, head_dim].
+
+    ``wide`` chooses :func:`rms_norm_wide`, else :func:`rms_norm`.
+    """
 
     weight: torch.Tensor
     eps: float
@@ -55,7 +58,7 @@ def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     return gelu(gate, approximate="tanh") * up
 
 
-# What ``ModelConfig.activation`` can name.
+# The activations that ``ModelConfig.activation`` can name.
 GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu_tanh}
 
 

@@ -1,8 +1,7 @@
-"""What a model looks like, read from the ``config.json`` of a Hugging Face folder. Imports no torch.
+"""Reads the ``config.json`` of a Hugging Face folder into a :class:`ModelConfig`. Imports no torch.
 
-A family is one row of the table in :mod:`pillion.engine.models.families`; :class:`ModelConfig` is what it comes down
-to. The decoder
-(:mod:`pillion.engine.models.decoder`) knows options, never families.
+The table in :mod:`pillion.engine.models.families` has one row for each model family. The decoder
+(:mod:`pillion.engine.models.decoder`) knows the options of a ModelConfig and never a family.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
-from pillion.engine.models.families import FAMILIES, TEXT_OF, Family
+from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
 from pillion.engine.models.rope_config import RopeConfig, parse_global_and_local, parse_rope
 from pillion.errors import ConfigError
 
-# Names of activations in configs, and what the decoder calls them.
+# Activations by their names in configs, and the decoder's names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Mixture of experts.
+    """Shape of a mixture of experts.
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize: whether the scores of a token's experts are made to sum up to 1.
-        layers: per layer, whether it has experts; the others have one dense MLP.
+        normalize: whether the scores of a token's experts are scaled to a sum of 1.
+        layers: for each layer, whether it has experts; a layer without them has one dense MLP.
     """
 
     num_experts: int
@@ -41,22 +40,24 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and options of a decoder.
+    """Shape and options of a decoder. All fields are part of a model's fingerprint.
 
     Attributes:
         max_position_embeddings: tokens of the longest text, scaling of the rotary embedding included.
         ropes: the rotary embeddings in use.
-        layer_ropes: per layer, its place in ``ropes``; None for a layer without positions (NoPE).
-        sliding_windows: per layer, how many tokens a query sees, itself included; 0 means all before it.
+        layer_ropes: for each layer, the index of its rotary embedding in ``ropes``; None for a layer without positions
+            (NoPE).
+        sliding_windows: for each layer, how many tokens a query sees, itself included; 0 means all tokens up to it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
-        activation: of the gated MLP, "silu" or "gelu_tanh".
+        activation: the gated MLP's activation, "silu" or "gelu_tanh".
         norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight of 1 + w.
-        pre_norm, post_norm: whether attention and MLP are normed before they run, and after, before they are added.
-        qk_norm: RMS norm of queries and keys before they turn, over each "head" or the whole "projection"; "" for none.
-        attention_scale: multiplies the scores.
+        pre_norm, post_norm: whether the inputs of attention and MLP are normed, and whether their outputs are.
+        qk_norm: RMS norm of queries and keys before the rotary embedding, over each "head" or over the whole
+            "projection"; "" for none.
+        attention_scale: factor of the attention scores.
         attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
-        embedding_scale, residual_scale: multiply embeddings, and whatever a layer adds.
-        logit_divisor: divides the logits.
+        embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the residual stream.
+        logit_divisor: divisor of the logits.
         eos_token_ids: tokens that end a text.
     """
 
@@ -94,25 +95,25 @@ class ModelConfig:
 
 
 def known_architectures() -> tuple[str, ...]:
-    """The values of ``model_type`` that can be served."""
+    """Returns the values of ``model_type`` that can be served."""
     return tuple(sorted({*FAMILIES, *TEXT_OF}))
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model of a prepared folder. Raises ConfigError where it has none, or none that can be served."""
+    """Reads the config of a prepared folder. Raises ConfigError for a missing config or an unsupported model."""
     return parse_config(read_json(folder / "config.json"))
 
 
-def parse_config(said: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not built."""
-    said = _text_part(said)
-    name = said.get("model_type")
+def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
+    config = _text_config(config)
+    name = config.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
-    raw = {**family.defaults, **said}
-    _refuse_strange(str(name), raw)
-    # What only other families have is not read here, as it is not by transformers.
+    raw = {**family.defaults, **config}
+    _refuse_unsupported(str(name), raw)
+    # Keys that only other families have are ignored, as transformers ignores them.
     options = {key: raw[key] for key in family.defaults}
     heads = size(raw, "num_attention_heads")
     kv_heads = size(raw, "num_key_value_heads", heads)
@@ -160,16 +161,16 @@ def parse_config(said: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _text_part(said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's config within one of text and images; any other config as it is."""
-    text, family = said.get("text_config"), TEXT_OF.get(str(said.get("model_type")))
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the language model's config out of a config for text and images; any other config as it is."""
+    text, family = config.get("text_config"), TEXT_OF.get(str(config.get("model_type")))
     if family is None or not isinstance(text, Mapping):
-        return said
-    outer = {key: said[key] for key in ("bos_token_id", "eos_token_id", "quantization_config") if key in said}
+        return config
+    outer = {key: config[key] for key in ("bos_token_id", "eos_token_id", "quantization_config") if key in config}
     return {**text, **outer, "model_type": family}
 
 
-def _refuse_strange(name: str, raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         raise ConfigError(f"{name}: quantized weights are not supported; use the bf16 or fp32 release, or a GGUF file")
     if raw.get("use_bidirectional_attention"):
@@ -178,47 +179,47 @@ def _refuse_strange(name: str, raw: Mapping[str, Any]) -> None:
 
 def _activation(name: str, raw: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if "hidden_activation" in options:
-        said = options["hidden_activation"] or "gelu_pytorch_tanh"
+        activation = options["hidden_activation"] or "gelu_pytorch_tanh"
     else:
-        said = raw.get("hidden_act") or "silu"
-    if said not in _ACTIVATIONS:
-        raise ConfigError(f"{name}: activation {said!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[said]
+        activation = raw.get("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"{name}: activation {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activation]
 
 
 def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
-    """Granite says the scale itself; all others the size that the scores' variance grows with, if not the head's."""
+    """Granite's configs hold the scale; for others it is 1 / sqrt of ``query_pre_attn_scalar`` or else of head_dim."""
     if "attention_multiplier" in options:
         return number(options, "attention_multiplier", 1.0)
     return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
 
 
-def _embedding_scale(raw: Mapping[str, Any], options: Mapping[str, Any], family: Family) -> float:
+def _embedding_scale(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily) -> float:
     if family.scaled_embedding:
         return math.sqrt(size(raw, "hidden_size"))
     return number(options, "embedding_multiplier", 1.0)
 
 
 def _has_rope(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer; SmolLM3 leaves it out in every fourth, or where its list has a 0."""
-    said = per_layer(options, "no_rope_layers", num_layers)
-    if said is not None:
-        return tuple(bool(flag) for flag in said)
+    """Whether each layer rotates. SmolLM3 has layers without: every fourth, or those with a 0 in its list."""
+    flags = per_layer(options, "no_rope_layers", num_layers)
+    if flags is not None:
+        return tuple(bool(flag) for flag in flags)
     interval = size(options, "no_rope_layer_interval", num_layers + 1)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
 def _slides(options: Mapping[str, Any], num_layers: int, has_rope: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Per layer, whether it has the window. Some families switch windows on, and each has its rule for the layers."""
+    """Whether each layer has the sliding window: by the config's list of layer types, or else by its family's rule."""
     windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
-    # Gemma 3 gives such layers a rotary embedding of their own, window or not.
+    # In Gemma 3 these layers have a rotary embedding of their own, even where the window is switched off.
     if not windowed and "rope_local_base_freq" not in options:
         return (False,) * num_layers
     kinds = per_layer(options, "layer_types", num_layers)
     if kinds is not None:
-        strange = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
-        if strange:
-            raise ConfigError(f"layer type {strange[0]!r} is not supported; known are full and sliding attention")
+        unknown = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
+        if unknown:
+            raise ConfigError(f"layer type {unknown[0]!r} is not supported; known are full and sliding attention")
         return tuple(kind == "sliding_attention" for kind in kinds)
     if "max_window_layers" in options:
         first = int(number(options, "max_window_layers", 0))
@@ -232,7 +233,7 @@ def _slides(options: Mapping[str, Any], num_layers: int, has_rope: tuple[bool, .
 
 
 def _ropes(
-    raw: Mapping[str, Any], family: Family, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
+    raw: Mapping[str, Any], family: ModelFamily, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     if "rope_local_base_freq" in family.defaults:
         return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
@@ -241,9 +242,11 @@ def _ropes(
 
 
 def _longest(raw: Mapping[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
-    """Gemma 3 says the stretched length itself, as do llama3 and longrope; the other kinds multiply, as in vLLM."""
-    said = size(raw, "max_position_embeddings")
-    return said if len(ropes) > 1 else max(said, ropes[0].stretched_max_position)
+    """Longest text in tokens. Configs of Gemma 3, llama3 and longrope hold the length after scaling; the other kinds
+    of scaling multiply it by their factor, as in vLLM.
+    """
+    configured = size(raw, "max_position_embeddings")
+    return configured if len(ropes) > 1 else max(configured, ropes[0].stretched_max_position)
 
 
 def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], num_layers: int) -> MoeConfig | None:

@@ -1,8 +1,8 @@
 """Mixture of experts: router -> grouped experts -> combine.
 
-Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all of them. The middle,
-:func:`run_grouped`, is what a fused kernel would replace: rows in groups and the groups' sizes are all it sees.
-What a token gets does not depend on the other tokens of the batch beyond the rounding of the products.
+Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A fused
+kernel could replace :func:`run_grouped`, which sees only rows in groups and the sizes of the groups. A token's result
+depends on the other tokens of the batch only through the rounding of the products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pillion.engine.models.layers import GatedMLP
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """A layer's experts. ``router`` is [num_experts, hidden]."""
+    """A layer's router [num_experts, hidden] and its experts."""
 
     router: torch.Tensor
     experts: tuple[GatedMLP, ...]
@@ -37,9 +37,9 @@ class MoeWeights:
 def route(
     rows: torch.Tensor, router: torch.Tensor, experts_per_token: int, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's best experts: scores [T, k] float32, and which experts they are [T, k].
+    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k].
 
-    Scores are the softmax over all experts; ``normalize`` makes those of the chosen ones sum up to 1.
+    Scores are the softmax over all experts; ``normalize`` scales those of the chosen experts to a sum of 1.
     """
     scores, chosen = torch.softmax(linear(rows, router).float(), -1).topk(experts_per_token, -1)
     if normalize:
@@ -48,7 +48,7 @@ def route(
 
 
 def run_grouped(experts: tuple[GatedMLP, ...], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The first counts[0] of the rows [N, hidden] go through expert 0, the next through expert 1... -> [N, hidden]."""
+    """Runs the first counts[0] rows of [N, hidden] through expert 0, the next through expert 1 ... -> [N, hidden]."""
     out = torch.empty_like(rows)
     begin = 0
     for expert, count in zip(experts, counts.tolist(), strict=True):
@@ -59,7 +59,7 @@ def run_grouped(experts: tuple[GatedMLP, ...], rows: torch.Tensor, counts: torch
 
 
 def combine(grouped: torch.Tensor, order: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Each token's weighted sum of its choices: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T, hidden]."""
+    """Weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T, hidden]."""
     num_tokens, choices = scores.shape
     by_token = torch.empty_like(grouped)
     by_token[order] = grouped

@@ -1,8 +1,8 @@
 """Rotary position embedding: frequencies of each kind once per model, cosines and sines once per step.
 
 The arithmetic follows transformers operation by operation in float32, so that fp32 logits agree to rounding; each kind
-is an entry of its ``ROPE_INIT_FUNCTIONS``. What depends on the length of the text there depends on the longest text
-that is served here; :mod:`pillion.engine.models.rope_config` says why.
+is an entry of transformers' ``ROPE_INIT_FUNCTIONS``. Where those depend on the length of the text, this module uses
+``max_model_len``; :mod:`pillion.engine.models.rope_config` explains why.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Rope:
     """One rotary embedding, ready to use.
 
     Attributes:
-        frequencies: [head_dim / 2] float32, radians per token; 0 for pairs of values that do not turn.
-        scales: [head_dim / 2] float32, what every cosine and sine is multiplied by; 1 for pairs that do not turn.
+        frequencies: [head_dim / 2] float32, radians per token; 0 for pairs of values that are not rotated.
+        scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs of values that are not rotated.
     """
 
     frequencies: torch.Tensor
     scales: torch.Tensor
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [T, 1, head_dim] of positions [T], as :func:`rotate` takes them."""
+        """Returns cosines and signed sines [T, 1, head_dim] of positions [T], the arguments of :func:`rotate`."""
         angles = positions.to(torch.float32)[:, None] * self.frequencies
         cos, sin = angles.cos() * self.scales, angles.sin() * self.scales
         # The first half of a rotated head subtracts, so its sign sits in the table and rotate() has no negation.
@@ -37,29 +37,29 @@ class Rope:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Turns heads [T, H, D] by their positions' angles; pairs are (i, i + D/2) as in Hugging Face's layout."""
+    """Rotates heads [T, H, D] by the angles of their positions; pairs are (i, i + D/2) as in Hugging Face's layout."""
     return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * signed_sin
 
 
 def partial_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """Where the values of a head come from [head_dim], so that partial rotation becomes whole rotation.
+    """Returns a permutation [head_dim] of a head's values that turns partial rotation into whole rotation.
 
-    A checkpoint pairs (i, i + rotary_dim/2) and leaves the values behind rotary_dim alone. Queries and keys that are
-    stored in this order pair (i, i + head_dim/2) as in all other models, and the pairs behind the first rotary_dim/2
-    have frequency 0. Scores stay as they are, because queries and keys are reordered alike.
+    A checkpoint pairs (i, i + rotary_dim/2) and leaves the values from rotary_dim on alone. In the permuted order
+    queries and keys pair (i, i + head_dim/2) as in all other models, and the pairs from rotary_dim/2 on have frequency
+    0. Scores do not change, because queries and keys are permuted alike.
     """
-    turning, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
-    return torch.cat([half for pair in zip(turning.chunk(2), still.chunk(2), strict=True) for half in pair])
+    rotated, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    return torch.cat([half for pair in zip(rotated.chunk(2), still.chunk(2), strict=True) for half in pair])
 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
-    """The model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
+    """Makes the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
     return tuple(make_rope(rope, config.head_dim, max_model_len) for rope in config.ropes)
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
-    """Frequencies and scales of one embedding. ``max_model_len`` matters to dynamic and longrope alone."""
-    frequencies, scale = _turning(config, max_model_len)
+    """Makes one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
+    frequencies, scale = _frequencies(config, max_model_len)
     still = (head_dim - config.rotary_dim) // 2
     return Rope(
         torch.cat((frequencies, torch.zeros(still))),
@@ -67,8 +67,8 @@ def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
     )
 
 
-def _turning(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Frequencies [rotary_dim / 2], and what multiplies cosines and sines."""
+def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Frequencies [rotary_dim / 2], and the factor of cosines and sines."""
     theta = config.theta
     if config.kind == "dynamic":
         theta *= _ntk_stretch(config, max_model_len)
@@ -87,14 +87,14 @@ def _turning(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, floa
 
 
 def _ntk_stretch(config: RopeConfig, max_model_len: int) -> float:
-    """Dynamic NTK's factor of theta for texts of ``max_model_len`` tokens; 1 up to the original length."""
+    """Factor of theta in dynamic NTK for texts of ``max_model_len`` tokens; 1 up to the original length."""
     length = max(max_model_len, config.original_max_position)
     stretch = config.factor * length / config.original_max_position - (config.factor - 1)
     return float(stretch ** (config.rotary_dim / (config.rotary_dim - 2)))
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Long waves are slowed by ``factor``, short ones stay, the band between is blended."""
+    """Llama 3's scaling: long waves are slowed by ``factor``, short ones stay, the band between is blended."""
     low_wavelength = config.original_max_position / config.low_freq_factor
     high_wavelength = config.original_max_position / config.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -108,7 +108,7 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Interpolates slow dimensions, keeps fast ones, ramps linearly between two rotation counts (arXiv 2309.00071)."""
+    """YaRN (arXiv 2309.00071): slow dimensions are interpolated, fast ones stay, with a linear ramp between them."""
     dim = config.rotary_dim
 
     def dimension_of(rotations: float) -> float:

@@ -1,1 +1,12 @@
-"""Map of this package."""
+"""Choosing tokens on the CPU: a pure function of (logits, history, seed, position) (I6).
+
+    sampler.py         the stages of a row of logits, from edits to the chosen token
+    penalties.py       bias, penalties and banned ids
+    cuts.py            top_k, top_p and min_p
+    gumbel.py          the noise, and its random numbers
+    logprobs.py        log probabilities of chosen and most likely tokens
+    sampling_rows.py   the parameters of a step's rows, as arrays
+
+Read sampler.py first. The same on a GPU is in kernels/gpu/sampling. Never in here: requests, sequences, and stop
+strings, which the gateway looks for.
+"""

@@ -1,14 +1,15 @@
-"""top_k, top_p and min_p, each as a cut: the smallest logit that a row may still draw.
+"""top_k, top_p and min_p, each as a *cut*: the smallest logit that a row may still draw.
 
-Over scores = logits / temperature, in the order of Hugging Face's warpers: ``top_k`` keeps the k largest, ``top_p`` of
-what is left the shortest head, by falling probability, whose mass reaches p, ``min_p`` what is at least so many
-times as likely as the most likely one. Each of them keeps what is above some value, so a row's filters are one number.
-Tokens that tie with the last one kept are kept as well: the set depends on the logits, not on how equals are sorted.
+The filters apply to scores = logits / temperature, in the order of Hugging Face's warpers. ``top_k`` keeps the k
+largest; ``top_p`` keeps the shortest head of the rest, by falling probability, whose mass reaches p (the *nucleus*);
+``min_p`` keeps tokens at least min_p times as likely as the most likely one. Each keeps all values above some number,
+so a row's filters together are one number. Tokens that tie with the last one kept are kept as well: the set depends on
+the logits and not on the order of equals.
 
-What is large in a row is found by the largest logits of its groups: the k largest tokens are among those that reach
-the k-th largest of these. So top_k costs a look at some groups, not at the vocabulary. A nucleus of all tokens has to
-know their whole mass. Its cut is sought only where it matters: mostly the token that wins among all is inside, which
-one sum over the row can tell (:func:`in_nucleus`), and then it wins among those inside too.
+Large logits of a row are found through the largest logits of its groups: the k largest are among those that reach the
+k-th largest of the groups' maxima. So top_k reads some groups and not the vocabulary. A *lone* nucleus, one without
+top_k, needs the mass of all tokens. Its cut is computed only if it matters: mostly the token that wins among all tokens
+is inside the nucleus, as one sum over the row shows (:func:`in_nucleus`), and then it also wins among those inside.
 """
 
 from __future__ import annotations
@@ -19,36 +20,36 @@ import torch
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.engine.sampling.sampling_rows import Float32, Int64, SamplingRows
 
-# A row of which top_k touches more groups than this is taken alone, over the whole vocabulary.
+# A row whose top_k touches more groups than this is cut on its own, over the whole vocabulary.
 MAX_HEAD_GROUPS = 256
-# A nucleus is first looked for among tokens at least so many times as likely as the most likely one, if they are few.
+# A nucleus is first sought among tokens at least this many times as likely as the most likely one, if they are few.
 _SHORT_NUCLEUS = np.float32(1e-4)
 _SHORT_NUCLEUS_TOKENS = 4096
-# A longer one is found by the mass in so many ranges of the logits, then token by token in one of them. Ranges end
-# where a weight is e^-32 of the largest: what is below shares the last one.
+# A longer nucleus is found by the mass in this many ranges of logits, and then token by token in one range. Ranges end
+# at a weight of e^-32 of the largest; smaller ones share the last range.
 _RANGES = 4096
 _RANGE_END = 32.0
 
 
 def group_maxima(table: Float32) -> Float32:
-    """Largest logit of each group, [R, W / 128], of a table [R, W]; NaN where a group has one."""
+    """Returns each group's largest logit, [R, W / 128], of a table [R, W]; NaN for groups that have one."""
     grouped = torch.from_numpy(table).view(len(table), -1, GROUP_TOKENS)
     maxima: Float32 = grouped.amax(-1).numpy()
     return maxima
 
 
 def gather_groups(table: Float32, rows: Int64, groups: Int64) -> Float32:
-    """The logits [N, 128] of groups [N] of rows [N]."""
+    """Returns the logits [N, 128] of groups [N] of rows [N]."""
     per_row = table.shape[1] // GROUP_TOKENS
     values: Float32 = table.reshape(-1, GROUP_TOKENS)[rows * per_row + groups]
     return values
 
 
 def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_groups: int) -> tuple[Float32, Int64, Int64]:
-    """At least the ``counts`` largest logits of each of ``rows``, [F] both, found through its groups' maxima [F, G].
+    """Finds at least the ``counts`` largest logits of each of ``rows``, both [F], through groups' maxima [F, G].
 
-    Returns values [F, M], their tokens [F, M], rising, both padded behind (-inf, -1), and how many groups each row
-    touches [F]. Of a row that touches more than ``max_groups`` there are no values.
+    Returns values [F, M] and their tokens [F, M], rising, padded at the end (-inf, -1), and the number of groups that
+    each row touches [F]. A row that touches more than ``max_groups`` has no values.
     """
     num_groups = maxima.shape[1]
     falling = -np.sort(-maxima, axis=1)
@@ -71,23 +72,23 @@ def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_group
 
 
 def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
-    """Which of ``drawn`` [S] have a nucleus of all their ``width`` tokens."""
+    """Returns which of ``drawn`` [S] have a lone nucleus: top_p, and no top_k that limits their ``width`` tokens."""
     unlimited = (rows.top_k[drawn] == 0) | (rows.top_k[drawn] >= width)
     found: Int64 = np.flatnonzero((rows.top_p[drawn] < 1.0) & unlimited)
     return found
 
 
 def in_nucleus(row: Float32, top: np.float32, temperature: np.float32, top_p: float, token: int) -> bool:
-    """Whether ``token`` is among those of row [W] that ``top_p`` keeps: the mass of likelier ones does not reach p."""
+    """Whether ``top_p`` keeps ``token`` of row [W]: whether the mass of likelier tokens is below p."""
     weights = _weights(row, top, temperature)
     likelier = weights[weights > weights[token]].sum(dtype=np.float64)
     return bool(likelier < top_p * float(weights.sum()))
 
 
 def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, lone: bool = True) -> Float32:
-    """The cut of each row of ``drawn`` [S], -inf where all may be drawn. ``maxima`` [S, G] are the drawn rows'.
+    """Returns the cut of each row of ``drawn`` [S], -inf if all may be drawn. ``maxima`` [S, G] are those rows' maxima.
 
-    ``lone``: whether :func:`lone_nuclei` are cut too.
+    ``lone``: whether lone nuclei (:func:`lone_nuclei`) are cut, too.
     """
     top, temperature = maxima.max(axis=1), rows.temperature[drawn]
     top_p, min_p = rows.top_p[drawn], rows.min_p[drawn]
@@ -111,12 +112,12 @@ def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, l
 
 
 def softmax_mass(row: Float32, top: np.float32, temperature: np.float32) -> float:
-    """Sum of exp((row - top) / temperature) over a row [W]."""
+    """Returns the sum of exp((row - top) / temperature) over a row [W]."""
     return float(_weights(row, top, temperature).sum())
 
 
 def _head_cuts(falling: Float32, top: Float32, temperature: Float32, top_k: Int64, top_p: Float32) -> Float32:
-    """Cuts [F] by top_k and top_p, from at least the top_k largest logits [F, M] of each row, falling."""
+    """Computes cuts [F] by top_k and top_p from at least the top_k largest logits [F, M] of each row, falling."""
     each, width = np.arange(len(falling)), falling.shape[1]
     cut: Float32 = falling[each, np.minimum(top_k, width) - 1]
     if (top_p < 1.0).any():
@@ -129,7 +130,7 @@ def _head_cuts(falling: Float32, top: Float32, temperature: Float32, top_k: Int6
 
 
 def row_cut(row: Float32, top: np.float32, temperature: np.float32, top_k: int, top_p: float) -> np.float32:
-    """The cut of one row [W] by top_k (0: all) and top_p."""
+    """Computes the cut of one row [W] by top_k (0: all) and top_p."""
     cut = np.float32(-np.inf)
     if top_k > 0:
         cut = np.partition(row, len(row) - top_k)[len(row) - top_k]

@@ -1,40 +1,49 @@
-"""The noise that makes an argmax a draw, cut so that most of it need not be computed.
+"""Gumbel noise, which turns an argmax into a draw, structured so that most of it need not be computed.
 
 Gumbel-max: the token with the largest ``score + noise`` is an exact draw from softmax(score) if each token's noise is
-Gumbel, which is -log of an exponential number. Think of the exponential number as the token's wait in a race.
+Gumbel, which is -log of an exponential number. The exponential number is called the token's *wait*.
 
-Noise for a whole vocabulary is the dearest part of sampling on a CPU, and nearly all of it is for tokens that cannot
-win. So the waits of 128 neighbours, a group, are drawn top-down, which gives the same distribution as drawing each:
+Noise for a whole vocabulary is the most expensive part of sampling on a CPU, and nearly all of it is for tokens that
+cannot win. So the waits of 128 neighbours, a *group*, are drawn top-down, which gives the same distribution:
 
-    wait of the group's first token   E = Exp(1) / 128        the least of 128 exponential numbers
-    which token that is               even over the 128       independent of E
-    wait of every other token         E + Exp(1)              an exponential number has no memory
+    least wait in the group      E = Exp(1) / 128          the minimum of 128 exponential numbers
+    token that has it            uniform over the 128      independent of E
+    wait of any other token      E + Exp(1)                an exponential number has no memory
 
-One random word gives a group's E and its first token, and so an upper bound for the noise of 128 tokens. Groups are in
-stream 1 of the counters (index: group / 4), the tokens' own numbers in stream 0 (index: token / 4). A vocabulary's last
-group is a whole one, whatever there is of it.
+One random word gives a group's E and its first token (the one with the least wait), and so an upper bound of the noise
+of 128 tokens. Groups use stream 1 of the counters (index: group / 4), single tokens stream 0 (index: token / 4). The
+last group of a vocabulary is padded to 128 tokens.
+
+Random words come without a state from Philox-4x32-10: the key is a row's seed, the counter (position low, position
+high, index, stream). So a request that moves carries no generator along (I6), and any number can be computed alone.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from pillion.engine.sampling.philox import WORDS_PER_COUNTER, Int64, UInt64, random_words
-
-Float32 = npt.NDArray[np.float32]
+from pillion.engine.sampling.sampling_rows import Float32, Int64, UInt64
 
 GROUP_TOKENS = 128
 _GROUP_BITS = 7
+
+WORDS_PER_COUNTER = 4
+
+# Arrays without dimensions: numpy takes them faster than its scalars.
+_WORD = np.array(0xFFFFFFFF, np.uint64)
+_HALF = np.array(32, np.uint64)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
+_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+_ROUNDS = 10
 
 _TOKEN_STREAM = np.array(0, np.uint64)
 _GROUP_STREAM = np.array(1, np.uint64)
 
 
 def group_waits(seeds: UInt64, positions: Int64, num_groups: int) -> tuple[Float32, Int64]:
-    """Of each row (seeds and positions [R]) and group: the wait of its first token, and which of its 128 that is.
+    """Returns, for rows with seeds and positions [R], each group's least wait and the token (0 .. 127) that has it.
 
-    Both [R, num_groups]. The upper 25 bits of a group's word are the wait, the lower 7 the token.
+    Both are [R, num_groups]. The upper 25 bits of a group's word are the wait, the lower 7 the token.
     """
     counters = np.arange(-(-num_groups // WORDS_PER_COUNTER), dtype=np.uint64)
     words = random_words(seeds[:, None], positions[:, None], counters, _GROUP_STREAM)
@@ -44,7 +53,7 @@ def group_waits(seeds: UInt64, positions: Int64, num_groups: int) -> tuple[Float
 
 
 def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
-    """Waits of single tokens; all arrays [N]. ``first_waits`` and ``firsts`` are those of the tokens' groups."""
+    """Returns waits of tokens; all arrays are [N]. ``first_waits`` and ``firsts`` belong to the tokens' groups."""
     index, which = np.divmod(tokens, WORDS_PER_COUNTER)
     words = random_words(seeds, positions, index.astype(np.uint64), _TOKEN_STREAM)
     own = _exponential(words[np.arange(len(tokens)), which], 32)
@@ -54,8 +63,43 @@ def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Flo
 
 
 def _exponential(words: UInt64, bits: int) -> Float32:
-    """Exp(1) numbers of evenly distributed words: none is 0 or infinite. The small ones, which win, are the finest."""
+    """Turns uniform words into Exp(1) numbers, none 0 or infinite. Small ones have the finest steps, as they win."""
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-bits)
     np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
     numbers: Float32 = -np.log1p(-uniform)
     return numbers
+
+
+def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UInt64]) -> UInt64:
+    """Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
+
+    Takes four counter words and two key words, 32 bits each, in uint64 arrays that broadcast to one shape; returns
+    the four output words on a new last axis.
+    """
+    shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    # Words 0 and 2 go through the same operations, and so do 1 and 3: each pair is one array.
+    even, odd = _pair(counter[0], counter[2], shape), _pair(counter[1], counter[3], shape)
+    pair = (2, *(1 for _ in shape))
+    multipliers, steps = _MULTIPLIERS.reshape(pair), _KEY_STEPS.reshape(pair)
+    rounds = np.arange(_ROUNDS, dtype=np.uint64).reshape(_ROUNDS, *pair[1:], 1)
+    for keys in (_pair(*key, key[0].shape) + rounds * steps) & _WORD:
+        # The upper halves of odd words are garbage; only lower halves are multiplied.
+        product = ((even & _WORD) * multipliers)[::-1]
+        even = (product >> _HALF) ^ odd ^ keys
+        odd = product
+    return np.stack((even[0], odd[0], even[1], odd[1]), -1) & _WORD
+
+
+def random_words(seeds: UInt64, positions: Int64, index: UInt64, stream: UInt64) -> UInt64:
+    """Returns the four words of counters (position, index, stream) under keys ``seeds``, on a new last axis. The arrays
+    broadcast together.
+    """
+    places = positions.astype(np.uint64)
+    counter = (places & _WORD, places >> _HALF, index, stream)
+    return philox(counter, (seeds & _WORD, seeds >> _HALF))
+
+
+def _pair(first: UInt64, second: UInt64, shape: tuple[int, ...]) -> UInt64:
+    both = np.empty((2, *shape), np.uint64)
+    both[0], both[1] = first, second
+    return both

@@ -1,4 +1,4 @@
-"""Log probabilities of what was chosen and of what was most likely, by the model's own logits."""
+"""Log probabilities of the chosen token and of the most likely ones, by the model's unedited logits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pillion.engine.sampling.cuts import group_maxima, heads, softmax_mass
 from pillion.engine.sampling.sampling_rows import Float32, Int64, SamplingRows
 from pillion.types import TokenLogprob
 
-# Stands for the logarithm of a probability of zero, as OpenAI reports it: JSON has no number for minus infinity.
+# Reported for a probability of zero, as OpenAI does: JSON has no number for minus infinity.
 MIN_LOGPROB = -9999.0
 
 
-class Report:
-    """The log probabilities that a step's rows asked for.
+class LogprobReport:
+    """The log probabilities of a step's rows that report them: log-softmax of the raw logits.
 
-    Made before the logits are edited, so that all of it is log-softmax of the raw ones, without temperature, penalties
-    and bias; asked afterwards, when the tokens are known and the edits are taken back.
+    It is made before the logits are edited and read when the tokens are known and the edits are undone, so that
+    temperature, penalties and bias have no effect.
     """
 
     def __init__(self, table: Float32, vocab_size: int, rows: SamplingRows) -> None:
@@ -35,7 +35,7 @@ class Report:
         self._log_mass = top + np.log(np.array(masses))
 
     def of(self, chosen: Int64) -> tuple[TokenLogprob | None, ...]:
-        """One entry for each row's token ``chosen`` [R]; None where none was asked for."""
+        """Returns an entry for each row's token ``chosen`` [R]; None for rows that report nothing."""
         entries: list[TokenLogprob | None] = [None] * len(chosen)
         tokens = chosen[self._asked]
         own = _floored(self._table[self._asked, tokens] - self._log_mass)
@@ -52,5 +52,5 @@ class Report:
 
 
 def _floored(logprobs: Float32) -> Float32:
-    """Finite numbers; what is none, of logits that are none, is as unlikely as can be said."""
+    """Makes numbers finite; NaN and minus infinity become MIN_LOGPROB."""
     return np.maximum(np.nan_to_num(logprobs, nan=MIN_LOGPROB, neginf=MIN_LOGPROB, posinf=0.0), MIN_LOGPROB)

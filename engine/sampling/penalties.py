@@ -1,8 +1,8 @@
-"""Logit bias, penalties and banned stop ids: changes of single logits, never of whole rows.
+"""Logit bias, penalties and banned stop ids: changes of single logits.
 
-In this order: bias is added; the repetition penalty divides positive logits and multiplies others (CTRL, Keskar et
+The order is: bias is added; the repetition penalty divides positive logits and multiplies others (CTRL, Keskar et
 al., 2019); presence and frequency penalties are subtracted, as OpenAI defines them; banned tokens get -inf. Repetition
-looks at prompt and answer, the other two at the answer alone.
+counts tokens of prompt and answer, the other two only those of the answer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pillion.engine.sampling.sampling_rows import Float32, Int64, RowEdit
 
 @contextmanager
 def edited(table: Float32, edits: Sequence[RowEdit]) -> Iterator[None]:
-    """Inside, ``table`` [R, V] has the edits; afterwards it is as it was, bit by bit."""
+    """Edits ``table`` [R, V] for the duration of the block and then restores it bit by bit."""
     touched = []
     for edit in edits:
         ids = np.concatenate((edit.biased, edit.seen, edit.answered, _within(edit.banned, table.shape[1])))
-        # An id that stands here several times is read before anything is written: each of them has the old value.
+        # An id may occur several times: all values are read before the first is written, so each is the old one.
         touched.append((edit.row, ids, table[edit.row, ids]))
     try:
         for edit in edits:
@@ -36,7 +36,7 @@ def _apply(row: Float32, edit: RowEdit) -> None:
     row[edit.biased] += edit.bias
     if len(edit.seen):
         values, penalty = row[edit.seen], np.float32(edit.repetition)
-        # A token seen often is written often, always with the same value: the history need not be sorted.
+        # A token that was seen several times is written several times, always with the same value.
         row[edit.seen] = np.where(values > 0, values / penalty, values * penalty)
     if len(edit.answered):
         ids, counts = np.unique(edit.answered, return_counts=True)
@@ -45,5 +45,5 @@ def _apply(row: Float32, edit: RowEdit) -> None:
 
 
 def _within(ids: Int64, width: int) -> Int64:
-    """A tokenizer may know end tokens that the model has no logits for."""
+    """Drops ids without a logit: a tokenizer may have end tokens beyond the model's vocabulary."""
     return ids[ids < width]

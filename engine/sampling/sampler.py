@@ -1,18 +1,18 @@
 """Chooses tokens, as a pure function of (logits, history, seed, position) (I6).
 
-What happens to a row of logits, in this order, which is that of Hugging Face's processors:
+A row of logits passes these stages, in the order of Hugging Face's processors:
 
-    bias, repetition penalty, presence and frequency penalty, stop ids of a stream that may not stop yet   penalties.py
-    temperature, top_k, top_p, min_p: scores, and the cut below which nothing is drawn                    cuts.py
-    the token with the largest score + noise                                                              gumbel.py
+    bias, repetition penalty, presence and frequency penalty, stop ids banned before min_tokens   penalties.py
+    temperature, top_k, top_p, min_p: scores, and the cut below which no token is drawn           cuts.py
+    the token with the largest score + noise                                                      gumbel.py
 
-Temperature 0 takes the largest logit, of equals the lowest id. The race between the others is run for all rows at once
-and gives exactly what the noise of every token would give, without drawing it: a group of 128 tokens is looked at only
-if its largest logit with its largest noise could still win, a token of it likewise. What is in the batch beside a row
-cannot reach it: whatever adds up several numbers does so within the row.
+Temperature 0 takes the largest logit, of equals the lowest id. Other rows are drawn all at once. The result is exactly
+that of noise for every token, but a group of 128 tokens is looked at only if its largest logit with its largest noise
+could still win, and so is each of its tokens. A row's result does not depend on the other rows of the batch, because
+sums are only formed within a row.
 
-A row whose largest logit is NaN or infinite cannot be drawn from: it gives its largest logit that is a number, and id
-0 where there is none. Nothing raises.
+A row whose largest logit is NaN or infinite cannot be drawn from: its result is its largest logit that is a number, or
+id 0 if there is none. Nothing raises.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 
 from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_nucleus, lone_nuclei, row_cut
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
-from pillion.engine.sampling.logprobs import Report
+from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.penalties import edited
 from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Float32, Int64, SamplingRows
 from pillion.engine.scheduling.step_plan import Sampled
 
-# In units of scores. A bound and what it bounds are rounded on different ways; this is far more than they differ by.
+# In units of scores: far more than the difference in rounding between a bound and what it bounds.
 _SLACK = np.float32(1e-3)
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """One token for each row of logits [R, V] float32, and the log probabilities that rows asked for.
+    """Chooses a token for each row of logits [R, V] float32, and computes log probabilities for rows that report them.
 
-    While it runs it has ``logits`` for itself: edits are made in place and taken back.
+    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile.
     """
     if not len(rows):
         return Sampled()
@@ -45,16 +45,16 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         if found is not None:
             return Sampled(tuple(found))
     table = whole_groups(logits)
-    # Infinities and what comes of them are legal here.
+    # Infinite logits and NaN are legal here.
     with np.errstate(all="ignore"):
-        report = Report(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
+        report = LogprobReport(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
         with edited(table, rows.edits):
             tokens = _choose(table, rows)
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
 
 
 def _largest(logits: torch.Tensor) -> list[int] | None:
-    """The largest logit of each row, of equals the lowest id; None where one of them is no number or infinite."""
+    """Returns each row's largest logit, of equals the lowest id; None if one of them is NaN or infinite."""
     table: Float32 = logits.numpy()
     tokens: list[int] = table.argmax(axis=1).tolist()
     value = table.item
@@ -62,7 +62,7 @@ def _largest(logits: torch.Tensor) -> list[int] | None:
 
 
 def whole_groups(logits: torch.Tensor) -> Float32:
-    """The logits, C-contiguous, in whole groups: a vocabulary that is none is copied, with -inf behind it."""
+    """Returns the logits C-contiguous and in whole groups; other vocabularies are copied and padded with -inf."""
     missing = -logits.shape[1] % GROUP_TOKENS
     if missing:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -71,7 +71,7 @@ def whole_groups(logits: torch.Tensor) -> Float32:
 
 
 def _choose(table: Float32, rows: SamplingRows) -> Int64:
-    """Tokens [R] of edited logits."""
+    """Chooses tokens [R] of edited logits."""
     each = np.arange(len(table))
     drawn = rows.temperature >= MIN_TEMPERATURE
     if not drawn.any():
@@ -80,7 +80,7 @@ def _choose(table: Float32, rows: SamplingRows) -> Int64:
     else:
         maxima = group_maxima(table)
         group = maxima.argmax(axis=1)
-        # The largest logit is wanted of all rows: of the drawn ones, for a first bound.
+        # All rows need their largest logit; drawn ones need it as a first bound.
         tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
         racing = np.flatnonzero(drawn & ~broken)
@@ -92,10 +92,10 @@ def _choose(table: Float32, rows: SamplingRows) -> Int64:
 
 
 def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64) -> Int64:
-    """The winners [S] of rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
+    """Draws from rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
 
-    Where the only cut that takes a look at all tokens is a nucleus, they race without it first. Mostly the winner is
-    inside, and so the winner of those inside; where it is not, these race again.
+    A nucleus of all tokens is expensive to find, so rows whose only such cut is a nucleus are drawn without it first.
+    Mostly the drawn token is inside the nucleus and so is the winner among its tokens; other rows are drawn again.
     """
     cut = cuts(table, maxima, rows, racing, lone=False)
     winners = _race(table, maxima, rows, racing, likeliest, cut)
@@ -112,7 +112,7 @@ def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing:
 
 
 def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64, cut: Float32) -> Int64:
-    """The winners [S] among tokens that reach ``cut`` [S]."""
+    """Draws tokens [S] among those whose logits reach ``cut`` [S]."""
     each, num_groups = np.arange(len(racing)), maxima.shape[1]
     top, temperature = maxima.max(axis=1)[:, None], rows.temperature[racing][:, None]
     cut = cut[:, None]
@@ -120,7 +120,7 @@ def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, li
     waits, firsts = group_waits(seeds, positions, num_groups)
     most_noise = -np.log(waits)
 
-    # What certainly takes part: the most likely token, and of each group the one with the largest noise.
+    # A lower bound of the winning total: of the most likely token, and of each group's token with the largest noise.
     group = likeliest // GROUP_TOKENS
     own = token_waits(seeds, positions, likeliest, waits[each, group], firsts[each, group])
     places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
@@ -143,7 +143,7 @@ def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, li
 
 
 def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
-    """The token with the largest total of each row; rows rise, tokens rise within a row, the first of equals wins."""
+    """Returns each row's token with the largest total. Rows and a row's tokens rise; the first of equals wins."""
     best = np.maximum.reduceat(totals, np.searchsorted(row, np.arange(count)))
     winning = np.flatnonzero(totals == best[row])
     won: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]

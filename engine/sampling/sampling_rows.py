@@ -1,4 +1,4 @@
-"""What a step's rows of logits are sampled with, as arrays. No torch here: who plans a step needs none."""
+"""The sampling parameters of a step's rows, as arrays. Imports no torch, which planning a step does not need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Ids = Int32 | Int64
 
-# Below this, logits / temperature leave float32; the limit of the softmax is the largest logit anyway.
-# Exactly a float32, as temperatures are: whoever compares in float64 must come to the same answer.
+# Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit.
+# The number is exactly a float32, as temperatures are, so that comparisons in float32 and float64 agree.
 MIN_TEMPERATURE = float(np.float32(1e-5))
 NO_IDS: Int64 = np.empty(0, np.int64)
 
@@ -25,14 +25,14 @@ def _no_ids() -> Int64:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEdit:
-    """Changes of single logits of one row. Ids are int32 or int64 arrays, views where they can be.
+    """Changes of single logits of one row. Ids are int32 or int64 arrays, views where possible.
 
     Attributes:
-        row: which one.
+        row: number of the row.
         bias: added to the logits of ``biased``, each id at most once.
-        repetition: divides or multiplies the logits of ``seen``, the tokens of prompt and answer; 1 does nothing.
-        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer, once and as often as
-            they occur; 0 does nothing.
+        repetition: divisor of positive and factor of other logits of ``seen``, tokens of prompt and answer; 1: none.
+        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer: once for each token,
+            and once for each occurrence; 0: none.
         banned: ids that may not be chosen.
     """
 
@@ -49,7 +49,7 @@ class RowEdit:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How R rows of logits are sampled.
+    """Parameters with which R rows of logits are sampled.
 
     Attributes:
         temperature: [R] float32; 0 is greedy.
@@ -58,9 +58,9 @@ class SamplingRows:
         min_p: [R] float32 in [0, 1]; 0 keeps all.
         seeds: [R] uint64.
         positions: [R] int64, the position that the chosen token will have in its sequence.
-        logprobs: [R] int64, alternatives to report beside the chosen token's log probability; -1: report nothing.
-        edits: of rows that have any, at most one each.
-        plain: whether every row takes its largest logit, and nobody asks for anything else. Follows from the others.
+        logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
+        edits: at most one for each row; rows without changes have none.
+        plain: whether every row just takes its largest logit, without edits and reports. Derived from the others.
     """
 
     temperature: Float32
@@ -79,5 +79,5 @@ class SamplingRows:
         object.__setattr__(self, "plain", plain)
 
     def __len__(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return len(self.positions)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import Piece
+from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
 
@@ -25,7 +25,7 @@ class Drafter(Protocol):
         """Up to ``most`` tokens that may follow ``sequence.tokens(0, sequence.num_tokens)``; none is an answer too."""
 
 
-def speculate(drafter: Drafter, decodes: Seq[Piece], left: int) -> list[Piece]:
+def speculate(drafter: Drafter, decodes: Seq[SequencePiece], left: int) -> list[SequencePiece]:
     """``decodes``, lengthened by guesses of ``left`` tokens together; the guesses stand in their sequences."""
     pieces = []
     for piece in decodes:
@@ -39,5 +39,5 @@ def speculate(drafter: Drafter, decodes: Seq[Piece], left: int) -> list[Piece]:
             continue
         sequence.draft(np.asarray(guess, dtype=np.int32))
         left -= len(guess)
-        pieces.append(Piece(sequence, piece.start, piece.count + len(guess), piece.samples + len(guess)))
+        pieces.append(SequencePiece(sequence, piece.start, piece.count + len(guess), piece.samples + len(guess)))
     return pieces

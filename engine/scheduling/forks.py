@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pillion.engine.scheduling.queues import Lines
-from pillion.engine.scheduling.sequence import Sequence, State
-from pillion.engine.scheduling.step_plan import Piece
-from pillion.engine.worker.books import Books
+from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.queues import SchedulerQueues
+from pillion.engine.scheduling.sequence import Sequence, SequenceState
+from pillion.engine.scheduling.step_plan import SequencePiece
 
 
 class Forks:
-    """Belongs to one scheduler, whose lines and books it uses."""
+    """Belongs to one scheduler, whose queues and block manager it uses."""
 
-    def __init__(self, lines: Lines, books: Books) -> None:
-        self._lines = lines
-        self._books = books
+    def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
+        self._queues = queues
+        self._block_manager = block_manager
         # Those whose prompt is not all sent to the node yet, by the parent that sends it.
         self._late: dict[int, list[Sequence]] = {}
 
@@ -33,26 +33,28 @@ class Forks:
         if parent.in_commit and parent.num_sent < parent.spec.prompt_tokens // parent.block_size:
             self._late.setdefault(parent.seq_id, []).append(child)
         else:
-            self._books.resume(child)
+            self._block_manager.resume(child)
 
     def parent_heard(self, seq_id: int, alive: Mapping[int, Sequence]) -> None:
         """The node has answered the parent's run, and the next one, if there is one, is ordered."""
         for child in self._late.pop(seq_id, ()):
             if alive.get(child.seq_id) is child:
-                self._books.resume(child)
+                self._block_manager.resume(child)
 
-    def seat(self, now: float, alive: Mapping[int, Sequence]) -> tuple[list[Piece], list[tuple[int, int]]]:
+    def start_running(
+        self, now: float, alive: Mapping[int, Sequence]
+    ) -> tuple[list[SequencePiece], list[tuple[int, int]]]:
         """Decodes of those that get a seat and have all of their prompt, and the (source, target) slots to copy first.
 
         They stand in line like everybody: an answer more is not more urgent than its request. To be called when nothing
         is preempted any more in this step, so that nobody lets go of a slot that is copied.
         """
-        pieces: list[Piece] = []
+        pieces: list[SequencePiece] = []
         copies: list[tuple[int, int]] = []
-        if not any(s.parent is not None for s in self._lines.swapped):
+        if not any(s.parent is not None for s in self._queues.preempted):
             return pieces, copies
-        unseated = [s for s in self._lines.prompt_tails(now) if s.state is not State.RUNNING]
-        for child in unseated[: self._lines.free_seats]:
+        not_running = [s for s in self._queues.prompt_tails(now) if s.state is not SequenceState.RUNNING]
+        for child in not_running[: self._queues.free_seqs]:
             parent, child.parent = child.parent, None
             if parent is None:
                 continue
@@ -60,8 +62,8 @@ class Forks:
             copies += [] if copy is None else [copy]
             if child.left_to_compute == 1:
                 child.decoding = True
-                self._lines.seat(child)
-                pieces.append(Piece(child, child.num_computed, 1, 1))
+                self._queues.start_running(child)
+                pieces.append(SequencePiece(child, child.num_computed, 1, 1))
         return pieces, copies
 
 
@@ -73,7 +75,7 @@ def copy_tail(parent: Sequence, child: Sequence) -> tuple[int, int] | None:
     """
     prompt, block = child.spec.prompt_tokens, child.num_committed
     missing = prompt - child.num_computed
-    held = parent.state in (State.RUNNING, State.SWAPPED) and parent.num_computed >= prompt
+    held = parent.state in (SequenceState.RUNNING, SequenceState.PREEMPTED) and parent.num_computed >= prompt
     if not (0 < missing < child.block_size and held):
         return None
     child.num_computed = prompt

@@ -5,7 +5,7 @@
 
 A sequence's ``num_computed`` counts what has landed, ``flying`` what is under way behind that; its next piece starts
 behind both. Of a decode under way the token is unknown: the next step may run on it all the same, and names it by its
-row among what the flight chooses (StepPlan.unknown). Who may be scheduled so (:meth:`Flights.may_follow`):
+row among what the flight chooses (StepPlan.unknown). Who may be scheduled so (:meth:`InFlightSteps.may_follow`):
 
 * Not a stream whose unknown token will be its last one by length. A stop id cannot be foreseen: then the row that was
   launched meanwhile is void.
@@ -28,12 +28,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from pillion.engine.scheduling.sequence import ForkSpec, Sequence, State
-from pillion.engine.scheduling.step_plan import Outcome, Piece, Sampled, StepPlan
+from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceState
+from pillion.engine.scheduling.step_plan import Outcome, Sampled, SequencePiece, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _LaunchedStep:
     """``holds``, ``forks``: of each piece's sequence when it was launched. ``rows``: by seq_id, the row that chooses
     the sequence's own token."""
 
@@ -42,16 +42,16 @@ class _Flight:
     forks: tuple[tuple[ForkSpec, ...], ...]
     rows: dict[int, int]
 
-    def counts(self, piece: Piece, hold: int) -> bool:
+    def counts(self, piece: SequencePiece, hold: int) -> bool:
         """Whether its sequence still waits for what ``piece`` gives."""
-        return piece.sequence.state is State.RUNNING and piece.sequence.holds == hold
+        return piece.sequence.state is SequenceState.RUNNING and piece.sequence.holds == hold
 
 
-class Flights:
+class InFlightSteps:
     """Belongs to one scheduler. Without a launch nothing is ever out, and nothing waits."""
 
     def __init__(self) -> None:
-        self._out: deque[_Flight] = deque()
+        self._out: deque[_LaunchedStep] = deque()
         self._launched = 0
         # Orders with the number of the last flight that they wait for.
         self._held: deque[tuple[int, Outcome]] = deque()
@@ -70,7 +70,7 @@ class Flights:
                 rows[piece.sequence.seq_id] = row
                 row += piece.samples + len(piece.fork_seeds)
         forks = tuple(piece.sequence.forks if piece.fork_seeds else () for piece in plan.pieces)
-        self._out.append(_Flight(plan, tuple(piece.sequence.holds for piece in plan.pieces), forks, rows))
+        self._out.append(_LaunchedStep(plan, tuple(piece.sequence.holds for piece in plan.pieces), forks, rows))
         self._launched += 1
 
     def may_follow(self, sequence: Sequence) -> bool:
@@ -78,7 +78,7 @@ class Flights:
         chooses = sequence.seq_id in self._out[-1].rows
         return chooses and not sequence.next_is_last and not sequence.reads_history
 
-    def unknown(self, pieces: Seq[Piece]) -> tuple[tuple[int, int], ...]:
+    def unknown(self, pieces: Seq[SequencePiece]) -> tuple[tuple[int, int], ...]:
         """Of the next step, (piece, row): that piece's token is what that row of the flight chooses."""
         if not self._out:
             return ()
@@ -89,13 +89,13 @@ class Flights:
             if piece.start == piece.sequence.num_tokens
         )
 
-    def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[Piece], Sampled]:
+    def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[SequencePiece], Sampled]:
         """Its pieces that count, and the tokens that these and forks still wait for. A plan that never flew counts
         whole."""
         if not (self._out and self._out[0].plan is plan):
             return plan.pieces, sampled
         flight = self._out.popleft()
-        pieces: list[Piece] = []
+        pieces: list[SequencePiece] = []
         places: list[int] = []
         row = 0
         for piece, hold, forks in zip(plan.pieces, flight.holds, flight.forks, strict=True):
@@ -149,7 +149,7 @@ class Flights:
                 if flight.counts(piece, hold):
                     flying[piece.sequence.seq_id] = flying.get(piece.sequence.seq_id, 0) + piece.count
         for sequence in sequences:
-            if sequence.state is not State.CLOSING and sequence.state is not State.RESUMING:
+            if sequence.state is not SequenceState.CLOSING and sequence.state is not SequenceState.RESUMING:
                 assert sequence.flying == flying.get(sequence.seq_id, 0), "what flies does not add up"
                 assert sequence.num_computed + sequence.flying <= sequence.num_tokens + bool(sequence.flying)
         assert self._out or not self._held, "orders wait for nothing"

@@ -19,61 +19,61 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from pillion.engine.scheduling.sequence import Sequence, State
-from pillion.engine.scheduling.step_cost import Budget
-from pillion.engine.scheduling.step_plan import Load
+from pillion.engine.scheduling.sequence import Sequence, SequenceState
+from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.priority import PRIORITY_AGING_S
 
-_CLASS = {State.RUNNING: 0, State.SWAPPED: 1, State.WAITING: 2}
+_CLASS = {SequenceState.RUNNING: 0, SequenceState.PREEMPTED: 1, SequenceState.WAITING: 2}
 
 
 def _place(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank, sequence.seq_id
 
 
-class Lines:
-    """Each line is sorted by rank; ``seats`` bounds the running one. Sequences are in one line or in none."""
+class SchedulerQueues:
+    """Each line is sorted by rank; ``max_num_seqs`` bounds the running one. Sequences are in one line or in none."""
 
-    def __init__(self, seats: int) -> None:
-        self.seats = seats
+    def __init__(self, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
         self.running: list[Sequence] = []
-        self.swapped: list[Sequence] = []
+        self.preempted: list[Sequence] = []
         self.waiting: list[Sequence] = []
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self.running, self.swapped, self.waiting)
+        return chain(self.running, self.preempted, self.waiting)
 
     @property
-    def free_seats(self) -> int:
+    def free_seqs(self) -> int:
         """How many more may run."""
-        return self.seats - len(self.running)
+        return self.max_num_seqs - len(self.running)
 
     def join(self, sequence: Sequence) -> None:
         """Into the line of its state."""
-        insort(self._line(sequence.state), sequence, key=_place)
+        insort(self._queue(sequence.state), sequence, key=_place)
 
     def leave(self, sequence: Sequence) -> None:
         """Out of its line, if it is in one; called before its state changes."""
         if sequence.state in _CLASS:
-            line = self._line(sequence.state)
-            at = bisect_left(line, _place(sequence), key=_place)
-            if at < len(line) and line[at] is sequence:
-                del line[at]
+            queue = self._queue(sequence.state)
+            at = bisect_left(queue, _place(sequence), key=_place)
+            if at < len(queue) and queue[at] is sequence:
+                del queue[at]
 
-    def seat(self, sequence: Sequence) -> None:
+    def start_running(self, sequence: Sequence) -> None:
         """From its line to the running one."""
         self.leave(sequence)
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         self.join(sequence)
 
     def prompt_tails(self, now: float) -> list[Sequence]:
         """What has prompt left to launch, in the order of service; of those without a seat, as many as there are
         seats."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
-        free = self.free_seats
-        if not begun and not (free and (self.swapped or self.waiting)):
+        free = self.free_seqs
+        if not begun and not (free and (self.preempted or self.waiting)):
             return []
-        found = [*begun, *islice(self.swapped, free), *islice(self.waiting, free)]
+        found = [*begun, *islice(self.preempted, free), *islice(self.waiting, free)]
 
         def order(sequence: Sequence) -> tuple[int, int, float, int]:
             aged = int((sequence.rank - now) // PRIORITY_AGING_S)
@@ -82,14 +82,14 @@ class Lines:
         found.sort(key=order)
         return found
 
-    def load(self, budget: Budget) -> Load:
+    def load(self, budget: TokenBudget) -> SchedulerLoad:
         """What stands in the lines, and what the ``budget`` has learnt of steps."""
-        line = (*self.swapped, *self.waiting)
-        waiting_tokens = sum(s.left_to_compute for s in line)
+        queued = (*self.preempted, *self.waiting)
+        waiting_tokens = sum(s.left_to_compute for s in queued)
         contexts = [s.num_computed for s in self.running if s.decoding]
-        return Load(
+        return SchedulerLoad(
             running=len(self.running),
-            waiting=len(line),
+            waiting=len(queued),
             waiting_tokens=waiting_tokens,
             queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
             decoding=len(contexts),
@@ -109,10 +109,12 @@ class Lines:
         """Raises AssertionError."""
         known = {id(sequence) for sequence in alive}
         for state in _CLASS:
-            line = self._line(state)
-            assert line == sorted(line, key=_place), f"the {state.value} line is out of order"
-            assert all(s.state is state and id(s) in known for s in line), f"a stranger in the {state.value} line"
-        assert len(self.running) <= self.seats, "more run than there are seats"
+            queue = self._queue(state)
+            assert queue == sorted(queue, key=_place), f"the {state.value} queue is out of order"
+            assert all(s.state is state and id(s) in known for s in queue), f"a stranger in the {state.value} queue"
+        assert len(self.running) <= self.max_num_seqs, "more sequences run than max_num_seqs"
 
-    def _line(self, state: State) -> list[Sequence]:
-        return {State.RUNNING: self.running, State.SWAPPED: self.swapped, State.WAITING: self.waiting}[state]
+    def _queue(self, state: SequenceState) -> list[Sequence]:
+        if state is SequenceState.RUNNING:
+            return self.running
+        return self.preempted if state is SequenceState.PREEMPTED else self.waiting

@@ -30,15 +30,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
-from pillion.engine.scheduling.in_flight import Flights
-from pillion.engine.scheduling.queues import Lines
-from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, State
-from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, Budget
-from pillion.engine.scheduling.step_plan import Outcome, Piece, Sampled, StepPlan
+from pillion.engine.scheduling.in_flight import InFlightSteps
+from pillion.engine.scheduling.queues import SchedulerQueues
+from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, SequenceState
+from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
+from pillion.engine.scheduling.step_plan import Outcome, Sampled, SequencePiece, StepPlan
 from pillion.engine.scheduling.updates import tell_end, tell_tokens
-from pillion.engine.worker.books import Books
 from pillion.errors import ConfigError, NotFound, PillionError
 from pillion.types import TokenLogprob
 
@@ -79,14 +79,14 @@ class Scheduler:
                 f"decodes of --max-num-seqs {max_num_seqs}: its token budget of {max_num_batched_tokens} is too small"
             )
         self.block_size = block_size
-        self.budget = Budget(max_num_batched_tokens, 0.0 if max_whole_tokens else target_itl_s)
-        self.lines = Lines(max_num_seqs)
+        self.budget = TokenBudget(max_num_batched_tokens, 0.0 if max_whole_tokens else target_itl_s)
+        self.queues = SchedulerQueues(max_num_seqs)
         self._whole_prompts = max_whole_tokens > 0
         self._drafter = drafter
-        self._flights = Flights()
-        self._books = Books(block_size, self._flights)
+        self._in_flight = InFlightSteps()
+        self._block_manager = BlockManager(block_size, self._in_flight)
         self._sequences: dict[int, Sequence] = {}
-        self._forks = Forks(self.lines, self._books)
+        self._forks = Forks(self.queues, self._block_manager)
         self._starved = False
 
     # Events.
@@ -94,12 +94,12 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """A new sequence with its adopted ticket. Of a span, chunks that the ticket already holds are done."""
         self._sequences[sequence.seq_id] = sequence
-        self._books.leased(len(sequence.owned_slots()))
-        self._books.out.chunks += self._books.take_chunks(sequence, sequence.num_committed)
+        self._block_manager.leased(len(sequence.owned_slots()))
+        self._block_manager.out.chunks += self._block_manager.take_chunks(sequence, sequence.num_committed)
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
-            self.lines.join(sequence)
+            self.queues.join(sequence)
 
     def cancel(self, seq_id: int, now: float) -> None:
         """Nobody wants it: its slots and its ticket are let go, and no update follows (I8). Of a stream that has ended,
@@ -117,7 +117,7 @@ class Scheduler:
         """It cannot go on: like :meth:`cancel`, with an update. Unknown ids are ignored."""
         sequence = self._sequences.get(seq_id)
         if sequence is not None and not sequence.told:
-            tell_end(self._books.out, sequence, Ending(error=error), now)
+            tell_end(self._block_manager.out, sequence, Ending(error=error), now)
             self._abandon(sequence, now)
 
     def committed(self, seq_id: int, slots: Seq[int], refusal: str, now: float) -> None:
@@ -128,24 +128,24 @@ class Scheduler:
             sequence.may_commit = False
             if sequence.is_span and not sequence.told:
                 error = NotFound(f"the KV node refused a commit, plan again: {refusal}")
-                tell_end(self._books.out, sequence, Ending(error=error), now)
+                tell_end(self._block_manager.out, sequence, Ending(error=error), now)
         else:
-            self._books.accept(sequence, slots)
-        if sequence.state is State.CLOSING:
+            self._block_manager.accept(sequence, slots)
+        if sequence.state is SequenceState.CLOSING:
             self._settle(sequence, now)
         elif sequence.told:
             self._close(sequence, now)
         else:
-            self._books.order_commit(sequence, now)
+            self._block_manager.order_commit(sequence, now)
         self._forks.parent_heard(seq_id, self._sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
         """The node's answer to Outcome.lease_blocks."""
-        self._books.granted(slots, now)
+        self._block_manager.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
         """The node would like slots of the stock back."""
-        self._books.stock.recall(blocks)
+        self._block_manager.stock.recall(blocks)
 
     def resumed(self, seq_id: int, holding: Holding, now: float) -> None:
         """A new ticket was adopted for a sequence without one. When that is gone, the ticket is let go."""
@@ -153,14 +153,14 @@ class Scheduler:
         if sequence is None:
             self.let_go(holding, now)
             return
-        self._books.leased(len(holding.leased_slots))
+        self._block_manager.leased(len(holding.leased_slots))
         sequence.hold(holding)
-        sequence.state = State.SWAPPED
-        self.lines.join(sequence)
+        sequence.state = SequenceState.PREEMPTED
+        self.queues.join(sequence)
 
     def let_go(self, holding: Holding, now: float) -> None:
         """An adopted ticket that nobody wants any more."""
-        self._books.let_go(holding)
+        self._block_manager.let_go(holding)
 
     # A step.
 
@@ -172,10 +172,10 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """The next step's work; empty when nothing can run. At most one step is under way."""
         pieces = self._decodes(now)
-        begun, copies = self._forks.seat(now, self._sequences)
+        begun, copies = self._forks.start_running(now, self._sequences)
         pieces += begun
         most = self.budget.max_tokens
-        prompt_tails = self.lines.prompt_tails(now)
+        prompt_tails = self.queues.prompt_tails(now)
         if self._drafter is not None:
             spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(prompt_tails)
             pieces = speculate(self._drafter, pieces, spare)
@@ -183,17 +183,17 @@ class Scheduler:
             left = self.budget.left(pieces, prompt_tails[0].next_start)
             most = sum(piece.count for piece in pieces) + left
             pieces += self._tail_pieces(prompt_tails, left, now)
-        self.budget.begin(pieces, now, len(self._flights))
-        return StepPlan(tuple(pieces), tuple(copies), most, self._flights.unknown(pieces))
+        self.budget.begin(pieces, now, len(self._in_flight))
+        return StepPlan(tuple(pieces), tuple(copies), most, self._in_flight.unknown(pieces))
 
     def launched(self, plan: StepPlan) -> None:
         """The plan just made is under way, and is committed, or failed, behind those before it."""
-        self._flights.launched(plan)
+        self._in_flight.launched(plan)
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Take the results of a step."""
         self.budget.end(now)
-        pieces, sampled = self._flights.landed(plan, sampled)
+        pieces, sampled = self._in_flight.landed(plan, sampled)
         tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
         for piece in pieces:
             sequence = piece.sequence
@@ -204,25 +204,25 @@ class Scheduler:
                     self._close(sequence, now, commit_rest=True)
             if piece.samples:
                 self._take_tokens(piece, tokens, logprobs, now)
-            if sequence.state is State.RUNNING:
-                self._books.order_commit(sequence, now)
+            if sequence.state is SequenceState.RUNNING:
+                self._block_manager.order_commit(sequence, now)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
         """The backend failed: so do the sequences of this batch, and only they."""
         self.budget.end(now, ok=False)
-        for piece in self._flights.landed(plan, Sampled())[0]:
+        for piece in self._in_flight.landed(plan, Sampled())[0]:
             piece.sequence.num_drafts = 0
             self.fail(piece.sequence.seq_id, error, now)
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
         """What happened since the last outcome."""
-        lines = self.lines
-        out = self._books.close((s for s in lines.running if s.decoding), now, urgent=self._starved)
+        queues = self.queues
+        out = self._block_manager.close((s for s in queues.running if s.decoding), now, urgent=self._starved)
         if not out.empty:
             # Nobody reads the load of an empty one, and there is one before most steps.
-            out.load = lines.load(self.budget)
+            out.load = queues.load(self.budget)
         return out
 
     @property
@@ -233,59 +233,59 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Slots, lines and drafts add up. Raises AssertionError."""
         sequences = self._sequences.values()
-        self._books.check_integrity(sequences)
-        self.lines.check_integrity(sequences)
-        self._flights.check_integrity(sequences)
+        self._block_manager.check_integrity(sequences)
+        self.queues.check_integrity(sequences)
+        self._in_flight.check_integrity(sequences)
         assert not any(s.num_drafts for s in sequences), "a draft outlived its step"
 
     # Choosing.
 
-    def _decodes(self, now: float) -> list[Piece]:
+    def _decodes(self, now: float) -> list[SequencePiece]:
         """One token for each running decode that has a slot for it."""
         pieces = []
         self._starved = False
-        for sequence in tuple(self.lines.running):
+        for sequence in tuple(self.queues.running):
             start = sequence.num_computed
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not SequenceState.RUNNING:
                 continue
             if sequence.flying:
                 start += sequence.flying
-                if not self._flights.may_follow(sequence):
+                if not self._in_flight.may_follow(sequence):
                     continue
             elif not sequence.decoding:
                 continue
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
-                self._starved = self._starved or sequence.state is State.RUNNING
+                self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
-            pieces.append(Piece(sequence, start, 1, 1))
+            pieces.append(SequencePiece(sequence, start, 1, 1))
         # Who came first may have given way to who came later.
-        return [piece for piece in pieces if piece.sequence.state is State.RUNNING]
+        return [piece for piece in pieces if piece.sequence.state is SequenceState.RUNNING]
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Give a decode one more slot; may preempt. False: not in this step."""
         while True:
-            slot = self._books.stock.take()
+            slot = self._block_manager.stock.take()
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
             # Memory that waits for a landing is on its way.
-            if not self._books.stock.exhausted(now) or self._flights.holding:
+            if not self._block_manager.stock.exhausted(now) or self._in_flight.holding:
                 return False
-            if any(s.resume_after and s.state is State.CLOSING for s in self._sequences.values()):
+            if any(s.resume_after and s.state is SequenceState.CLOSING for s in self._sequences.values()):
                 return False
-            victim = self.lines.victim()
-            victim.marks.preempted_s.append(now)
-            self._books.out.preemptions += 1
+            victim = self.queues.victim()
+            victim.progress.preempted_s.append(now)
+            self._block_manager.out.preemptions += 1
             self._close(victim, now, commit_rest=True, resume=True)
             if victim is sequence:
                 return False
 
-    def _tail_pieces(self, prompt_tails: Seq[Sequence], left: int, now: float) -> Iterator[Piece]:
+    def _tail_pieces(self, prompt_tails: Seq[Sequence], left: int, now: float) -> Iterator[SequencePiece]:
         """In this order, cut to ``left`` tokens together: short ones packed, the last one split where it has to be."""
         for sequence in prompt_tails:
             if left == 0:
                 return
-            if sequence.state is not State.RUNNING and not self.lines.free_seats:
+            if sequence.state is not SequenceState.RUNNING and not self.queues.free_seqs:
                 continue
             wanted = sequence.step_end() - sequence.next_start
             if self._whole_prompts and wanted > left:
@@ -294,19 +294,19 @@ class Scheduler:
             yield self._tail_piece(sequence, count, now)
             left -= count
 
-    def _tail_piece(self, sequence: Sequence, count: int, now: float) -> Piece:
-        if sequence.state is not State.RUNNING:
-            self.lines.seat(sequence)
-        start, marks = sequence.next_start, sequence.marks
-        marks.first_step_s = marks.first_step_s or now
-        if not marks.first_token_s:
-            marks.tail_steps += 1
+    def _tail_piece(self, sequence: Sequence, count: int, now: float) -> SequencePiece:
+        if sequence.state is not SequenceState.RUNNING:
+            self.queues.start_running(sequence)
+        start, progress = sequence.next_start, sequence.progress
+        progress.first_step_s = progress.first_step_s or now
+        if not progress.first_token_s:
+            progress.tail_steps += 1
         if sequence.is_span:
             mark = sequence.chunk_at(start)
             mark.started_s = mark.started_s or now
         if sequence.is_span or start + count < sequence.num_tokens:
-            return Piece(sequence, start, count, 0)
-        return Piece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
+            return SequencePiece(sequence, start, count, 0)
+        return SequencePiece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
 
     def _owed(self, prompt_tails: Seq[Sequence]) -> int:
         """Tokens that stay free of guesses for a prompt tail: some, or all that it lacks where prompts run whole."""
@@ -317,7 +317,7 @@ class Scheduler:
     # Consequences.
 
     def _take_tokens(
-        self, piece: Piece, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
+        self, piece: SequencePiece, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
     ) -> None:
         """One token, the drafts that were right behind it, and the first tokens of forks."""
         sequence = piece.sequence
@@ -325,7 +325,7 @@ class Scheduler:
         guesses = sequence.tokens(sequence.num_tokens, sequence.num_tokens + sequence.num_drafts).tolist()
         sequence.num_drafts = 0
         sequence.decoding = True
-        sequence.marks.tokens_came(now)
+        sequence.progress.tokens_came(now)
         taken, reason = 0, None
         for token, _ in chosen:
             reason = sequence.append(token)
@@ -336,9 +336,9 @@ class Scheduler:
         sequence.num_computed -= piece.samples - taken
         if guesses:
             sequence.right_guesses = taken - 1
-            self._books.out.right_guesses += taken - 1
+            self._block_manager.out.right_guesses += taken - 1
         sequence.extend_hashes(sequence.num_computed)
-        tell_tokens(self._books.out, sequence, chosen[:taken], reason, now)
+        tell_tokens(self._block_manager.out, sequence, chosen[:taken], reason, now)
         if reason is not None:
             self._close(sequence, now, commit_rest=True)
         if sequence.forks:
@@ -352,40 +352,40 @@ class Scheduler:
         """Its first token, chosen from its parent's logits; then it needs a ticket of its own."""
         child = parent.fork(fork, now)
         reason = child.append(token)
-        tell_tokens(self._books.out, child, [(token, logprob)], reason, now, child.marks)
+        tell_tokens(self._block_manager.out, child, [(token, logprob)], reason, now, child.progress)
         if reason is None:
             self._sequences[child.seq_id] = child
             self._forks.ask(parent, child)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
         """Stop without committing the rest."""
-        if sequence.state is State.RESUMING:
+        if sequence.state is SequenceState.RESUMING:
             del self._sequences[sequence.seq_id]
         else:
             self._close(sequence, now)
 
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
         """Leave the lines; owned slots that will not be committed go back to the stock at once."""
-        self.lines.leave(sequence)
-        sequence.state = State.CLOSING
+        self.queues.leave(sequence)
+        sequence.state = SequenceState.CLOSING
         sequence.commit_rest, sequence.resume_after = commit_rest, resume
         keep = sequence.full_blocks if commit_rest and sequence.may_commit else 0
-        self._books.stock.give(sequence.cut(max(keep, sequence.num_sent)))
+        self._block_manager.stock.give(sequence.cut(max(keep, sequence.num_sent)))
         if not sequence.in_commit:
             self._settle(sequence, now)
 
     def _settle(self, sequence: Sequence, now: float) -> None:
         """The node has answered: commit what is left, or let go of the ticket."""
         if sequence.commit_rest:
-            self._books.order_commit(sequence, now)
+            self._block_manager.order_commit(sequence, now)
             if sequence.in_commit:
                 return
-        self._books.stock.give(sequence.cut(sequence.num_committed))
-        self._books.release(sequence.ticket_id)
+        self._block_manager.stock.give(sequence.cut(sequence.num_committed))
+        self._block_manager.release(sequence.ticket_id)
         if sequence.resume_after:
-            sequence.state = State.RESUMING
-            self._books.resume(sequence)
+            sequence.state = SequenceState.RESUMING
+            self._block_manager.resume(sequence)
             return
         del self._sequences[sequence.seq_id]
         if not sequence.told:
-            tell_end(self._books.out, sequence, Ending(), now)
+            tell_end(self._block_manager.out, sequence, Ending(), now)

@@ -35,12 +35,12 @@ from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, SamplingParams
 
 
-class State(Enum):
+class SequenceState(Enum):
     """See the drawing above."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    SWAPPED = "swapped"
+    PREEMPTED = "swapped"
     CLOSING = "closing"
     RESUMING = "resuming"
 
@@ -105,7 +105,7 @@ class Ending:
 
 
 @dataclass(slots=True)
-class Marks:
+class SequenceProgress:
     """When things happened, in the seconds of the scheduler's clock; 0.0 is not yet.
 
     Attributes:
@@ -167,8 +167,8 @@ class Sequence:
         self._tokens[: self.num_tokens] = spec.token_ids
         self._table: Int32 = np.zeros(room // block_size + 2, dtype=np.int32)
         self._hashes = bytearray(hashes)
-        self.state = State.WAITING
-        self.marks = Marks(arrived_s=now)
+        self.state = SequenceState.WAITING
+        self.progress = SequenceProgress(arrived_s=now)
         self.chunks = [ChunkMark(end, 0.0, 0.0) for end in spec.chunk_ends]
         # Chunks whose acknowledgement waits for nothing but the node's answer, or is out.
         self.chunks_acked = 0
@@ -185,7 +185,7 @@ class Sequence:
         # Of the last guess, how many tokens were right; at first, hope.
         self.right_guesses = MAX_SPECULATIVE_TOKENS
         self.hold(holding)
-        self.marks.tail_tokens = self.num_tokens - self.num_computed
+        self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
 
     def fork(self, fork: ForkSpec, now: float) -> Sequence:
@@ -197,10 +197,10 @@ class Sequence:
         child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
         child.rank = self.rank
         child.parent = self
-        child.state = State.RESUMING
-        child.marks.first_step_s = now
-        child.marks.tokens_came(now)
-        child.marks.tail_tokens = 0
+        child.state = SequenceState.RESUMING
+        child.progress.first_step_s = now
+        child.progress.tokens_came(now)
+        child.progress.tail_tokens = 0
         return child
 
     def hold(self, holding: Holding) -> None:
@@ -216,7 +216,7 @@ class Sequence:
         # Tokens behind these that are in steps under way (:mod:`pillion.engine.scheduling.in_flight`).
         self.flying = 0
         self.holds += 1
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         # Whether the next token is a decode: everything but the last sampled token has its KV.
         self.decoding = False
         # False once the node refused a run: the chain's tail is then not what the next block would follow.

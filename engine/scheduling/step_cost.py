@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.scheduling.step_plan import Piece
+from pillion.engine.scheduling.step_plan import SequencePiece
 
 Float64 = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ FIRST_STEP_TOKENS = 64
 MIN_TAIL_TOKENS = 16
 
 
-def features(pieces: Seq[Piece]) -> Float64:
+def features(pieces: Seq[SequencePiece]) -> Float64:
     """What the cost of a step depends on, [5] in the order of SCALES, scaled."""
     ends = [piece.start + piece.count for piece in pieces]
     pairs = sum(piece.count * (piece.start + (piece.count + 1) / 2) for piece in pieces)
@@ -94,7 +94,7 @@ class StepCost:
             self._recent.append(seconds / plain)
             self._factor = sorted(self._recent)[len(self._recent) // 2]
 
-    def tokens_within(self, seconds: float, decodes: Seq[Piece], start: int, most: int) -> int:
+    def tokens_within(self, seconds: float, decodes: Seq[SequencePiece], start: int, most: int) -> int:
         """Most tokens, up to ``most``, of a prompt tail that begins at position ``start``, that fit beside
         ``decodes`` in a
         step of ``seconds``. May be 0."""
@@ -125,7 +125,7 @@ def _not_negative(squares: Float64, products: Float64) -> Float64:
     return np.maximum(weights, 0.0)
 
 
-class Budget:
+class TokenBudget:
     """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
 
     A decode is never held back, and a prompt tail gets MIN_TAIL_TOKENS of each step at least. ``cost`` learns with and
@@ -139,7 +139,7 @@ class Budget:
         self.largest_step_tokens = 0
         self._running: deque[tuple[Float64, float]] = deque()
 
-    def left(self, decodes: Seq[Piece], start: int, *, least_tokens: int = MIN_TAIL_TOKENS) -> int:
+    def left(self, decodes: Seq[SequencePiece], start: int, *, least_tokens: int = MIN_TAIL_TOKENS) -> int:
         """Tokens for prompt tails, the first of which begins at position ``start``, beside ``decodes``.
         ``least_tokens``
         are given however late the decodes are."""
@@ -152,7 +152,7 @@ class Budget:
             fitting = min(fitting, self.cost.tokens_within(self.target_s, decodes, start, most))
         return min(most, max(fitting, least_tokens))
 
-    def begin(self, pieces: Seq[Piece], now: float, under_way: int = 0) -> None:
+    def begin(self, pieces: Seq[SequencePiece], now: float, under_way: int = 0) -> None:
         """A step of these pieces starts behind ``under_way`` others. Younger ones than those never began."""
         if pieces:
             while len(self._running) > under_way:

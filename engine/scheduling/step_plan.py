@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pillion.engine.scheduling.sequence import Ending, Marks, Sequence
+from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SequencePiece:
     """Tokens start .. start + count of one sequence.
 
     Attributes:
@@ -47,7 +47,7 @@ class StepPlan:
     Sampled.
     """
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SequencePiece, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     budget_tokens: int = 0
     unknown: tuple[tuple[int, int], ...] = ()
@@ -60,14 +60,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``marks`` come with the end,
+    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``progress`` come with the end,
     and with a fork's first token."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     ending: Ending | None = None
-    marks: Marks | None = None
+    progress: SequenceProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class ResumeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SchedulerLoad:
     """For the registry, and so for the planner; the fields as in ComponentRecord.
 
     ``waiting``: without a seat. ``queued_tokens``: of prompts, begun or not, that are yet to be computed.
@@ -148,7 +148,7 @@ class Outcome:
     resumes: list[ResumeOrder] = field(default_factory=list)
     preemptions: int = 0
     right_guesses: int = 0
-    load: Load = field(default_factory=Load)
+    load: SchedulerLoad = field(default_factory=SchedulerLoad)
 
     @property
     def empty(self) -> bool:

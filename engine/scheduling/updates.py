@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from pillion.engine.scheduling.sequence import Ending, Marks, Sequence
+from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.engine.scheduling.step_plan import Outcome, Update
 from pillion.types import FinishReason, TokenLogprob
 
@@ -15,13 +15,13 @@ def tell_tokens(
     chosen: Seq[tuple[int, TokenLogprob | None]],
     reason: FinishReason | None,
     now: float,
-    marks: Marks | None = None,
+    progress: SequenceProgress | None = None,
 ) -> None:
     """New tokens; with a ``reason`` they are the last ones."""
     ids = tuple(token for token, _ in chosen)
     said = tuple(logprob for _, logprob in chosen if logprob is not None)
     if reason is None:
-        out.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=said, marks=marks))
+        out.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=said, progress=progress))
     else:
         tell_end(out, sequence, Ending(reason=reason), now, ids, said)
 
@@ -36,7 +36,9 @@ def tell_end(
 ) -> None:
     """How it ended, and the tokens that came with that. Nothing is said of it afterwards."""
     sequence.told = True
-    sequence.marks.ended_s = now
+    sequence.progress.ended_s = now
     out.updates.append(
-        Update(seq_id=sequence.seq_id, token_ids=token_ids, logprobs=logprobs, ending=ending, marks=sequence.marks)
+        Update(
+            seq_id=sequence.seq_id, token_ids=token_ids, logprobs=logprobs, ending=ending, progress=sequence.progress
+        )
     )

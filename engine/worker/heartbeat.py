@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 
 from pillion.config import WorkerFlags
-from pillion.engine.worker.node_line import describe as describe_error
+from pillion.engine.worker.node_updates import describe as describe_error
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -147,7 +147,7 @@ class Heartbeat:
 
     async def _tell_registry(self, registry: Registry) -> None:
         try:
-            await registry.beat(self._describe())
+            await registry.heartbeat(self._describe())
             answers = True
         except PillionError as error:
             answers = False

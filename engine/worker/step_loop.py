@@ -1,6 +1,6 @@
 """The step thread: schedule -> launch -> land -> commit, over and over; everything else happens on asyncio's thread.
 
-    asyncio --tell(event)--> inbox --between two steps--> scheduler
+    asyncio --post_event--> inbox --between two steps--> scheduler
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not speak
 
 Where the backend runs ahead, the step that lands is the one before the step just launched: while the device runs that,
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pillion.engine.backends.backend import BackendLost, Flight
+from pillion.engine.backends.backend import BackendLost, InFlightStep
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
 from pillion.errors import Internal
@@ -35,7 +35,7 @@ MAX_UNREAD_OUTCOMES = 64
 # How often the thread looks whether it was stopped while it waits for asyncio.
 UNREAD_POLL_S = 1.0
 
-Launch = Callable[[StepPlan], Flight]
+Launch = Callable[[StepPlan], InFlightStep]
 
 
 class OnStep(Protocol):
@@ -55,7 +55,7 @@ class _Failed:
 
     error: Exception
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         raise self.error
 
 
@@ -89,7 +89,7 @@ class StepLoop:
         self._launch = launch
         self._ahead = ahead
         # Steps under way with the times of their launch, oldest first: one between two steps, two for a moment.
-        self._out: deque[tuple[StepPlan, Flight, float]] = deque()
+        self._out: deque[tuple[StepPlan, InFlightStep, float]] = deque()
         self._landed_s = 0.0
         self._on_outcome = on_outcome
         self._on_death = on_death
@@ -109,7 +109,7 @@ class StepLoop:
         """Start the thread."""
         self._thread.start()
 
-    def tell(self, event: Callable[..., None], *args: Any) -> None:
+    def post_event(self, event: Callable[..., None], *args: Any) -> None:
         """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step.
 
         Any thread may. Raises Internal when MAX_EVENTS wait.
@@ -152,13 +152,13 @@ class StepLoop:
             for _, flight, _ in self._out:
                 # Whether it fails is nobody's concern any more; that it has ended is: until then it uses the pool.
                 with contextlib.suppress(Exception):
-                    flight.land()
+                    flight.wait()
 
     def _step(self) -> bool:
         """Launch one step, and land what is due. False when there was nothing to do."""
         plan = self._scheduler.schedule(self._clock())
         # What the events before this step led to is told now: it must not wait for a step, which may be long.
-        self._tell(self._scheduler.flush(self._clock()))
+        self._report(self._scheduler.flush(self._clock()))
         stays = bool(plan.pieces) and self._begin(plan)
         busy = bool(self._out)
         while len(self._out) > stays:
@@ -168,7 +168,7 @@ class StepLoop:
     def _begin(self, plan: StepPlan) -> bool:
         """Launch a step. True when it may stay under way while the next one is scheduled."""
         began_s = self._clock()
-        flight: Flight
+        flight: InFlightStep
         try:
             flight = self._launch(plan)
         except BackendLost:
@@ -185,7 +185,7 @@ class StepLoop:
         plan, flight, began_s = self._out.popleft()
         began_s = max(began_s, self._landed_s)
         try:
-            sampled = flight.land()
+            sampled = flight.wait()
         except BackendLost:
             raise
         except Exception as error:
@@ -193,11 +193,11 @@ class StepLoop:
             self._on_step(plan, self._landed_s - began_s, ok=False)
             log.exception("a step of %d sequences failed", len(plan.pieces))
             failure = Internal(f"the step failed on the worker: {type(error).__name__}")
-            self._tell(self._scheduler.fail_step(plan, failure, self._clock()))
+            self._report(self._scheduler.fail_step(plan, failure, self._clock()))
             return
         self._landed_s = self._clock()
         self._on_step(plan, self._landed_s - began_s, ok=True)
-        self._tell(self._scheduler.commit(plan, sampled, self._clock()))
+        self._report(self._scheduler.commit(plan, sampled, self._clock()))
 
     def _take_events(self, wait: bool) -> bool:
         """Let what arrived happen; sleeps for the first event when ``wait``. False: stop."""
@@ -212,7 +212,7 @@ class StepLoop:
             event(self._scheduler, *args, self._clock())
         return True
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome) -> None:
         if outcome.empty:
             return
         while not self._unread.acquire(timeout=UNREAD_POLL_S):

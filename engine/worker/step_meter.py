@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pillion.engine.scheduling.step_plan import Load, Outcome, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
 
@@ -54,9 +54,9 @@ def uses(plan: StepPlan) -> dict[str, int]:
     return used
 
 
-def readings(load: Load, seats: int) -> Iterator[Reading]:
+def readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
     """A worker's lines."""
     for state, count in (("running", load.running), ("decoding", load.decoding), ("waiting", load.waiting)):
         yield names.SEQUENCES, (state,), count
-    yield names.SEATS, (), max(0, seats - load.running)
+    yield names.SEATS, (), max(0, max_num_seqs - load.running)
     yield names.QUEUED_TOKENS, (), load.queued_tokens

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from pillion.engine.scheduling.sequence import Marks
+from pillion.engine.scheduling.sequence import SequenceProgress
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.observability import telemetry
 
@@ -36,23 +36,23 @@ def record(
     span.end(end_time=wall_ns + int(end_s * 1e9))
 
 
-def record_stream(parent: Context, marks: Marks, generated_tokens: int) -> None:
+def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
     """The way of a stream through a decode worker: queue, prompt tail, decode. What it did not reach is left out."""
-    end_s = marks.ended_s
-    record("decode.queue", parent, marks.arrived_s, marks.first_step_s or end_s)
-    if not marks.first_step_s:
+    end_s = progress.ended_s
+    record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s)
+    if not progress.first_step_s:
         return
-    prompt_tail = {"pillion.prompt_tail.tokens": marks.tail_tokens, "pillion.prompt_tail.steps": marks.tail_steps}
-    record("decode.prompt_tail", parent, marks.first_step_s, marks.first_token_s or end_s, prompt_tail)
-    if marks.first_token_s:
+    prompt_tail = {"pillion.prompt_tail.tokens": progress.tail_tokens, "pillion.prompt_tail.steps": progress.tail_steps}
+    record("decode.prompt_tail", parent, progress.first_step_s, progress.first_token_s or end_s, prompt_tail)
+    if progress.first_token_s:
         said = {
             "gen_ai.usage.output_tokens": generated_tokens,
-            "pillion.decode.steps": marks.token_steps,
-            "pillion.decode.longest_gap_ms": round(marks.longest_gap_s * 1000, 3),
-            "pillion.preemptions": marks.preemptions,
+            "pillion.decode.steps": progress.token_steps,
+            "pillion.decode.longest_gap_ms": round(progress.longest_gap_s * 1000, 3),
+            "pillion.preemptions": progress.preemptions,
         }
-        events = [("first token", marks.first_token_s), *(("preempted", at_s) for at_s in marks.preempted_s)]
-        record("decode", parent, marks.first_token_s, end_s, said, events)
+        events = [("first token", progress.first_token_s), *(("preempted", at_s) for at_s in progress.preempted_s)]
+        record("decode", parent, progress.first_token_s, end_s, said, events)
 
 
 def shared(plan: StepPlan) -> bool:

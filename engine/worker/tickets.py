@@ -19,7 +19,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
-from pillion.wire.kvnode import Adopted, Ticket
+from pillion.wire.kvnode import AdoptedTicket, OpenTicketReply
 
 # Longest time that a preempted stream waits in the node's line for memory.
 RESUME_TIMEOUT_S = 120.0
@@ -41,25 +41,25 @@ class TicketNode(Protocol):
         resume: bool = False,
         priority: int = 0,
         timeout_s: float,
-    ) -> Ticket: ...
-    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted: ...
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> Adopted: ...
+    ) -> OpenTicketReply: ...
+    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket: ...
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket: ...
 
 
 class Tickets:
-    """``tell`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
+    """``post_event`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
 
     def __init__(
-        self, node: TicketNode, epoch: int, *, tell: Callable[..., None], lost: Callable[[PillionError], None]
+        self, node: TicketNode, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
     ) -> None:
         self._node = node
         self._epoch = epoch
-        self._tell: Callable[..., Any] = tell
+        self._post_event: Callable[..., Any] = post_event
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
-        self._opening: dict[int, asyncio.Task[Ticket]] = {}
-        self._awaiting: dict[int, asyncio.Task[Adopted]] = {}
+        self._opening: dict[int, asyncio.Task[OpenTicketReply]] = {}
+        self._awaiting: dict[int, asyncio.Task[AdoptedTicket]] = {}
 
     async def adopt(
         self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
@@ -110,7 +110,7 @@ class Tickets:
             raise self._judge(error) from None
         return replace(holding, chain_slots=chain.chain_slots), chain.tail_hash
 
-    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> Adopted:
+    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AdoptedTicket:
         """These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(
@@ -139,7 +139,7 @@ class Tickets:
 
     def let_go(self, holding: Holding) -> None:
         """An adopted ticket that is not wanted after all."""
-        self._tell(Scheduler.let_go, holding)
+        self._post_event(Scheduler.let_go, holding)
 
     def released(self, ticket_ids: Iterable[int]) -> None:
         """The node has heard that this worker holds them no more."""
@@ -189,7 +189,7 @@ class Tickets:
         except PillionError as error:
             if isinstance(error, DeadlineExceeded):
                 error = Overloaded(f"a preempted stream waited {RESUME_TIMEOUT_S:.0f} s for memory")
-            self._tell(Scheduler.fail, order.seq_id, self._judge(error))
+            self._post_event(Scheduler.fail, order.seq_id, self._judge(error))
             return
         finally:
             self._opening.pop(order.seq_id, None)
@@ -199,9 +199,9 @@ class Tickets:
             holding, _ = await self.adopt(ticket.ticket_id, order.total_blocks, guess_blocks=missing)
         except PillionError as error:
             self.let_go(Holding(ticket.ticket_id, (), ()))
-            self._tell(Scheduler.fail, order.seq_id, error)
+            self._post_event(Scheduler.fail, order.seq_id, error)
             return
-        self._tell(Scheduler.resumed, order.seq_id, holding)
+        self._post_event(Scheduler.resumed, order.seq_id, holding)
 
     def stop_resuming(self, seq_id: int) -> None:
         """Leave the node's line, if the stream waits there. The client takes back what was granted meanwhile."""

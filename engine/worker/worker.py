@@ -1,10 +1,10 @@
 """What both services share on asyncio's side: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
-    start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first Tenure
-    live:    servicer --adopt, add, cancel--> Tenure --outcomes--> owners (tokens, chunks) and the node (orders)
-    fenced:  the Tenure ends: no emission, no commit, every owner hears Unavailable, new work is refused
+    start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
+    live:    servicer --adopt, add, cancel--> WorkerEpoch --outcomes--> owners (tokens, chunks) and the node (orders)
+    fenced:  the WorkerEpoch ends: no emission, no commit, every owner hears Unavailable, new work is refused
                -> its last step has ended -> "drained" to the node, which frees what it held -> new epoch
-               -> a fresh Tenure over the same pool, model and attachment -> back in the registry: live
+               -> a fresh WorkerEpoch over the same pool, model and attachment -> back in the registry: live
     end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
 
 A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
@@ -28,13 +28,13 @@ from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_mo
 from pillion.engine.scheduling.ngram import NGramDrafter
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import Load
+from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.engine.worker.step_meter import StepMeter, readings
 from pillion.engine.worker.tickets import Tickets
-from pillion.engine.worker.worker_epoch import Owner, Tenure, new_epoch
+from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.observability.metrics import Meters
 from pillion.wire.registry import ComponentRecord
 
@@ -48,7 +48,7 @@ MAX_WARM_UP_TOKENS = 512
 
 
 class Worker:
-    """Made by :meth:`start`. Attributes are for reading: ``model``, ``component_id``, ``tenure``, ``meters``."""
+    """Made by :meth:`start`. Attributes are for reading: ``model``, ``component_id``, ``epoch``, ``meters``."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Worker:
         self._returning: asyncio.Task[None] | None = None
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
-        self.tenure = self._tenure_of(attachment.epoch)
-        self.meters.watch(lambda: readings(self.load, self.tenure.seats))
+        self.epoch = self._make_epoch(attachment.epoch)
+        self.meters.watch(lambda: readings(self.load, self.epoch.max_num_seqs))
 
     @classmethod
     async def start(
@@ -89,7 +89,7 @@ class Worker:
         num_speculative_tokens: int = 0,
         backend_factory: BackendFactory = load_model,
     ) -> Worker:
-        """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
+        """SchedulerLoad, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
 
@@ -123,7 +123,7 @@ class Worker:
             attachment.close()
             raise
         asyncio.get_running_loop().add_reader(attachment.fileno(), worker._node_gone)
-        worker.tenure.start()
+        worker.epoch.start()
         return worker
 
     def _bind(self, max_tokens: int) -> None:
@@ -131,12 +131,12 @@ class Worker:
         self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
-    def _tenure_of(self, epoch: int) -> Tenure:
-        return Tenure(
+    def _make_epoch(self, number: int) -> WorkerEpoch:
+        return WorkerEpoch(
             self.flags,
             self.model,
             self._node,
-            epoch,
+            number,
             self._make_scheduler(),
             describe=self._describe,
             on_lost=self._epoch_lost,
@@ -147,10 +147,10 @@ class Worker:
     def announce(self, address: str) -> None:
         """From now on the registry says that this worker is reached at ``address``."""
         self._address = address
-        self.tenure.heartbeat.announce()
+        self.epoch.heartbeat.announce()
 
     def _describe(self) -> ComponentRecord:
-        prepared, tenure, load = self.model.prepared, self.tenure, self.load
+        prepared, epoch, load = self.model.prepared, self.epoch, self.load
         return ComponentRecord(
             component_id=self.component_id,
             role=self.role,
@@ -169,9 +169,9 @@ class Worker:
             queued_tokens=load.queued_tokens,
             decoding_requests=load.decoding,
             context_tokens=load.context_tokens,
-            free_seqs=max(0, tenure.seats - load.running - load.waiting),
-            max_step_tokens=tenure.max_step_tokens,
-            target_itl_ms=tenure.target_s * 1000,
+            free_seqs=max(0, epoch.max_num_seqs - load.running - load.waiting),
+            max_step_tokens=epoch.max_step_tokens,
+            target_itl_ms=epoch.target_s * 1000,
             step_cost_s=load.cost_s,
             largest_step_tokens=load.largest_step_tokens,
             block_bytes=self.model.backend.layout.block_bytes,
@@ -180,19 +180,19 @@ class Worker:
     # What servicers call.
 
     @property
-    def owners(self) -> Mapping[int, Owner]:
+    def listeners(self) -> Mapping[int, SequenceListener]:
         """Who waits for news, by seq_id."""
-        return self.tenure.owners
+        return self.epoch.listeners
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """As the last outcome said."""
-        return self.tenure.load
+        return self.epoch.load
 
     @property
     def tickets(self) -> Tickets:
         """Of this epoch. What it adopts is for :meth:`make` and :meth:`add` at once, before anything is awaited."""
-        return self.tenure.tickets
+        return self.epoch.tickets
 
     @property
     def max_model_len(self) -> int:
@@ -204,7 +204,7 @@ class Worker:
         """Raises Unavailable when no new work is taken."""
         if self.draining or self._failure.done():
             raise Unavailable(f"{self.component_id} is stopping")
-        if self.tenure.over:
+        if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
     def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
@@ -229,44 +229,46 @@ class Worker:
         """A seq_id: the place in the order of arrival."""
         return next(self._ids)
 
-    def add(self, sequence: Sequence, owner: Owner, forks: Mapping[int, Owner] | None = None) -> None:
-        """Run it. ``owner`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks.
+    def add(
+        self, sequence: Sequence, listener: SequenceListener, forks: Mapping[int, SequenceListener] | None = None
+    ) -> None:
+        """Run it. ``listener`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks.
 
         Raises Unavailable where the worker, or its epoch, has ended.
         """
         if self._failure.done():
             raise Unavailable(self._failure.result())
-        if self.tenure.over:
+        if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
-        self.tenure.add(sequence, owner, forks or {})
+        self.epoch.add(sequence, listener, forks or {})
 
     def cancel(self, seq_id: int) -> None:
         """Nobody wants it any more; its owner hears nothing further. Unknown ids are ignored (I8)."""
-        self.tenure.cancel(seq_id)
+        self.epoch.cancel(seq_id)
 
     # Fenced, and back.
 
     def _epoch_lost(self, reason: str) -> None:
-        if self.tenure.over:
+        if self.epoch.over:
             return
         log.warning("%s stops its work and asks for a new epoch: %s", self.component_id, reason)
-        self.tenure.end(Unavailable(f"{self.component_id} lost its epoch: {reason}"))
+        self.epoch.end(Unavailable(f"{self.component_id} lost its epoch: {reason}"))
         if not self.draining:
             self._returning = asyncio.create_task(self._return(), name="new epoch")
 
     async def _return(self) -> None:
-        old, began_s = self.tenure, time.monotonic()
+        old, began_s = self.epoch, time.monotonic()
         # After this long a silence the node has looked, too: it does so twice per heartbeat.
         silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
         try:
             await old.heartbeat.leave(self.component_id)
             await old.close()
-            fresh = self._tenure_of(await new_epoch(self._node, old.epoch, silence_s))
+            fresh = self._make_epoch(await new_epoch(self._node, old.number, silence_s))
         except Exception as error:  # noqa: BLE001  (also of a defect the process must hear)
             self._returning = None
             self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")
             return
-        self._returning, self.tenure = None, fresh
+        self._returning, self.epoch = None, fresh
         fresh.start()
         if self._address and not self.draining:
             fresh.heartbeat.announce()
@@ -285,7 +287,7 @@ class Worker:
         log.error("%s cannot go on: %s", self.component_id, reason)
         self._failure.set_result(reason)
         self._stop_returning()
-        self.tenure.end(Unavailable(f"{self.component_id} died: {reason}"))
+        self.epoch.end(Unavailable(f"{self.component_id} died: {reason}"))
 
     def _stop_returning(self) -> None:
         returning, self._returning = self._returning, None
@@ -295,9 +297,9 @@ class Worker:
     async def drain(self, grace_s: float) -> None:
         """Take no more work, and give what is there up to ``grace_s`` seconds."""
         self.draining = True
-        await self.tenure.heartbeat.leave(self.component_id)
+        await self.epoch.heartbeat.leave(self.component_id)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.tenure.deserted.wait(), grace_s)
+            await asyncio.wait_for(self.epoch.deserted.wait(), grace_s)
 
     async def close(self) -> None:
         """Cancel what is left, let the node hear the last orders, and detach. Idempotent."""
@@ -305,12 +307,12 @@ class Worker:
             return
         self._closed = self.draining = True
         self._stop_returning()
-        for seq_id in tuple(self.owners):
+        for seq_id in tuple(self.listeners):
             self.cancel(seq_id)
-        if not self.tenure.over:
+        if not self.epoch.over:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.tenure.settled(), DRAIN_TIMEOUT_S)
-        await self.tenure.close()
+                await asyncio.wait_for(self.epoch.settled(), DRAIN_TIMEOUT_S)
+        await self.epoch.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self._attachment.fileno())
         await self._node.aclose()

@@ -22,14 +22,22 @@ from typing import Any, Protocol
 from opentelemetry.context import Context
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import Flight
+from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, Sequence
-from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Load, Outcome, ResumeOrder, StepPlan, Update
+from pillion.engine.scheduling.step_plan import (
+    ChunkDone,
+    CommitOrder,
+    Outcome,
+    ResumeOrder,
+    SchedulerLoad,
+    StepPlan,
+    Update,
+)
 from pillion.engine.worker.heartbeat import Heartbeat, Lease
-from pillion.engine.worker.node_line import NodeLine, describe
+from pillion.engine.worker.node_updates import NodeUpdates, describe
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.step_meter import StepMeter
 from pillion.engine.worker.step_spans import record, record_step, shared
@@ -50,7 +58,7 @@ REATTACH_RETRY_S = 1.0
 _SURVIVABLE = (Conflict, Cancelled, Unavailable, DeadlineExceeded)
 
 
-class Owner(Protocol):
+class SequenceListener(Protocol):
     """Who gets the news of a sequence, on asyncio's thread. ``trace`` is the parent of its spans."""
 
     trace: Context
@@ -59,9 +67,10 @@ class Owner(Protocol):
     def on_chunk(self, chunk: ChunkDone) -> None: ...
 
 
-class Tenure:
-    """One epoch's work. Attributes are for reading: ``epoch``, ``owners``, ``load``, ``tickets``, ``heartbeat``, and
-    what a step may hold: ``seats`` sequences, ``max_step_tokens`` tokens, as many as fit into ``target_s`` (0: any).
+class WorkerEpoch:
+    """One epoch's work. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``, ``heartbeat``,
+    and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit into ``target_s``
+    (0: any).
 
     Args:
         scheduler: a fresh one.
@@ -76,7 +85,7 @@ class Tenure:
         flags: WorkerFlags,
         model: LoadedModel,
         node: NodeClient,
-        epoch: int,
+        number: int,
         scheduler: Scheduler,
         *,
         describe: Callable[[], ComponentRecord],
@@ -84,10 +93,10 @@ class Tenure:
         on_fail: Callable[[str], None],
         meter: StepMeter,
     ) -> None:
-        self.epoch = epoch
-        self.owners: dict[int, Owner] = {}
-        self.load = Load()
-        self.seats = scheduler.lines.seats
+        self.number = number
+        self.listeners: dict[int, SequenceListener] = {}
+        self.load = SchedulerLoad()
+        self.max_num_seqs = scheduler.queues.max_num_seqs
         self.max_step_tokens = scheduler.budget.max_tokens
         self.target_s = scheduler.budget.target_s
         self.over = False
@@ -111,24 +120,24 @@ class Tenure:
             on_step=self._stepped,
             may_publish=lease.held,
         )
-        self.tickets = Tickets(node, epoch, tell=self._steps.tell, lost=self._judge)
+        self.tickets = Tickets(node, number, post_event=self._steps.post_event, lost=self._judge)
         self.heartbeat = Heartbeat(
             flags,
             node,
-            epoch,
+            number,
             lease,
             describe=describe,
             on_lost=self._judge,
             on_fail=on_fail,
             on_renewed=self._steps.publish,
-            on_recall=lambda blocks: self._steps.tell(Scheduler.recall, blocks),
+            on_recall=lambda blocks: self._steps.post_event(Scheduler.recall, blocks),
         )
-        self._line = NodeLine(
+        self._line = NodeUpdates(
             node,
-            epoch,
+            number,
             on_committed=self._on_committed,
             on_released=self.tickets.released,
-            on_granted=lambda slots: self._steps.tell(Scheduler.granted, slots),
+            on_granted=lambda slots: self._steps.post_event(Scheduler.granted, slots),
             on_resume=self._on_resume,
         )
 
@@ -140,25 +149,25 @@ class Tenure:
 
     # Work.
 
-    def add(self, sequence: Sequence, owner: Owner, forks: Mapping[int, Owner]) -> None:
-        """Run it. ``owner`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks."""
-        self.owners[sequence.seq_id] = owner
-        self.owners.update(forks)
+    def add(self, sequence: Sequence, listener: SequenceListener, forks: Mapping[int, SequenceListener]) -> None:
+        """Run it. ``listener`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks."""
+        self.listeners[sequence.seq_id] = listener
+        self.listeners.update(forks)
         self.deserted.clear()
-        self._steps.tell(Scheduler.add, sequence)
+        self._steps.post_event(Scheduler.add, sequence)
 
     def cancel(self, seq_id: int) -> None:
         """Nobody wants it any more; its owner hears nothing further. Unknown ids are ignored (I8)."""
         if self._forget(seq_id) is None:
             return
         self.tickets.stop_resuming(seq_id)
-        self._steps.tell(Scheduler.cancel, seq_id)
+        self._steps.post_event(Scheduler.cancel, seq_id)
 
-    def _forget(self, seq_id: int) -> Owner | None:
-        owner = self.owners.pop(seq_id, None)
-        if not self.owners:
+    def _forget(self, seq_id: int) -> SequenceListener | None:
+        listener = self.listeners.pop(seq_id, None)
+        if not self.listeners:
             self.deserted.set()
-        return owner
+        return listener
 
     # The end.
 
@@ -170,12 +179,12 @@ class Tenure:
         self._steps.halt()
         self.tickets.retire()
         self._cancel_tasks()
-        for seq_id in tuple(self.owners):
-            owner = self._forget(seq_id)
-            if owner is None:
+        for seq_id in tuple(self.listeners):
+            listener = self._forget(seq_id)
+            if listener is None:
                 # A fork that went with its stream.
                 continue
-            owner.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
+            listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
 
     async def close(self) -> None:
         """Returns when all steps under way have landed, however long that takes: they may store to the pool until then.
@@ -203,7 +212,7 @@ class Tenure:
             if not count.done():
                 count.set_result(number)
 
-        self._steps.tell(ask)
+        self._steps.post_event(ask)
         return await count
 
     def _judge(self, error: PillionError) -> None:
@@ -241,10 +250,10 @@ class Tenure:
                 self._loop.call_soon_threadsafe(self._record_step, now_s - seconds, now_s, tokens, seq_ids)
 
     def _record_step(self, start_s: float, end_s: float, tokens: dict[str, int], seq_ids: list[int]) -> None:
-        owners = (self.owners.get(seq_id) for seq_id in seq_ids)
-        record_step(start_s, end_s, tokens, [owner.trace for owner in owners if owner is not None])
+        listeners = (self.listeners.get(seq_id) for seq_id in seq_ids)
+        record_step(start_s, end_s, tokens, [listener.trace for listener in listeners if listener is not None])
 
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan) -> InFlightStep:
         batch, rows = build_batch(plan, self._block_size), build_sampling(plan)
         return self._model.backend.launch(batch, plan.copies, rows)
 
@@ -256,15 +265,15 @@ class Tenure:
         # First of all, so that no slot depends on what an owner does.
         self._line.put(outcome)
         for chunk in outcome.chunks:
-            owner = self.owners.get(chunk.seq_id)
-            if owner is not None:
-                owner.on_chunk(chunk)
+            listener = self.listeners.get(chunk.seq_id)
+            if listener is not None:
+                listener.on_chunk(chunk)
         for update in outcome.updates:
-            owner = self.owners.get(update.seq_id)
-            if owner is not None:
+            listener = self.listeners.get(update.seq_id)
+            if listener is not None:
                 if update.ending is not None:
                     self._forget(update.seq_id)
-                owner.on_update(update)
+                listener.on_update(update)
 
     # The node's side.
 
@@ -273,7 +282,7 @@ class Tenure:
 
     async def _resume(self, order: ResumeOrder) -> None:
         # Asked in the task: a cancel that came before its first step found nothing in the node's line to take out.
-        if order.seq_id in self.owners:
+        if order.seq_id in self.listeners:
             await self.tickets.resume(order)
 
     async def _serve_line(self) -> None:
@@ -283,14 +292,14 @@ class Tenure:
             self._judge(error)
 
     def _on_committed(self, order: CommitOrder, result: CommitResult) -> None:
-        owner = self.owners.get(order.seq_id)
-        if owner is not None:
+        listener = self.listeners.get(order.seq_id)
+        if listener is not None:
             said: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}
-            record("kv.commit", owner.trace, order.ordered_s, time.monotonic(), said)
-        self._steps.tell(Scheduler.committed, order.seq_id, result.slots, result.refusal)
-        if owner is not None and not result.refusal:
+            record("kv.commit", listener.trace, order.ordered_s, time.monotonic(), said)
+        self._steps.post_event(Scheduler.committed, order.seq_id, result.slots, result.refusal)
+        if listener is not None and not result.refusal:
             for chunk in order.chunks:
-                owner.on_chunk(chunk)
+                listener.on_chunk(chunk)
 
 
 async def new_epoch(node: NodeClient, old: int, fenced_after_s: float) -> int:

@@ -22,7 +22,7 @@ log = logging.getLogger("pillion.worker")
 LAST_WORDS_S = 0.5
 
 
-class Service(Protocol):
+class WorkerServicer(Protocol):
     """A servicer around a worker."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -35,7 +35,7 @@ class Service(Protocol):
 class WorkerServer:
     """A running worker that serves at ``address``."""
 
-    def __init__(self, worker: Worker, service: Service, server: RunningServer) -> None:
+    def __init__(self, worker: Worker, service: WorkerServicer, server: RunningServer) -> None:
         self.worker = worker
         self.meters = worker.meters
         self._service = service
@@ -58,7 +58,7 @@ class WorkerServer:
         await self.worker.close()
 
 
-async def serve(worker: Worker, listen: str, service_name: str, service: Service) -> WorkerServer:
+async def serve(worker: Worker, listen: str, service_name: str, service: WorkerServicer) -> WorkerServer:
     """Serve and announce the worker. Raises ConfigError, with the worker closed, where ``listen`` is taken."""
     try:
         credentials = internal_credentials(listen)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from pillion.gateway.admission.fairness import FairLine, Pace, Waiting
+from pillion.gateway.admission.fairness import DepartureRate, FairQueue, WaitingRequest
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.priority import rank
 
@@ -31,7 +31,7 @@ TENANT_SHARE = 0.5
 
 
 @dataclass(slots=True)
-class Visit:
+class AdmissionPermit:
     """One request in the gateway. ``answers`` count as requests; ``running``: it has its place at the workers."""
 
     tenant: Tenant
@@ -54,10 +54,10 @@ class Admission:
         self._places = places
         self._requests_of: Counter[str] = Counter()
         self._tokens_of: Counter[str] = Counter()
-        self._line = FairLine()
-        self._pace = Pace()
+        self._line = FairQueue()
+        self._pace = DepartureRate()
         self._numbers = itertools.count()
-        self._turns: dict[int, tuple[asyncio.Future[None], Visit]] = {}
+        self._turns: dict[int, tuple[asyncio.Future[None], AdmissionPermit]] = {}
         self.requests = 0
         self.tokens = 0
         self.running = 0
@@ -67,7 +67,7 @@ class Admission:
         """Requests that wait for their turn."""
         return len(self._turns)
 
-    def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> Visit:
+    def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> AdmissionPermit:
         """One more request; each of its answers counts as one. Raises Overloaded, and InvalidRequest, naming the
         ``field`` that said how many, where they could never be let in."""
         name, own = tenant.name, tenant.max_inflight_requests
@@ -82,37 +82,37 @@ class Admission:
             raise _full(name, "max_inflight_requests", most, "requests")
         self.requests += answers
         self._requests_of[name] += answers
-        return Visit(tenant, answers)
+        return AdmissionPermit(tenant, answers)
 
-    def weigh(self, visit: Visit, tokens: int) -> None:
+    def weigh(self, permit: AdmissionPermit, tokens: int) -> None:
         """Its prompt. One prompt is always let in, however long. Raises Overloaded."""
-        name, own = visit.tenant.name, visit.tenant.max_inflight_tokens
-        most = _bound(visit.tenant, own, self._max_tokens, self.tokens - self._tokens_of[name])
+        name, own = permit.tenant.name, permit.tenant.max_inflight_tokens
+        most = _bound(permit.tenant, own, self._max_tokens, self.tokens - self._tokens_of[name])
         if self.tokens and self.tokens + tokens > self._max_tokens:
             raise _full("", "max_inflight_tokens", self._max_tokens, "prompt tokens")
         if self._tokens_of[name] and self._tokens_of[name] + tokens > most:
             raise _full(name, "max_inflight_tokens", most, "prompt tokens")
-        visit.tokens = tokens
+        permit.tokens = tokens
         self.tokens += tokens
         self._tokens_of[name] += tokens
 
-    async def turn(self, visit: Visit, priority: int, arrived_s: float, deadline_s: float | None) -> None:
+    async def turn(self, permit: AdmissionPermit, priority: int, arrived_s: float, deadline_s: float | None) -> None:
         """Returns when the request may go to the workers. Both times are monotonic.
 
         Raises:
             Overloaded: at once, where the wait would take longer than the deadline leaves.
             DeadlineExceeded: it took longer all the same.
         """
-        request = Waiting(rank(priority, arrived_s), next(self._numbers), visit.tokens, visit.answers)
+        request = WaitingRequest(rank(priority, arrived_s), next(self._numbers), permit.tokens, permit.answers)
         now_s = time.monotonic()
-        if self._turns or not self._fits(visit.answers):
-            wait_s = self._pace.wait_s(self._line.ahead(visit.tenant, request))
+        if self._turns or not self._fits(permit.answers):
+            wait_s = self._pace.wait_s(self._line.ahead(permit.tenant, request))
             if deadline_s is not None and now_s + wait_s >= deadline_s:
                 said = f"the wait would take about {wait_s:.1f} s, longer than the request's deadline leaves"
                 raise Overloaded(said, math.ceil(wait_s * 1000), (QuotaViolation("deadline", said),))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.push(visit.tenant, request)
-        self._turns[request.number] = (future, visit)
+        self._line.push(permit.tenant, request)
+        self._turns[request.number] = (future, permit)
         try:
             self._grant()
             if not future.done():
@@ -123,24 +123,24 @@ class Admission:
             raise DeadlineExceeded("the request's deadline passed while it waited for its turn") from None
         finally:
             if self._turns.pop(request.number, None) is not None:
-                self._line.remove(visit.tenant, request)
+                self._line.remove(permit.tenant, request)
 
-    def leave(self, visit: Visit, generated_tokens: int = 0) -> None:
+    def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
         """The request has ended, in whatever way."""
-        name = visit.tenant.name
-        self.requests -= visit.answers
-        self.tokens -= visit.tokens
-        self._requests_of[name] -= visit.answers
-        self._tokens_of[name] -= visit.tokens
+        name = permit.tenant.name
+        self.requests -= permit.answers
+        self.tokens -= permit.tokens
+        self._requests_of[name] -= permit.answers
+        self._tokens_of[name] -= permit.tokens
         for counts in (self._requests_of, self._tokens_of):
             if not counts[name]:
                 del counts[name]
-        if visit.running:
-            visit.running = False
-            self.running -= visit.answers
-            self._line.charge(visit.tenant, generated_tokens)
+        if permit.running:
+            permit.running = False
+            self.running -= permit.answers
+            self._line.charge(permit.tenant, generated_tokens)
             self._grant()
-            self._pace.left(visit.answers, bool(self._turns), time.monotonic())
+            self._pace.left(permit.answers, bool(self._turns), time.monotonic())
 
     def keep(self, names: Collection[str]) -> None:
         """Tenants that are not among ``names`` are gone."""
@@ -148,15 +148,15 @@ class Admission:
 
     def _grant(self) -> None:
         while (request := self._line.first()) is not None:
-            future, visit = self._turns[request.number]
-            if not future.done() and not self._fits(visit.answers):
+            future, permit = self._turns[request.number]
+            if not future.done() and not self._fits(permit.answers):
                 return
             self._line.pop()
             del self._turns[request.number]
             # Cancelled a moment ago, and not yet gone.
             if not future.done():
-                visit.running = True
-                self.running += visit.answers
+                permit.running = True
+                self.running += permit.answers
                 future.set_result(None)
 
     def _fits(self, answers: int) -> bool:
@@ -164,7 +164,7 @@ class Admission:
         return not places or not self.running or self.running + answers <= places
 
 
-class Shares:
+class TenantSlots:
     """Places in a line that all tenants share, ``each`` for a tenant: nobody waits there behind another one's flood."""
 
     def __init__(self, each: int) -> None:

@@ -30,7 +30,7 @@ MIN_DEPARTURES = 3.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Waiting:
+class WaitingRequest:
     """One request that waits. Sorted by rank (:func:`pillion.priority.rank`), then by arrival."""
 
     rank: float
@@ -43,10 +43,10 @@ class Waiting:
 class _Account:
     weight: float = 1.0
     counter: float = 0.0
-    waiting: list[Waiting] = field(default_factory=list)
+    waiting: list[WaitingRequest] = field(default_factory=list)
 
 
-class FairLine:
+class FairQueue:
     """All that wait. Bounded by who admits to it."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class FairLine:
     def __len__(self) -> int:
         return sum(len(account.waiting) for account in self._accounts.values())
 
-    def push(self, tenant: Tenant, request: Waiting) -> None:
+    def push(self, tenant: Tenant, request: WaitingRequest) -> None:
         """It waits from now on."""
         account = self._accounts.setdefault(tenant.name, _Account())
         account.weight = tenant.weight
@@ -64,12 +64,12 @@ class FairLine:
             account.counter = max(account.counter, self._floor)
         bisect.insort(account.waiting, request)
 
-    def first(self) -> Waiting | None:
+    def first(self) -> WaitingRequest | None:
         """The one whose turn it is."""
         name = self._next()
         return None if name is None else self._accounts[name].waiting[0]
 
-    def pop(self) -> Waiting:
+    def pop(self) -> WaitingRequest:
         """Takes the first one out and charges its prompt. Call only where :meth:`first` named one."""
         name = self._next()
         assert name is not None
@@ -79,7 +79,7 @@ class FairLine:
         account.counter += request.tokens / account.weight
         return request
 
-    def remove(self, tenant: Tenant, request: Waiting) -> None:
+    def remove(self, tenant: Tenant, request: WaitingRequest) -> None:
         """It does not wait any more, and was not served."""
         self._accounts[tenant.name].waiting.remove(request)
 
@@ -89,7 +89,7 @@ class FairLine:
         if account is not None:
             account.counter += OUTPUT_COST * tokens / tenant.weight
 
-    def ahead(self, tenant: Tenant, request: Waiting) -> int:
+    def ahead(self, tenant: Tenant, request: WaitingRequest) -> int:
         """How many answers of those that wait now would begin before this request, if nobody else came."""
         own = self._accounts.get(tenant.name, _Account())
         before = [other for other in own.waiting if other < request]
@@ -116,7 +116,7 @@ class FairLine:
         )
 
 
-class Pace:
+class DepartureRate:
     """How fast answers leave while others wait for their place, as a decaying mean."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 
-from pillion.gateway.admission.admission import Admission, Visit
+from pillion.gateway.admission.admission import Admission, AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant
 
 
@@ -25,7 +25,7 @@ class ModelLines:
         # With the same bounds, which are met in common first.
         self._lines = {name: Admission(max_requests, max_tokens, partial(places, name)) for name in models}
         # By identity of the visit.
-        self._seats: dict[int, tuple[Admission, Visit]] = {}
+        self._seats: dict[int, tuple[Admission, AdmissionPermit]] = {}
 
     @property
     def requests(self) -> int:
@@ -42,26 +42,28 @@ class ModelLines:
         """Requests that wait for their turn."""
         return sum(line.waiting for line in self._lines.values())
 
-    def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> Visit:
+    def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> AdmissionPermit:
         """See :meth:`Admission.enter`."""
         return self._all.enter(tenant, answers, field)
 
-    def weigh(self, visit: Visit, tokens: int) -> None:
+    def weigh(self, permit: AdmissionPermit, tokens: int) -> None:
         """See :meth:`Admission.weigh`."""
-        self._all.weigh(visit, tokens)
+        self._all.weigh(permit, tokens)
 
-    async def turn(self, visit: Visit, model: str, priority: int, arrived_s: float, deadline_s: float | None) -> None:
+    async def turn(
+        self, permit: AdmissionPermit, model: str, priority: int, arrived_s: float, deadline_s: float | None
+    ) -> None:
         """Returns when the request may go to the model's workers. Raises as :meth:`Admission.turn`."""
         line = self._lines[model]
-        seat = line.enter(visit.tenant, visit.answers)
-        self._seats[id(visit)] = line, seat
-        line.weigh(seat, visit.tokens)
+        seat = line.enter(permit.tenant, permit.answers)
+        self._seats[id(permit)] = line, seat
+        line.weigh(seat, permit.tokens)
         await line.turn(seat, priority, arrived_s, deadline_s)
 
-    def leave(self, visit: Visit, generated_tokens: int = 0) -> None:
+    def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
         """The request has ended, in whatever way, before or behind its turn."""
-        self._all.leave(visit)
-        line, seat = self._seats.pop(id(visit), (None, None))
+        self._all.leave(permit)
+        line, seat = self._seats.pop(id(permit), (None, None))
         if line is not None and seat is not None:
             line.leave(seat, generated_tokens)
 

@@ -19,7 +19,7 @@ from collections.abc import Collection
 from pillion.errors import Unavailable
 from pillion.gateway.admission.quotas import QUOTAS, Quotas, used_up
 from pillion.gateway.admission.tenants import Tenant
-from pillion.kvstore.index.shared_buckets import Ask, SharedBuckets
+from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
 
 log = logging.getLogger("pillion.gateway")
 
@@ -94,10 +94,13 @@ class SharedQuotas:
         """The quota that is used up, and the time in ms until it is not; None where nothing is, or nobody knows."""
         if self._buckets is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
             return None
-        told = self._untold.pop(tenant.name, 0)
-        asks = Ask(tenant.requests_per_minute, 0, requests), Ask(tenant.tokens_per_minute, told, tokens)
+        spent = self._untold.pop(tenant.name, 0)
+        demands = (
+            BucketDemand(tenant.requests_per_minute, 0, requests),
+            BucketDemand(tenant.tokens_per_minute, spent, tokens),
+        )
         try:
-            short = await self._buckets.take(tenant.name, asks)
+            short = await self._buckets.take(tenant.name, demands)
         except Unavailable as error:
             if self._answers:
                 log.warning("quotas are counted by this gateway alone: %s", error.message)

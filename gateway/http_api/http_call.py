@@ -41,7 +41,7 @@ _REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 Headers = list[tuple[bytes, bytes]]
 
 
-class Call:
+class HttpCall:
     """A request of one client. Every answer to it carries ``request_id``, which is a label and never an address.
 
     ``tenant`` is who sends it, on the pages that need a key.
@@ -102,7 +102,7 @@ class Call:
         except TimeoutError:
             raise ApiError(408, f"the body took more than {BODY_TIMEOUT_S:g} s") from None
         finally:
-            Call.bodies_bytes -= sum(map(len, parts))
+            HttpCall.bodies_bytes -= sum(map(len, parts))
         self._reading = False
         return b"".join(parts)
 
@@ -172,12 +172,12 @@ class Call:
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            Call.bodies_bytes += len(parts[-1])
+            HttpCall.bodies_bytes += len(parts[-1])
             if size > MAX_BODY_BYTES:
                 raise _too_large()
             if not message.get("more_body", False):
                 return
-            if Call.bodies_bytes > MAX_BODIES_BYTES:
+            if HttpCall.bodies_bytes > MAX_BODIES_BYTES:
                 said = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, said, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
@@ -201,7 +201,7 @@ class Endpoint:
     def __init__(
         self,
         method: str,
-        handle: Callable[[Call], Awaitable[None]],
+        handle: Callable[[HttpCall], Awaitable[None]],
         tenant_of: Callable[[str], Tenant] | None = None,
     ) -> None:
         self._method = method
@@ -209,7 +209,7 @@ class Endpoint:
         self._tenant_of = tenant_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
-        call = Call(scope, receive, send)
+        call = HttpCall(scope, receive, send)
         with contextlib.suppress(ClientGone):
             try:
                 if self._method not in ("", "GET" if call.method == "HEAD" else call.method):

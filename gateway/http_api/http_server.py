@@ -18,7 +18,7 @@ from starlette.routing import Route, Router
 from pillion._version import VERSION
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Call, Endpoint
+from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
 from pillion.gateway.http_api.http_connection import HttpConnection
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_api import OpenAIApi, unknown_model
@@ -40,7 +40,7 @@ class _Pages:
         self._vllm_names = vllm_names
         self._started = int(time.time())
 
-    async def health(self, call: Call) -> None:
+    async def health(self, call: HttpCall) -> None:
         """200 when a request would be served now, 503 with what is missing when not."""
         missing = self._gateway.not_ready()
         if missing:
@@ -48,21 +48,21 @@ class _Pages:
         else:
             await call.answer(200, b'{"status":"ok"}')
 
-    async def version(self, call: Call) -> None:
+    async def version(self, call: HttpCall) -> None:
         """This gateway's."""
         await call.answer(200, msgspec.json.encode({"version": VERSION}))
 
-    async def metrics(self, call: Call) -> None:
+    async def metrics(self, call: HttpCall) -> None:
         """For Prometheus; of this process, where several share the port."""
         page = Page(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
-    async def models(self, call: Call) -> None:
+    async def models(self, call: HttpCall) -> None:
         """OpenAI's list of what live workers serve."""
         entries = [self._entry(info) for info in self._gateway.models()]
         await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
 
-    async def model(self, call: Call) -> None:
+    async def model(self, call: HttpCall) -> None:
         """One of them; a name may hold slashes."""
         name = call.path_parameter("name")
         for info in self._gateway.models():
@@ -75,7 +75,7 @@ class _Pages:
             raise unknown_model(f"the model {name[:100]!r} is not served here") from None
         raise Unavailable(self._gateway.missing(name))
 
-    async def nothing(self, call: Call) -> None:
+    async def nothing(self, call: HttpCall) -> None:
         """Every other path."""
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
 

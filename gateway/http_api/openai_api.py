@@ -16,24 +16,24 @@ import msgspec
 from pillion.errors import NotFound, PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.http_api.http_call import Call
+from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.openai_events import (
     DONE,
-    ChatStyle,
-    CompletionStyle,
-    Head,
-    Style,
+    ChatResponseWriter,
+    CompletionResponseWriter,
+    ResponseHead,
+    ResponseWriter,
     error_event,
     usage_json,
 )
 from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, TokenizeBody, given, parse, parse_field
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
-from pillion.gateway.http_api.openai_pace import Pace
-from pillion.gateway.http_api.openai_reader import Batch, Reader
+from pillion.gateway.http_api.openai_pace import WritePacer
+from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
-    Asked,
+    OpenAIRequest,
     chat_request,
     completion_request,
     read_messages,
@@ -49,21 +49,21 @@ class OpenAIApi:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._texts: dict[str, TokenTexts] = {}
-        self._pace = Pace()
+        self._pace = WritePacer()
 
-    async def completions(self, call: Call) -> None:
+    async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
         asked = completion_request(await call.body(), call.request_id)
         entry = self._entry(asked.requests[0].model)
         await call.while_connected(self._complete(call, asked, entry))
 
-    async def chat(self, call: Call) -> None:
+    async def chat(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
         asked = chat_request(await call.body(), call.request_id)
         entry = self._entry(asked.requests[0].model)
         await call.while_connected(self._answer(call, asked, entry, ()))
 
-    async def tokenize(self, call: Call) -> None:
+    async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
         said = parse(await call.body(), TokenizeBody)
         entry = self._entry(said.model)
@@ -86,7 +86,7 @@ class OpenAIApi:
         }
         await call.answer(200, msgspec.json.encode(answer))
 
-    async def detokenize(self, call: Call) -> None:
+    async def detokenize(self, call: HttpCall) -> None:
         """POST /detokenize: the text of ids."""
         said = parse(await call.body(), DetokenizeBody)
         entry = self._entry(said.model)
@@ -99,7 +99,7 @@ class OpenAIApi:
         text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
-    async def _complete(self, call: Call, asked: Asked, entry: ModelEntry) -> None:
+    async def _complete(self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry) -> None:
         prompts = [await self._prompt_text(request, call.tenant) for request in asked.requests] if asked.echo else []
         await self._answer(call, asked, entry, tuple(prompts))
 
@@ -110,13 +110,13 @@ class OpenAIApi:
         known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
         return await self._gateway.text_of(request.model, known, tenant)
 
-    async def _answer(self, call: Call, asked: Asked, entry: ModelEntry, prompts: tuple[str, ...]) -> None:
+    async def _answer(self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, prompts: tuple[str, ...]) -> None:
         parent = call.trace_parent()
 
         async def start(request: GenerateRequest) -> Generation:
             return await self._gateway.generate(request, tenant=call.tenant, parent=parent)
 
-        reader = Reader(asked.requests, start)
+        reader = DeltaReader(asked.requests, start)
         try:
             batch = await reader.read()
             style = self._style(call, asked, entry, reader, prompts)
@@ -129,9 +129,11 @@ class OpenAIApi:
         finally:
             reader.close()
 
-    def _style(self, call: Call, asked: Asked, entry: ModelEntry, reader: Reader, prompts: tuple[str, ...]) -> Style:
+    def _style(
+        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader, prompts: tuple[str, ...]
+    ) -> ResponseWriter:
         is_chat = bool(asked.requests[0].messages)
-        head = Head(
+        head = ResponseHead(
             id=("chatcmpl-" if is_chat else "cmpl-") + call.request_id,
             created=int(time.time()),
             model=entry.limits.name,
@@ -139,8 +141,8 @@ class OpenAIApi:
         )
         texts, usage_field = self._texts_of(entry), asked.include_usage
         if is_chat:
-            return ChatStyle(head, texts, logprobs=asked.logprobs, usage_field=usage_field)
-        return CompletionStyle(
+            return ChatResponseWriter(head, texts, logprobs=asked.logprobs, usage_field=usage_field)
+        return CompletionResponseWriter(
             head, texts, logprobs=asked.logprobs, usage_field=usage_field, prompts=prompts, answers=asked.answers
         )
 
@@ -162,7 +164,9 @@ def unknown_model(message: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-async def _whole(call: Call, asked: Asked, reader: Reader, style: Style, batch: Batch) -> None:
+async def _whole(
+    call: HttpCall, asked: OpenAIRequest, reader: DeltaReader, style: ResponseWriter, batch: DeltaBatch
+) -> None:
     while batch:
         for prompt, delta in batch:
             style.keep(prompt * asked.answers + delta.index, delta)
@@ -170,7 +174,14 @@ async def _whole(call: Call, asked: Asked, reader: Reader, style: Style, batch: 
     await call.answer(200, style.whole(reader.usage()))
 
 
-async def _stream(call: Call, asked: Asked, reader: Reader, style: Style, batch: Batch, pace: Pace) -> None:
+async def _stream(
+    call: HttpCall,
+    asked: OpenAIRequest,
+    reader: DeltaReader,
+    style: ResponseWriter,
+    batch: DeltaBatch,
+    pace: WritePacer,
+) -> None:
     answers, continuous = asked.answers, asked.continuous_usage
     await call.start_events()
     try:

@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class ResponseHead:
     """What every event and every whole answer of a request begins with."""
 
     id: str
@@ -43,7 +43,7 @@ class Head:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _WrittenAnswer:
     """One answer as it was told so far. ``head`` is what its events begin with; ``front`` and ``back`` stand around the
     text of one that brings text and no more."""
 
@@ -57,7 +57,7 @@ class _Answer:
     opened: bool = False
 
 
-class Style:
+class ResponseWriter:
     """What both kinds have in common. Indexes are of answers, over all prompts.
 
     Args:
@@ -73,13 +73,13 @@ class Style:
     before = b""
     behind = b""
 
-    def __init__(self, head: Head, tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(self, head: ResponseHead, tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
         self._head = head
         self._tokens = tokens
         self._shows = logprobs
         self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
         self._common = b"data: " + _encode(head.fields(self.event_kind))[:-1]
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _WrittenAnswer] = {}
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is the first. ``usage`` is JSON, empty for none."""
@@ -124,14 +124,14 @@ class Style:
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
         return _encode({**self._head.fields(self.kind), "choices": choices, "usage": usage_fields(usage)})
 
-    def _begin(self, index: int) -> _Answer:
+    def _begin(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
         back = self.behind + b',"logprobs":null,"finish_reason":null}]' + self._tail
-        answer = _Answer(head, head + self.before, back)
+        answer = _WrittenAnswer(head, head + self.before, back)
         self._answers[index] = answer
         return answer
 
-    def _opening(self, answer: _Answer, tail: bytes) -> bytes:
+    def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
         """An event before the answer's first one, or nothing."""
         return b""
 
@@ -142,11 +142,11 @@ class Style:
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, answer: _Answer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         raise NotImplementedError
 
 
-class ChatStyle(Style):
+class ChatResponseWriter(ResponseWriter):
     """/v1/chat/completions."""
 
     kind = "chat.completion"
@@ -154,7 +154,7 @@ class ChatStyle(Style):
     before = b'"delta":{"content":'
     behind = b"}"
 
-    def _opening(self, answer: _Answer, tail: bytes) -> bytes:
+    def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
         said = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         return answer.head + said + tail
 
@@ -164,18 +164,25 @@ class ChatStyle(Style):
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs(self, answer: _Answer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._tokens.chat(logprobs)
 
 
-class CompletionStyle(Style):
+class CompletionResponseWriter(ResponseWriter):
     """/v1/completions. ``prompts`` are the texts that are echoed, one for each prompt; none without an echo."""
 
     kind = event_kind = "text_completion"
     before = b'"text":'
 
     def __init__(
-        self, head: Head, tokens: TokenTexts, *, logprobs: bool, usage_field: bool, prompts: Sequence[str], answers: int
+        self,
+        head: ResponseHead,
+        tokens: TokenTexts,
+        *,
+        logprobs: bool,
+        usage_field: bool,
+        prompts: Sequence[str],
+        answers: int,
     ) -> None:
         super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
         self._prompts = prompts
@@ -193,7 +200,7 @@ class CompletionStyle(Style):
         echoed = self._prompts[index // self._per_prompt] if self._prompts else ""
         return {"text": echoed + text}
 
-    def _logprobs(self, answer: _Answer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         columns, answer.offset = self._tokens.completion(logprobs, answer.offset)
         return columns
 

@@ -127,7 +127,7 @@ class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     web_search_options: Raw = Raw()
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     """A piece of a message's content; only text is taken."""
 
     type: str
@@ -140,11 +140,11 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     video_url: Raw = Raw()
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation; an assistant's may be sent back as it was received."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     annotations: Raw = Raw()
     audio: Raw = Raw()
     function_call: Raw = Raw()

@@ -14,13 +14,13 @@ import time
 MAX_WRITES_PER_S = 12_000
 
 
-class Pace:
+class WritePacer:
     """Of one process: ``with pace`` is one more stream that writes."""
 
     def __init__(self) -> None:
         self.streams = 0
 
-    def __enter__(self) -> Pace:
+    def __enter__(self) -> WritePacer:
         self.streams += 1
         return self
 

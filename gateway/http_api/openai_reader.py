@@ -22,15 +22,15 @@ MAX_WAITING_DELTAS = 256
 # What one write takes of a line that never runs dry.
 MAX_BATCH_DELTAS = 256
 
-Start = Callable[[GenerateRequest], Awaitable[Generation]]
+StartGeneration = Callable[[GenerateRequest], Awaitable[Generation]]
 # Which prompt, and its delta.
-Batch = list[tuple[int, Delta]]
+DeltaBatch = list[tuple[int, Delta]]
 
 
-class Reader:
+class DeltaReader:
     """Starts everything with the first ``read``. ``close`` frees everything, at any time (I8)."""
 
-    def __init__(self, requests: Sequence[GenerateRequest], start: Start) -> None:
+    def __init__(self, requests: Sequence[GenerateRequest], start: StartGeneration) -> None:
         self._requests = requests
         self._start = start
         self._generations: list[Generation] = []
@@ -38,7 +38,7 @@ class Reader:
         self._line: asyncio.Queue[tuple[int, Delta] | PillionError | None] = asyncio.Queue(MAX_WAITING_DELTAS)
         self._running = 0
         # The next deltas, at least one; none at the end. Raises PillionError.
-        self.read: Callable[[], Awaitable[Batch]] = self._read_one if len(requests) == 1 else self._read_several
+        self.read: Callable[[], Awaitable[DeltaBatch]] = self._read_one if len(requests) == 1 else self._read_several
 
     @property
     def fingerprint(self) -> str:
@@ -54,12 +54,12 @@ class Reader:
             sum(one.completion_tokens for one in said),
         )
 
-    async def _read_several(self) -> Batch:
+    async def _read_several(self) -> DeltaBatch:
         if not self._pumps:
             turns = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
             self._running = len(self._requests)
             self._pumps = [asyncio.create_task(self._pump(n, turns)) for n in range(len(self._requests))]
-        batch: Batch = []
+        batch: DeltaBatch = []
         while self._running and not batch:
             batch = self._taken(await self._line.get(), batch)
         while self._line.qsize() and len(batch) < MAX_BATCH_DELTAS:
@@ -73,7 +73,7 @@ class Reader:
         for generation in self._generations:
             generation.cancel()
 
-    async def _read_one(self) -> Batch:
+    async def _read_one(self) -> DeltaBatch:
         if not self._generations:
             self._generations.append(await self._start(self._requests[0]))
         generation = self._generations[0]
@@ -100,7 +100,7 @@ class Reader:
                 log.exception("a prompt of a list failed")
                 await self._line.put(Internal("internal error; the gateway's log says more"))
 
-    def _taken(self, said: tuple[int, Delta] | PillionError | None, batch: Batch) -> Batch:
+    def _taken(self, said: tuple[int, Delta] | PillionError | None, batch: DeltaBatch) -> DeltaBatch:
         if isinstance(said, PillionError):
             raise said
         if said is None:

@@ -13,7 +13,7 @@ from pillion.gateway.http_api.openai_fields import (
     ChatBody,
     CompletionBody,
     Int,
-    Message,
+    MessageBody,
     given,
     parse,
     parse_field,
@@ -47,7 +47,7 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class OpenAIRequest:
     """What a client wants, of either kind.
 
     Attributes:
@@ -72,7 +72,7 @@ class Asked:
         return self.requests[0].sampling.n or 1
 
 
-def completion_request(body: bytes, request_id: str) -> Asked:
+def completion_request(body: bytes, request_id: str) -> OpenAIRequest:
     """POST /v1/completions. Raises ApiError."""
     said = parse(body, CompletionBody)
     if said.echo and said.logprobs is not None:
@@ -89,7 +89,7 @@ def completion_request(body: bytes, request_id: str) -> Asked:
     return _asked(said, requests, COMPLETION_NAMES, echo=bool(said.echo), logprobs=said.logprobs is not None)
 
 
-def chat_request(body: bytes, request_id: str) -> Asked:
+def chat_request(body: bytes, request_id: str) -> OpenAIRequest:
     """POST /v1/chat/completions. Raises ApiError."""
     said = parse(body, ChatBody)
     if said.top_logprobs is not None and not said.logprobs:
@@ -132,7 +132,7 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
     """A conversation. Raises ApiError, for too many messages before they are parsed."""
     if bytes(raw).count(b'"role"') > MAX_MESSAGES:
         raise refused("messages", f"more than {MAX_MESSAGES} messages")
-    messages = parse_field(raw, list[Message], "messages")
+    messages = parse_field(raw, list[MessageBody], "messages")
     if not messages:
         raise refused("messages", "at least one message is needed")
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
@@ -144,7 +144,7 @@ def label(said: str | None, field: str) -> None:
         raise refused(field, f"longer than {MAX_LABEL_CHARS} characters")
 
 
-def _message(message: Message, path: str) -> ChatMessage:
+def _message(message: MessageBody, path: str) -> ChatMessage:
     refuse_undone(message, f"{path}.")
     if message.role in ("tool", "function"):
         raise refused(f"{path}.role", "tools are not supported here", "unsupported_value")
@@ -212,7 +212,7 @@ def _asked(
     *,
     echo: bool,
     logprobs: bool,
-) -> Asked:
+) -> OpenAIRequest:
     label(said.user, "user")
     options = said.stream_options
     if options is not None and not said.stream:
@@ -220,7 +220,7 @@ def _asked(
     if options is not None:
         refuse_undone(options, "stream_options.")
     continuous = options is not None and bool(options.continuous_usage_stats)
-    return Asked(
+    return OpenAIRequest(
         requests=requests,
         names=names,
         stream=bool(said.stream),

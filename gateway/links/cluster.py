@@ -15,7 +15,7 @@ from pillion.gateway.links.fences import Fences
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
-from pillion.gateway.planning.plan_auto import Leanings
+from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.kvstore.index.index import PrefixHit
 from pillion.wire.registry import ComponentRecord
@@ -108,7 +108,7 @@ class Cluster:
         self.index = index
         self.load = OwnLoad()
         self.pace = FetchPace()
-        self.leanings = Leanings()
+        self.sticky_choices = StickyChoices()
         self._demand = Demand()
         self.view = ClusterView(grace_s)
         self._gateway_id = gateway_id

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from pillion.errors import PillionError
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.request.events import Hold
+from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
-from pillion.wire.kvnode import Brought
+from pillion.wire.kvnode import PrefetchReply
 
 log = logging.getLogger("pillion.gateway")
 
@@ -20,9 +19,9 @@ log = logging.getLogger("pillion.gateway")
 MAX_FETCH_S = 5.0
 
 
-async def bring(
-    cluster: Cluster, hold: Hold, hashes: bytes, sources: Sequence[str], here_blocks: int, left_s: float | None
-) -> Brought:
+async def fetch_blocks(
+    cluster: Cluster, hold: TicketHold, hashes: bytes, sources: Sequence[str], here_blocks: int, left_s: float | None
+) -> PrefetchReply:
     """``blocks`` of it: how many of the prompt's first blocks are pinned to the ticket then.
 
     Args:
@@ -43,8 +42,9 @@ async def bring(
         except PillionError as error:
             log.debug("KV node %s fetched nothing: %s", hold.node_id, error.message)
             span.set_attribute("error.type", type(error).__name__)
-            return Brought(here_blocks)
+            return PrefetchReply(blocks=here_blocks)
         cluster.pace.observe(brought.fetched_blocks + brought.restored_blocks, time.monotonic() - begun_s)
         span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
         span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
-    return replace(brought, blocks=max(here_blocks, min(brought.blocks, len(hashes) // HASH_BYTES)))
+    brought.blocks = max(here_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))
+    return brought

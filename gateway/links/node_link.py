@@ -12,8 +12,8 @@ import contextlib
 import logging
 
 from pillion.errors import PillionError, Unavailable
-from pillion.gateway.request.events import Hold
-from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.gateway.request.events import TicketHold
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -30,8 +30,8 @@ class NodeLink:
         self.node_id = record.node_id
         self.address = record.address
         self.client = NodeClient(record.address, gateway_id)
-        self._session: Session | None = None
-        self._releases: list[Hold] = []
+        self._session: NodeSession | None = None
+        self._releases: list[TicketHold] = []
         self._releasing: asyncio.Task[None] | None = None
         self._keeper = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
 
@@ -47,7 +47,7 @@ class NodeLink:
             raise Unavailable(f"KV node {self.node_id} does not answer")
         return self._session.epoch
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: TicketHold) -> None:
         """Lets go of a ticket soon; never fails, never waits."""
         self._releases.append(hold)
         if self._releasing is None or self._releasing.done():
@@ -64,7 +64,7 @@ class NodeLink:
 
     async def _keep_session(self) -> None:
         while True:
-            session: Session | None = None
+            session: NodeSession | None = None
             try:
                 session = await self.client.open_session()
                 self._session = session

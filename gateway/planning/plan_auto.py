@@ -29,7 +29,7 @@ from pillion.gateway.planning.plan_cost import (
 from pillion.wire.registry import ComponentRecord
 
 if TYPE_CHECKING:
-    from pillion.gateway.planning.planner import Picture
+    from pillion.gateway.planning.planner import ClusterSnapshot
 
 # Share of the prompt's own computing time that another way must gain over the last one's kind, and a smaller span over
 # a larger one: what is about equal is left to prefill workers, and decode workers stay free for short prompts.
@@ -73,7 +73,7 @@ class Dial:
     prefill: PrefillSide | None
     decode: DecodeSide
     block_size: int
-    lean: str
+    sticky_choice: str
     fetch_s: float
     hint_blocks: int
     words: str
@@ -108,9 +108,9 @@ class Dial:
     def _leans(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
         """Whether a prefill worker is used, and whether that is so only because the last request did it."""
         better = shared_s < alone_s
-        if not self.lean:
+        if not self.sticky_choice:
             return better, False
-        if self.lean == ON_PREFILL:
+        if self.sticky_choice == ON_PREFILL:
             kept = shared_s <= alone_s + margin_s
             return kept, kept and not better
         kept = alone_s <= shared_s + margin_s
@@ -121,7 +121,7 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkerChoice:
     """``fetched``: whether blocks of other nodes are worth their transfer."""
 
     decode: ComponentRecord
@@ -131,7 +131,7 @@ class Choice:
     dial: Dial
 
 
-class Leanings:
+class StickyChoices:
     """What the last request did, by model and size of what it had to compute. Bounded: sizes count by powers of two,
     and a gateway serves few models."""
 
@@ -159,8 +159,8 @@ class _Way(NamedTuple):
 
 
 def choose(
-    picture: Picture, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
-) -> Choice:
+    snapshot: ClusterSnapshot, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
+) -> WorkerChoice:
     """The way of one attempt.
 
     Args:
@@ -168,32 +168,38 @@ def choose(
         prefills: may be empty.
         nodes: live ones that did not fail this request.
     """
-    models, hits = Models(decodes, prefills), picture.hits
-    weighed = _least(picture, models, decodes)[:MAX_WEIGHED]
-    best = _prefill_sides(picture, models, prefills, weighed)
+    models, hits = Models(decodes, prefills), snapshot.hits
+    weighed = _least(snapshot, models, decodes)[:MAX_WEIGHED]
+    best = _prefill_sides(snapshot, models, prefills, weighed)
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
-    limit = (picture.prompt_tokens - 1) // picture.block_size
-    behind = picture.demand_per_s[0] / len(decodes)
+    limit = (snapshot.prompt_tokens - 1) // snapshot.block_size
+    behind = snapshot.demand_per_s[0] / len(decodes)
     ways = [
-        _way(picture, component, models.of(component), best, min(known, limit), limit, behind) for component in weighed
+        _way(snapshot, component, models.of(component), best, min(known, limit), limit, behind) for component in weighed
     ]
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
-    words = _why(picture, chosen, decodes)
+    words = _why(snapshot, chosen, decodes)
     if min(known, limit) > min(hits.get(chosen.decode.component.node_id, 0), limit):
         words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
-    if not picture.index_available:
+    if not snapshot.index_available:
         words += ", the index is away"
     dial = Dial(
-        chosen.prefill, chosen.decode, picture.block_size, picture.lean, chosen.fetch_s, chosen.cached_blocks, words
+        chosen.prefill,
+        chosen.decode,
+        snapshot.block_size,
+        snapshot.sticky_choice,
+        chosen.fetch_s,
+        chosen.cached_blocks,
+        words,
     )
     prefill = None if chosen.prefill is None else chosen.prefill.component
-    return Choice(chosen.decode.component, prefill, chosen.cached_blocks, chosen.fetched, dial)
+    return WorkerChoice(chosen.decode.component, prefill, chosen.cached_blocks, chosen.fetched, dial)
 
 
-def _why(picture: Picture, chosen: _Way, decodes: list[ComponentRecord]) -> str:
+def _why(snapshot: ClusterSnapshot, chosen: _Way, decodes: list[ComponentRecord]) -> str:
     """Of the decode worker."""
-    hits, component = picture.hits, chosen.decode.component
+    hits, component = snapshot.hits, chosen.decode.component
     if len(decodes) == 1:
         return f"{component.component_id} is the only one"
     rival = max(decodes, key=lambda other: hits.get(other.node_id, 0))
@@ -202,15 +208,15 @@ def _why(picture: Picture, chosen: _Way, decodes: list[ComponentRecord]) -> str:
     return f"{component.component_id} is soonest of {len(decodes)}{passed}"
 
 
-def _least(picture: Picture, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
+def _least(snapshot: ClusterSnapshot, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
     """Those with the least to do before ours would be done, roughly, in seconds; equals in an order of the request's
     own, so that they take turns."""
-    turn = picture.spread % len(components) if components else 0
-    sent, hits, size, streams = picture.own_tokens, picture.hits, picture.block_size, picture.own_load
+    turn = snapshot.spread % len(components) if components else 0
+    sent, hits, size, streams = snapshot.own_tokens, snapshot.hits, snapshot.block_size, snapshot.own_load
     found = []
     for component in components[turn:] + components[:turn]:
         name, said, mine = component.component_id, component.queued_tokens, sent.get(component.component_id, 0)
-        tokens = (said if said > mine else mine) + picture.prompt_tokens - hits.get(component.node_id, 0) * size
+        tokens = (said if said > mine else mine) + snapshot.prompt_tokens - hits.get(component.node_id, 0) * size
         if component.role == "decode":
             tokens += STREAM_TOKENS * max(component.running_requests, streams.get(name, 0))
         found.append((tokens * models.rough_token_s(component), component))
@@ -218,21 +224,21 @@ def _least(picture: Picture, models: Models, components: list[ComponentRecord]) 
 
 
 def _prefill_sides(
-    picture: Picture, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
+    snapshot: ClusterSnapshot, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
 ) -> list[PrefillSide]:
     """The best one of each of the decode workers' nodes, and the best one of all others; the soonest first."""
-    sent, chunk, tokens = picture.own_tokens, picture.chunk_tokens, picture.prompt_tokens
+    sent, chunk, tokens = snapshot.own_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
     near = {component.node_id for component in decodes}
     best: dict[str, ComponentRecord] = {}
-    for component in _least(picture, models, prefills):
+    for component in _least(snapshot, models, prefills):
         best.setdefault(component.node_id if component.node_id in near else "", component)
-    behind = picture.demand_per_s[1] / max(1, len(prefills))
+    behind = snapshot.demand_per_s[1] / max(1, len(prefills))
     sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), behind) for p in best.values()]
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
 def _way(
-    picture: Picture,
+    snapshot: ClusterSnapshot,
     component: ComponentRecord,
     model: StepModel,
     best: list[PrefillSide],
@@ -241,11 +247,11 @@ def _way(
     behind: float,
 ) -> _Way:
     """By this decode worker, with its node's prefill worker or the best one elsewhere."""
-    size, node_id, component_id = picture.block_size, component.node_id, component.component_id
-    block_s = picture.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
-    streams, tokens = picture.own_load.get(component_id, 0), picture.own_tokens.get(component_id, 0)
-    decode = DecodeSide.of(component, model, picture.prompt_tokens, streams, tokens, behind)
-    cached, fetch_s, fetched = min(picture.hits.get(node_id, 0), limit), 0.0, False
+    size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
+    block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
+    streams, tokens = snapshot.own_load.get(component_id, 0), snapshot.own_tokens.get(component_id, 0)
+    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind)
+    cached, fetch_s, fetched = min(snapshot.hits.get(node_id, 0), limit), 0.0, False
     if known > cached:
         taken_s = FETCH_CALL_S + (known - cached) * block_s
         if taken_s < model.span_s(cached * size, known * size, decode.most):
@@ -257,8 +263,8 @@ def _way(
                 chosen = side
             break
         if chosen is None:
-            there = min(picture.hits.get(side.component.node_id, 0), cached)
-            carried = min(limit - cached, picture.chunk_tokens // size) + cached - there
+            there = min(snapshot.hits.get(side.component.node_id, 0), cached)
+            carried = min(limit - cached, snapshot.chunk_tokens // size) + cached - there
             chosen = side._replace(extra_s=2 * FETCH_CALL_S + carried * block_s)
     price_s = way_s(None, decode, cached * size, cached * size, fetch_s)
     if chosen is not None and limit > cached:

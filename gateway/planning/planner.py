@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
-from pillion.errors import ConfigError, Unavailable
+from pillion.config import parse_split_policy
+from pillion.errors import Unavailable
 from pillion.gateway.planning.plan_auto import AutoPolicy, Dial, choose
 from pillion.wire.registry import ComponentRecord
 
@@ -57,25 +58,15 @@ class FractionPolicy:
 
 
 def parse_policy(text: str) -> SplitPolicy:
-    """Reads "auto", "disaggregated", "colocated" or "fraction:x" with x in [0, 1]. Raises ConfigError."""
-    if text == "auto":
+    """The policy that ``--split-policy`` names. Raises ConfigError."""
+    share = parse_split_policy(text)
+    if share is None:
         return AutoPolicy()
-    if text == "disaggregated":
-        return FractionPolicy(text, Fraction(1))
-    if text == "colocated":
-        return FractionPolicy(text, Fraction(0))
-    kind, _, said = text.partition(":")
-    try:
-        share = Fraction(said) if kind == "fraction" else Fraction(-1)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(-1)
-    if not 0 <= share <= 1:
-        raise ConfigError(f"split policy {text!r}: write auto, disaggregated, colocated or fraction:x, x from 0 to 1")
     return FractionPolicy(text, share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ClusterSnapshot:
     """What the planner knows when it decides.
 
     Attributes:
@@ -90,7 +81,7 @@ class Picture:
         fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
         demand_per_s: requests a second to all gateways, and those of them that use prefill workers, about
             (:class:`pillion.gateway.planning.plan_cost.Demand`).
-        lean: what the last request of this size did (:class:`pillion.gateway.planning.plan_auto.Leanings`).
+        lean: what the last request of this size did (:class:`pillion.gateway.planning.plan_auto.StickyChoices`).
         index_available: whether the index could be asked for ``hits``.
         avoid: parts that failed this request before; taken only where there is no other.
         spread: any number that differs from request to request; it settles ties.
@@ -106,7 +97,7 @@ class Picture:
     own_load: Mapping[str, int] = field(default_factory=dict)
     own_tokens: Mapping[str, int] = field(default_factory=dict)
     fetch_block_s: float = 0.0
-    lean: str = ""
+    sticky_choice: str = ""
     demand_per_s: tuple[float, float] = (0.0, 0.0)
     index_available: bool = True
     avoid: frozenset[str] = frozenset()
@@ -114,7 +105,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PrefixSource:
     """A node that probably has the prompt's first ``blocks`` blocks, in its pool or below it."""
 
     node_id: str
@@ -122,7 +113,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Bringing:
+class FetchPlan:
     """What a node should fetch: the prompt's first ``blocks`` blocks, from its lower tiers or ``source_node_ids``."""
 
     blocks: int
@@ -130,7 +121,7 @@ class Bringing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RequestPlan:
     """One attempt's way. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker.
 
     ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
@@ -148,7 +139,7 @@ class Plan:
     split_tokens: int
     chunks: tuple[int, ...]
     reason: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[PrefixSource, ...] = ()
     dial: Dial | None = None
 
     @property
@@ -181,55 +172,55 @@ class Plan:
         return self.prompt_tokens // self.block_size + 1
 
 
-def plan(picture: Picture) -> Plan:
+def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
     """The way of one attempt. Raises Unavailable, naming what is missing."""
-    if isinstance(picture.policy, AutoPolicy):
-        return _plan_auto(picture)
-    decode = _decode_worker(picture)
-    prefill = _prefill_worker(picture, decode.node_id)
-    return replan(_draft(picture, decode, prefill), picture.hits.get(decode.node_id, 0))
+    if isinstance(snapshot.policy, AutoPolicy):
+        return _plan_auto(snapshot)
+    decode = _decode_worker(snapshot)
+    prefill = _prefill_worker(snapshot, decode.node_id)
+    return replan(_draft(snapshot, decode, prefill), snapshot.hits.get(decode.node_id, 0))
 
 
-def _plan_auto(picture: Picture) -> Plan:
-    seated = _seated(picture)
-    least = min(_avoidance(picture, component) for component in seated)
+def _plan_auto(snapshot: ClusterSnapshot) -> RequestPlan:
+    seated = _seated(snapshot)
+    least = min(_avoidance(snapshot, component) for component in seated)
     nodes = (
-        frozenset(component.node_id for component in picture.components if component.role == "kvnode") - picture.avoid
+        frozenset(component.node_id for component in snapshot.components if component.role == "kvnode") - snapshot.avoid
     )
-    usable = [component for component in seated if _avoidance(picture, component) == least]
+    usable = [component for component in seated if _avoidance(snapshot, component) == least]
     # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
     reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
     prefills = [
         component
-        for component in picture.components
-        if component.role == "prefill" and component.node_id in reached and component.component_id not in picture.avoid
+        for component in snapshot.components
+        if component.role == "prefill" and component.node_id in reached and component.component_id not in snapshot.avoid
     ]
-    choice = choose(picture, usable, prefills, nodes)
-    draft = replace(_draft(picture, choice.decode, choice.prefill), dial=choice.dial)
+    choice = choose(snapshot, usable, prefills, nodes)
+    draft = replace(_draft(snapshot, choice.decode, choice.prefill), dial=choice.dial)
     if not choice.fetched:
         # What its own disk has comes up in any case.
         draft = replace(draft, sources=tuple(s for s in draft.sources if s.node_id == draft.node_id))
     return replan(draft, choice.cached_blocks)
 
 
-def _draft(picture: Picture, decode: ComponentRecord, prefill: ComponentRecord | None) -> Plan:
-    return Plan(
+def _draft(snapshot: ClusterSnapshot, decode: ComponentRecord, prefill: ComponentRecord | None) -> RequestPlan:
+    return RequestPlan(
         node_id=decode.node_id,
         prefill=prefill,
         decode=decode,
-        policy=picture.policy,
-        block_size=picture.block_size,
-        chunk_tokens=picture.chunk_tokens,
-        prompt_tokens=picture.prompt_tokens,
+        policy=snapshot.policy,
+        block_size=snapshot.block_size,
+        chunk_tokens=snapshot.chunk_tokens,
+        prompt_tokens=snapshot.prompt_tokens,
         cached_tokens=0,
         split_tokens=0,
         chunks=(),
         reason="",
-        sources=_sources(picture, decode.node_id),
+        sources=_sources(snapshot, decode.node_id),
     )
 
 
-def replan(old: Plan, cached_blocks: int) -> Plan:
+def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
     """The same workers with another number of cached blocks: the ticket's truth instead of the index's hint (I3)."""
     cached = max(0, min(cached_blocks, old.limit_blocks))
     if old.dial is not None:
@@ -255,7 +246,7 @@ def replan(old: Plan, cached_blocks: int) -> Plan:
     )
 
 
-def shorten(old: Plan, end_tokens: int) -> Plan:
+def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
     """The same way where the span ended at ``end_tokens``, before the split: the rest is the decode worker's."""
     split = max(old.cached_blocks, min(end_tokens // old.block_size, old.split_blocks))
     short = (old.split_blocks - split) * old.block_size
@@ -267,91 +258,93 @@ def shorten(old: Plan, end_tokens: int) -> Plan:
     )
 
 
-def chunks_between(plan: Plan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
+def chunks_between(plan: RequestPlan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
     """Full chunks and a rest, in tokens; every one a multiple of the block size."""
     size = max(plan.block_size, plan.chunk_tokens - plan.chunk_tokens % plan.block_size)
     whole, rest = divmod((end_blocks - start_blocks) * plan.block_size, size)
     return (size,) * whole + ((rest,) if rest else ())
 
 
-def bringing(sources: Sequence[Source], node_id: str, here_blocks: int, limit_blocks: int) -> Bringing | None:
+def plan_fetch(sources: Sequence[PrefixSource], node_id: str, here_blocks: int, limit_blocks: int) -> FetchPlan | None:
     """What ``node_id`` should fetch of a prompt's first ``limit_blocks`` blocks; None where that is not worth it.
     ``here_blocks`` are pinned there. ``sources`` may name the node itself: what its disk has is known, not pinned."""
     known = min(limit_blocks, max((source.blocks for source in sources), default=0))
     if known - here_blocks < MIN_FETCH_BLOCKS:
         return None
     others = [source.node_id for source in sources if source.node_id != node_id and source.blocks > here_blocks]
-    return Bringing(known, tuple(others[:MAX_FETCH_SOURCES]))
+    return FetchPlan(known, tuple(others[:MAX_FETCH_SOURCES]))
 
 
-def _seated(picture: Picture) -> list[ComponentRecord]:
+def _seated(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
     """Decode workers whose node lives. Raises Unavailable."""
-    nodes = {component.node_id for component in picture.components if component.role == "kvnode"}
-    workers = [component for component in picture.components if component.role == "decode"]
+    nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"}
+    workers = [component for component in snapshot.components if component.role == "decode"]
     if not workers:
-        raise Unavailable(f"no decode worker of model {picture.model!r} lives")
+        raise Unavailable(f"no decode worker of model {snapshot.model!r} lives")
     seated = [worker for worker in workers if worker.node_id in nodes]
     if not seated:
         missing = ", ".join(sorted({worker.node_id for worker in workers}))
-        raise Unavailable(f"no KV node lives for the decode workers of model {picture.model!r}: {missing} is missing")
+        raise Unavailable(f"no KV node lives for the decode workers of model {snapshot.model!r}: {missing} is missing")
     return seated
 
 
-def _avoidance(picture: Picture, component: ComponentRecord) -> tuple[bool, bool]:
+def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[bool, bool]:
     """Smaller is better: whether the part, and whether its node, failed this request before."""
-    return component.component_id in picture.avoid, component.node_id in picture.avoid
+    return component.component_id in snapshot.avoid, component.node_id in snapshot.avoid
 
 
-def _decode_worker(picture: Picture) -> ComponentRecord:
+def _decode_worker(snapshot: ClusterSnapshot) -> ComponentRecord:
     """On the node with the longest hit; there, and among equals, the least loaded."""
-    seated = _seated(picture)
+    seated = _seated(snapshot)
 
     def rank(component: ComponentRecord) -> tuple[tuple[bool, bool], int, int]:
-        return _avoidance(picture, component), -picture.hits.get(component.node_id, 0), _load(picture, component)
+        return _avoidance(snapshot, component), -snapshot.hits.get(component.node_id, 0), _load(snapshot, component)
 
     best = min(rank(component) for component in seated)
-    return _pick([component for component in seated if rank(component) == best], picture.spread)
+    return _pick([component for component in seated if rank(component) == best], snapshot.spread)
 
 
-def _prefill_worker(picture: Picture, node_id: str) -> ComponentRecord | None:
+def _prefill_worker(snapshot: ClusterSnapshot, node_id: str) -> ComponentRecord | None:
     """The least loaded one on the node, or else of all other nodes; None where there is none, or where all that live
     have failed this request."""
-    nodes = {component.node_id for component in picture.components if component.role == "kvnode"} - picture.avoid | {
+    nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"} - snapshot.avoid | {
         node_id
     }
     usable = [
         component
-        for component in picture.components
-        if component.role == "prefill" and component.node_id in nodes and component.component_id not in picture.avoid
+        for component in snapshot.components
+        if component.role == "prefill" and component.node_id in nodes and component.component_id not in snapshot.avoid
     ]
     workers = [component for component in usable if component.node_id == node_id] or usable
     if not workers:
         return None
-    least = min(_load(picture, component) for component in workers)
-    return _pick([component for component in workers if _load(picture, component) == least], picture.spread)
+    least = min(_load(snapshot, component) for component in workers)
+    return _pick([component for component in workers if _load(snapshot, component) == least], snapshot.spread)
 
 
-def _sources(picture: Picture, node_id: str) -> tuple[Source, ...]:
+def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...]:
     """Live nodes with a hit, the longest first; equals in an order of the request's own, so that they share the load.
     The node itself is always among them: what its disk has is part of its hit."""
-    nodes = {component.node_id for component in picture.components if component.role == "kvnode"} - picture.avoid | {
+    nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"} - snapshot.avoid | {
         node_id
     }
-    known = [Source(name, blocks) for name, blocks in sorted(picture.hits.items()) if blocks > 0 and name in nodes]
-    start = picture.spread % len(known) if known else 0
+    known = [
+        PrefixSource(name, blocks) for name, blocks in sorted(snapshot.hits.items()) if blocks > 0 and name in nodes
+    ]
+    start = snapshot.spread % len(known) if known else 0
     ranked = sorted(known[start:] + known[:start], key=lambda source: -source.blocks)
     others = [source for source in ranked if source.node_id != node_id][:MAX_FETCH_SOURCES]
     return tuple(source for source in ranked if source.node_id == node_id or source in others)
 
 
-def _load(picture: Picture, component: ComponentRecord) -> int:
+def _load(snapshot: ClusterSnapshot, component: ComponentRecord) -> int:
     """Tokens before a prefill worker, streams on a decode worker: the heartbeat's word or ours, the larger."""
     said = (
         component.waiting_tokens
         if component.role == "prefill"
         else component.running_requests + component.waiting_requests
     )
-    return max(said, picture.own_load.get(component.component_id, 0))
+    return max(said, snapshot.own_load.get(component.component_id, 0))
 
 
 def _pick(equals: Sequence[ComponentRecord], spread: int) -> ComponentRecord:

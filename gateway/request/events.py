@@ -1,7 +1,7 @@
-"""What happens to a request and what is to be done for it: the two vocabularies of
-:mod:`pillion.gateway.request.request_machine`.
+"""The events and actions of :mod:`pillion.gateway.request.request_machine`.
 
-Tokens and Emit, which are made for every token, are plain tuples with names: those are made much faster.
+An event's name is a noun and what happened to it (TicketGranted), an action's begins with a verb (OpenTicket).
+TokensSampled and Emit are made for every token and are named tuples, which Python creates faster than dataclasses.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pillion.errors import PillionError
-from pillion.gateway.planning.planner import Bringing, Plan
+from pillion.gateway.planning.planner import FetchPlan, RequestPlan
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
 from pillion.wire.prefill import ChunkAck
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class TicketHold:
     """The gateway's hold on a ticket: at which node, under which session's epoch."""
 
     node_id: str
@@ -29,16 +29,16 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """The planner has decided."""
+class PlanMade:
+    """The planner has made a plan."""
 
     attempt: int
-    plan: Plan
+    plan: RequestPlan
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFailed:
-    """Nothing could be planned, for instance because no worker lives."""
+    """No plan could be made, for instance because no worker lives."""
 
     attempt: int
     error: PillionError
@@ -49,7 +49,7 @@ class TicketGranted:
     """The node has pinned ``pinned_blocks`` and reserved the rest (I3)."""
 
     attempt: int
-    hold: Hold
+    hold: TicketHold
     pinned_blocks: int
 
 
@@ -63,8 +63,8 @@ class TicketLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """The node has done what it could: ``blocks`` blocks of the prompt are pinned now."""
+class BlocksFetched:
+    """The fetch is over: the first ``blocks`` blocks of the prompt are pinned now."""
 
     attempt: int
     blocks: int
@@ -80,8 +80,8 @@ class ChunkAcked:
 
 @dataclass(frozen=True, slots=True)
 class SpanEnded:
-    """The prefill call ended well. Everything before ``end_tokens`` is under the ticket; before the split, it is
-    because not all could be brought to the decode worker's node."""
+    """The prefill call ended well. Everything before ``end_tokens`` is under the ticket. That is less than the split
+    where not all blocks could be fetched to the decode worker's node."""
 
     attempt: int
     end_tokens: int
@@ -97,15 +97,15 @@ class SpanLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class TicketAdopted:
     """The decode worker holds the ticket itself now."""
 
     attempt: int
 
 
-class Tokens(NamedTuple):
-    """The decode worker sampled these, in order. ``timings`` come with the first ones, ``logprobs`` are one for each
-    token where they were asked for."""
+class TokensSampled(NamedTuple):
+    """The decode worker sampled ``token_ids``, in order. ``timings`` come with the first tokens; ``logprobs`` has one
+    entry for each token where the client asked for them."""
 
     attempt: int
     token_ids: tuple[int, ...]
@@ -132,41 +132,41 @@ class DecodeLost:
 
 
 @dataclass(frozen=True, slots=True)
-class WentSilent:
-    """Nothing was heard of the attempt for the longest time that is allowed."""
+class AttemptSilent:
+    """No event of the attempt has come for the longest time that is allowed."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class StopHit:
+class StopStringFound:
     """The text has reached a stop string; the answer is its first ``kept_tokens`` tokens."""
 
     kept_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """To an answer that follows: the first answer's submit, of this attempt and plan, begins its stream too."""
+class LeaderSubmitted:
+    """The leader's submit, of this attempt and plan, begins the follower's stream too."""
 
     attempt: int
-    plan: Plan
+    plan: RequestPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Unjoined:
-    """To an answer that follows: that submit came to nothing, and the first answer is at this attempt now."""
+class LeaderRetried:
+    """The leader's submit came to nothing, and the leader is at this attempt now."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
-    """To an answer that follows: the first answer has a token, so from here on it stands for itself."""
+class LeaderStarted:
+    """The leader has a token: from now on the follower is handled by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class RequestCancelled:
     """The client went away."""
 
 
@@ -176,24 +176,24 @@ class DeadlinePassed:
 
 
 Event = (
-    Planned
+    PlanMade
     | PlanFailed
     | TicketGranted
     | TicketLost
-    | Fetched
+    | BlocksFetched
     | ChunkAcked
     | SpanEnded
     | SpanLost
-    | Adopted
-    | Tokens
+    | TicketAdopted
+    | TokensSampled
     | DecodeFinished
     | DecodeLost
-    | WentSilent
-    | StopHit
-    | Joined
-    | Unjoined
-    | Parted
-    | Cancelled
+    | AttemptSilent
+    | StopStringFound
+    | LeaderSubmitted
+    | LeaderRetried
+    | LeaderStarted
+    | RequestCancelled
     | DeadlinePassed
 )
 
@@ -203,7 +203,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """After ``after_ms``: hash ``token_ids``, ask the index, plan. Answer: Planned or PlanFailed."""
+    """After ``after_ms``: hash ``token_ids``, ask the index, plan. Answer: PlanMade or PlanFailed."""
 
     attempt: int
     token_ids: tuple[int, ...]
@@ -216,17 +216,17 @@ class OpenTicket:
     """Pin and reserve at the plan's node. Answer: TicketGranted or TicketLost."""
 
     attempt: int
-    plan: Plan
+    plan: RequestPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Let the ticket's node bring what it lacks. Answer: Fetched, whatever happens (I1)."""
+    """Let the ticket's node fetch the blocks that it lacks. Answer: BlocksFetched, whatever happens (I1)."""
 
     attempt: int
-    plan: Plan
-    hold: Hold
-    wanted: Bringing
+    plan: RequestPlan
+    hold: TicketHold
+    wanted: FetchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,23 +234,24 @@ class RunSpan:
     """Send cached..split to the prefill worker. Answer: ChunkAcked each, then SpanEnded; or SpanLost."""
 
     attempt: int
-    plan: Plan
-    hold: Hold
+    plan: RequestPlan
+    hold: TicketHold
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitDecode:
-    """Send the prompt tail to the decode worker. Answer: Adopted, Tokens, then DecodeFinished; or DecodeLost.
+    """Send the prompt tail to the decode worker. Answer: TicketAdopted, TokensSampled, then DecodeFinished;
+    or DecodeLost.
 
-    ``awaited_blocks``: so many a RunSpan of the same moment commits; the worker waits for them at the node.
-
-    ``forks`` are the indexes of the answers that begin with it; they hear of their own streams.
+    Attributes:
+        awaited_blocks: blocks that a RunSpan sent at the same time commits; the worker waits for them at the node.
+        forks: indexes of the answers whose streams begin with this submit.
     """
 
     attempt: int
-    plan: Plan
-    hold: Hold
+    plan: RequestPlan
+    hold: TicketHold
     token_ids: tuple[int, ...]
     awaited_blocks: int = 0
     forks: tuple[int, ...] = ()
@@ -272,13 +273,13 @@ class CancelDecode:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTicket:
-    """Let go of a ticket."""
+    """Release a ticket."""
 
-    hold: Hold
+    hold: TicketHold
 
 
 class Emit(NamedTuple):
-    """These tokens are the answer's next ones, with a log probability each or none."""
+    """Give the client the answer's next tokens, with one log probability each or with none."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from pillion.gateway.planning.planner import SplitPolicy
-from pillion.gateway.request.validation import Resolved
+from pillion.gateway.request.validation import ResolvedSampling
 from pillion.kvstore.hashing import HASH_BYTES
 
 
@@ -22,7 +22,7 @@ class Job:
     model: str
     fingerprint: str
     prompt: tuple[int, ...]
-    resolved: Resolved
+    resolved: ResolvedSampling
     cache_salt: str
     policy: SplitPolicy
     chunk_tokens: int
@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class BlockHashChain:
     """Hashes of an attempt's whole blocks, 32 bytes each; ``root`` is the parent of the first."""
 
     root: bytes = b""

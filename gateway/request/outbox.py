@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pillion.errors import PillionError
-from pillion.gateway.request.choices import best
-from pillion.gateway.tokens.answer import Piece
+from pillion.gateway.request.choices import rank_answers
+from pillion.gateway.tokens.answer_text import AnswerDelta
 from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 
@@ -57,7 +57,7 @@ class Outbox:
         """Whether everything has been taken."""
         return self._over
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: AnswerDelta) -> None:
         """More of an answer."""
         box = self._boxes[index]
         box.texts.append(piece.text)
@@ -78,7 +78,7 @@ class Outbox:
         """The end of the request, right after the last ``finish``."""
         self._last = (usage, timings)
         if self._ranks:
-            chosen = best([box.logprobs for box in self._boxes], self._given)
+            chosen = rank_answers([box.logprobs for box in self._boxes], self._given)
             self._boxes = [self._boxes[index] for index in chosen]
             self._pending.extend(range(len(chosen)))
 

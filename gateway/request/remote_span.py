@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 from pillion.errors import DeadlineExceeded, Overloaded, Unavailable
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.links.fetching import bring
-from pillion.gateway.planning.planner import Source, bringing, chunks_between
+from pillion.gateway.links.fetching import fetch_blocks
+from pillion.gateway.planning.planner import PrefixSource, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.events import Hold
-from pillion.gateway.request.job import Chain, Job
+from pillion.gateway.request.events import TicketHold
+from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.observability import telemetry
 from pillion.wire.prefill import ChunkAck, Span
 from pillion.wire.registry import ComponentRecord
@@ -31,7 +31,7 @@ from pillion.wire.registry import ComponentRecord
 MAX_REMOTE_ADMISSION_WAIT_S = 2.0
 
 
-def span_of(job: Job, chain: Chain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> Span:
+def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> Span:
     """What a prefill worker is sent: from ``start_blocks``, which its ticket has, to the split."""
     plan = action.plan
     start_tokens = start_blocks * plan.block_size
@@ -59,7 +59,7 @@ class RemoteSpan:
         self,
         cluster: Cluster,
         job: Job,
-        chain: Chain,
+        chain: BlockHashChain,
         action: ev.RunSpan,
         worker: ComponentRecord,
         on_chunk: Callable[[ChunkAck], None],
@@ -93,7 +93,7 @@ class RemoteSpan:
                     self._cluster.node(hold.node_id).release(hold)
         return self._here * self._action.plan.block_size
 
-    async def _open_ticket(self) -> tuple[Hold, int] | None:
+    async def _open_ticket(self) -> tuple[TicketHold, int] | None:
         """At the prefill worker's node; None while memory is short there."""
         job, split, left_s = self._job, self._action.plan.split_blocks, self._job.left_s()
         wait_s = MAX_REMOTE_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_REMOTE_ADMISSION_WAIT_S)
@@ -113,9 +113,9 @@ class RemoteSpan:
             except (Overloaded, DeadlineExceeded):
                 return None
             span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
-        return Hold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
+        return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
 
-    async def _run(self, hold: Hold, pinned_blocks: int) -> None:
+    async def _run(self, hold: TicketHold, pinned_blocks: int) -> None:
         self._there = await self._lend_prefix(hold, pinned_blocks)
         computing = asyncio.create_task(self._compute(hold), name=f"span of {self._job.request_id}")
         computing.add_done_callback(lambda _: self._news.set())
@@ -125,23 +125,23 @@ class RemoteSpan:
             computing.cancel()
             await asyncio.gather(computing, return_exceptions=True)
 
-    async def _lend_prefix(self, hold: Hold, pinned_blocks: int) -> int:
+    async def _lend_prefix(self, hold: TicketHold, pinned_blocks: int) -> int:
         """Blocks that the span begins behind: what the node lacks comes from the decode worker's node, or others."""
         plan = self._action.plan
         others = [source for source in plan.sources if source.node_id != plan.node_id]
-        sources = sorted([Source(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
-        wanted = bringing(sources, hold.node_id, pinned_blocks, plan.split_blocks)
+        sources = sorted([PrefixSource(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
+        wanted = plan_fetch(sources, hold.node_id, pinned_blocks, plan.split_blocks)
         if wanted is None:
             return pinned_blocks
         hashes = self._chain.first(wanted.blocks)
         names, left_s = wanted.source_node_ids, self._job.left_s()
-        return (await bring(self._cluster, hold, hashes, names, pinned_blocks, left_s)).blocks
+        return (await fetch_blocks(self._cluster, hold, hashes, names, pinned_blocks, left_s)).blocks
 
-    async def _compute(self, hold: Hold) -> None:
+    async def _compute(self, hold: TicketHold) -> None:
         plan = self._action.plan
         if self._there >= plan.split_blocks:
             return
-        span = span_of(self._job, self._chain, self._action, hold.ticket_id, self._there)
+        span = make_span(self._job, self._chain, self._action, hold.ticket_id, self._there)
         async for ack in self._cluster.prefill(self._worker.component_id).run_span(span, self._job.left_s()):
             self._acked.append(ack)
             self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
@@ -166,7 +166,7 @@ class RemoteSpan:
         action, before = self._action, self._here
         hashes = self._chain.first(self._there)
         sources, left_s = (self._worker.node_id,), self._job.left_s()
-        self._here = (await bring(self._cluster, action.hold, hashes, sources, before, left_s)).blocks
+        self._here = (await fetch_blocks(self._cluster, action.hold, hashes, sources, before, left_s)).blocks
         while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
             self._on_chunk(self._acked.popleft())
         return self._here > before

@@ -1,41 +1,40 @@
 """The life of one answer to a request (I9): events and a clock in, actions out. Most requests have one answer.
 
-                   +--------------------- attempt + 1, tokens = prompt + emitted ---------------------+
-                   v                                                       SpanEnded, or the stream   |
-    start --> PLANNING --Planned--> PINNING --TicketGranted--> PREFILLING --speaks first-> DECODING   |
-                 |  ^                |  |                      ^    |                     |  |        |
-                 |  | no part lives  |  +--> FETCHING --Fetched+    |                     |  |        |
-                 |  |                |  others know more            |                     |  |        |
-                 +--+ yet (bounded)  | TicketLost          SpanLost |          DecodeLost |  |        |
-                                     +------------------------------+---------------------+--|--------+
-                                                                                             |
-                    DecodeFinished, StopHit --> Finish --+                                   |
-    any state:      Cancelled, DeadlinePassed,           +--> DONE <-------------------------+
-                    attempts used up --> Fail -----------+
+                 +------------------- attempt + 1, tokens = prompt + emitted -------------------+
+                 v                                                     SpanEnded, or the stream |
+    start -> PLANNING -PlanMade-> PINNING -TicketGranted-> PREFILLING -speaks first-> DECODING  |
+               |  ^                |  |                       ^   |                    |  |     |
+               |  | no worker      |  +-> FETCHING            |   |                    |  |     |
+               |  | lives yet      |        +--BlocksFetched--+   |                    |  |     |
+               +--+ (bounded)      | TicketLost          SpanLost |         DecodeLost |  |     |
+                                   +------------------------------+--------------------+--|-----+
+                                                                                          |
+                  DecodeFinished, StopStringFound -> Finish -+                            |
+    any state:    RequestCancelled, DeadlinePassed,          +--> DONE <------------------+
+                  attempts used up -> Fail ------------------+
 
     each further answer, to a request that wants several:
-    start --> FOLLOWING --own Tokens, or Parted--> DECODING, and on as above
-                |   ^   --Parted, but its stream is lost already--> PLANNING, attempt + 1
-                +---+ Joined, Unjoined: the first answer's attempts, until it has a token
+    start -> FOLLOWING -own TokensSampled, or LeaderStarted-> DECODING, and on as above
+               |   ^   -LeaderStarted, but its stream is lost already-> PLANNING, attempt + 1
+               +---+ LeaderSubmitted, LeaderRetried: the first answer's attempts, until it has a token
 
-A further answer (:mod:`pillion.gateway.request.choices`) has no ticket and no work of its own as long as it follows:
-its stream begins
-with the first answer's submit, and a loss before the first token is the first answer's business. From then on it is
-replayed like any other, with attempts of its own.
+A further answer (:mod:`pillion.gateway.request.choices`) has no ticket and no work of its own while it follows the
+first one, the leader: its stream begins with the leader's submit, and a loss before the leader's first token is the
+leader's to handle. From then on it is replayed like any other answer, with attempts of its own.
 
-Where the index knows more of the prompt than the ticket has pinned, on whatever node, that is fetched first. A fetch
-never fails: it brings less, and what is missing is computed (I1). So does a span that ends early, for its blocks may
-have to come from another node: the rest is the decode worker's.
+FETCHING is entered where the index knows more of the prompt than the ticket has pinned, on whatever node. A fetch never
+fails: it brings less, and what is missing is computed (I1). A span that ends early does not fail the attempt either:
+the decode worker computes the rest.
 
 A span on the decode worker's own node is sent together with the submit: the decode worker waits at the node for the
 span's last block, so no message of the gateway stands between the two. Its stream may then speak before the span's last
-acknowledgement has arrived, which says that all chunks are there. A span of another node is over before the submit,
+acknowledgement has arrived, which shows that all chunks are there. A span of another node is over before the submit,
 for its blocks may fall short.
 
-A plan without chunks skips PREFILLING. An attempt is named by its number, and what an older
-attempt still says is dropped (I6), except a ticket: whenever one arrives that is not wanted any more, it is released.
-The ticket is released when the decode worker says that it holds it itself, or when the attempt ends before that;
-leaving an attempt stops its work and cancels its stream (I8). Every request has exactly one terminal action.
+A plan without chunks skips PREFILLING. An attempt is named by its number, and events of an older attempt are dropped
+(I6), except a ticket: one that arrives and is not wanted any more is released. The ticket is released when the decode
+worker reports that it holds it itself, or when the attempt ends before that. Leaving an attempt stops its work and
+cancels its stream (I8). Every request has exactly one terminal action.
 """
 
 from __future__ import annotations
@@ -43,22 +42,23 @@ from __future__ import annotations
 from enum import Enum
 
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
-from pillion.gateway.planning.planner import Plan, bringing, replan, shorten
+from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, shorten
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.events import Action, Event, Hold
+from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
 from pillion.wire.decode import DecodeTimings
 
-# Before the second, third... attempt. A part that was lost is out of the plan at once; the pause is for the rest.
+# Delay before the second attempt; each further one waits four times as long. The planner leaves a lost component out
+# at once, the pause is for what has not been noticed yet.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
-# How long a request that was under way waits for a lost part to come back, and how often it looks.
-MAX_PART_WAIT_S = 30.0
-PART_POLL_MS = 100
+# How long a request that was under way waits for a lost component to come back, and how often it looks.
+MAX_COMPONENT_WAIT_S = 30.0
+COMPONENT_POLL_MS = 100
 
 
-class State(Enum):
-    """Where a request is."""
+class RequestState(Enum):
+    """The states of the lifecycle above."""
 
     FOLLOWING = "following"
     PLANNING = "planning"
@@ -72,7 +72,7 @@ class State(Enum):
 class RequestMachine:
     """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds.
 
-    One that ``follows`` is told of the first answer's fate by Joined, Unjoined and Parted.
+    A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class RequestMachine:
         follows: bool = False,
     ) -> None:
         self.prompt = prompt
-        self.state = State.FOLLOWING if follows else State.PLANNING
+        self.state = RequestState.FOLLOWING if follows else RequestState.PLANNING
         self.attempt = 1
         self.emitted: list[int] = []
-        self.plan: Plan | None = None
-        self.hold: Hold | None = None
+        self.plan: RequestPlan | None = None
+        self.hold: TicketHold | None = None
         self._max_tokens = max_tokens
         self._stop_ids = stop_token_ids
         self._max_attempts = max_attempts
@@ -99,121 +99,121 @@ class RequestMachine:
         self._span_open = False
         self._stream_open = False
         self._lost: ev.DecodeLost | None = None
-        self._log = _Log(arrived)
+        self._timeline = _Timeline(arrived)
 
     def start(self) -> list[Action]:
-        """The first look-up, unless another answer makes it."""
-        return [] if self.state is State.FOLLOWING else [self._look_up(0)]
+        """The first look-up. A follower begins with none."""
+        return [] if self.state is RequestState.FOLLOWING else [self._look_up(0)]
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about it, in order. Nothing is an answer too: late and foreign events are normal."""
-        if isinstance(event, ev.Tokens) and self.state is State.DECODING:
-            # Nearly all events are these, so they are asked for first.
+        """The actions that ``event`` calls for, in order; none for one that comes late or belongs to another state."""
+        if isinstance(event, ev.TokensSampled) and self.state is RequestState.DECODING:
+            # Nearly all events are these, so they are tested first.
             return self._decoding(event, now) if event.attempt == self.attempt else []
         match event:
             case ev.TicketGranted():
                 return self._granted(event, now)
-            case _ if self.state is State.DONE:
+            case _ if self.state is RequestState.DONE:
                 return []
-            case ev.Cancelled():
+            case ev.RequestCancelled():
                 return self._end(ev.Fail(Cancelled("the client went away")), now)
             case ev.DeadlinePassed():
                 return self._end(ev.Fail(DeadlineExceeded("the request's deadline passed")), now)
-            case ev.StopHit():
+            case ev.StopStringFound():
                 del self.emitted[event.kept_tokens :]
                 return self._end(ev.Finish(FinishReason.STOP), now)
-            case ev.DecodeFinished() | ev.DecodeLost() if self.state is State.DECODING:
+            case ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.DECODING:
                 return self._decoding(event, now) if event.attempt == self.attempt else []
-            case ev.Joined() | ev.Unjoined() | ev.Parted():
-                return self._follow(event, now) if self.state is State.FOLLOWING else []
+            case ev.LeaderSubmitted() | ev.LeaderRetried() | ev.LeaderStarted():
+                return self._follow(event, now) if self.state is RequestState.FOLLOWING else []
             case _ if event.attempt != self.attempt:
                 return []
-            case ev.Tokens() | ev.DecodeFinished() | ev.DecodeLost() if self.state is State.FOLLOWING:
+            case ev.TokensSampled() | ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.FOLLOWING:
                 return self._following(event, now)
-            case ev.Planned() | ev.PlanFailed() if self.state is State.PLANNING:
+            case ev.PlanMade() | ev.PlanFailed() if self.state is RequestState.PLANNING:
                 return self._planned(event, now)
-            case ev.TicketLost() if self.state is State.PINNING:
+            case ev.TicketLost() if self.state is RequestState.PINNING:
                 self._avoid |= {self._plan().node_id}
                 return self._retry_or_fail(event.error, event.retryable, now)
-            case ev.Fetched() if self.state is State.FETCHING:
+            case ev.BlocksFetched() if self.state is RequestState.FETCHING:
                 return self._go_on(event.blocks, now)
             case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self._span_open:
                 return self._prefilling(event, now)
-            case ev.Tokens() | ev.DecodeFinished() | ev.Adopted() if self.state is State.PREFILLING:
-                self._log.complete(self._plan(), self._prompt_limit(), now)
-                self.state = State.DECODING
+            case ev.TokensSampled() | ev.DecodeFinished() | ev.TicketAdopted() if self.state is RequestState.PREFILLING:
+                self._timeline.complete(self._plan(), self._prompt_limit(), now)
+                self.state = RequestState.DECODING
                 return self.handle(event, now)
-            case ev.DecodeLost() if self.state is State.PREFILLING:
+            case ev.DecodeLost() if self.state is RequestState.PREFILLING:
                 return self._decoding(event, now)
-            case ev.Adopted() if self.state is State.DECODING:
-                return self._let_go()
-            case ev.WentSilent():
+            case ev.TicketAdopted() if self.state is RequestState.DECODING:
+                return self._release_ticket()
+            case ev.AttemptSilent():
                 return self._silent(now)
         return []
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(len(self.prompt), self._log.cached_tokens, len(self.emitted))
+        return Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
 
     def timings(self, now: float) -> Timings:
-        """Where the prompt and the time went so far; the three parts add up to the prompt."""
-        return self._log.timings(len(self.prompt), self.plan, self.attempt, now)
+        """Where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
+        return self._timeline.timings(len(self.prompt), self.plan, self.attempt, now)
 
     # ---- one state each -----------------------------------------------------------------------------------------
 
-    def _follow(self, event: ev.Joined | ev.Unjoined | ev.Parted, now: float) -> list[Action]:
-        if isinstance(event, ev.Parted):
-            self.state = State.DECODING
+    def _follow(self, event: ev.LeaderSubmitted | ev.LeaderRetried | ev.LeaderStarted, now: float) -> list[Action]:
+        if isinstance(event, ev.LeaderStarted):
+            self.state = RequestState.DECODING
             return [] if self._lost is None else self._decoding(self._lost, now)
         cancel: list[Action] = [] if self.plan is None else [ev.CancelDecode(self.attempt)]
         self.attempt, self._lost = event.attempt, None
-        self.plan = event.plan if isinstance(event, ev.Joined) else None
+        self.plan = event.plan if isinstance(event, ev.LeaderSubmitted) else None
         return cancel
 
-    def _following(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
+    def _following(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if self.plan is None:
             # No stream has begun.
             return []
         if isinstance(event, ev.DecodeLost):
-            # Whether that is a loss of our own or the first answer's, which is tried again, is told by what comes next.
+            # The next event shows whether this stream alone is lost, or the leader's too, which is then tried again.
             self._lost = event
             return []
-        self.state = State.DECODING
+        self.state = RequestState.DECODING
         return self._decoding(event, now)
 
-    def _planned(self, event: ev.Planned | ev.PlanFailed, now: float) -> list[Action]:
+    def _planned(self, event: ev.PlanMade | ev.PlanFailed, now: float) -> list[Action]:
         if isinstance(event, ev.PlanFailed):
             if isinstance(event.error, Unavailable) and now < self._component_wait_until:
-                # The request was under way when a part was lost: a supervisor may be bringing it back.
-                return [self._look_up(PART_POLL_MS)]
+                # The request was under way when a component was lost: a supervisor may be bringing it back.
+                return [self._look_up(COMPONENT_POLL_MS)]
             return self._end(ev.Fail(event.error), now)
         self.plan = event.plan
-        self.state = State.PINNING
+        self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan)]
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
-        if event.attempt != self.attempt or self.state is not State.PINNING:
+        if event.attempt != self.attempt or self.state is not RequestState.PINNING:
             return [ev.ReleaseTicket(event.hold)]
         self.hold = event.hold
         self.plan = replan(self._plan(), event.pinned_blocks)
-        self._log.admit(now)
+        self._timeline.admit(now)
         pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
-        wanted = bringing(self.plan.sources, self.plan.node_id, pinned, limit)
+        wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit)
         if wanted is None:
             return self._go_on(pinned, now)
-        self.state = State.FETCHING
+        self.state = RequestState.FETCHING
         return [ev.Fetch(self.attempt, self.plan, event.hold, wanted)]
 
     def _go_on(self, blocks: int, now: float) -> list[Action]:
-        """With what is there now: at least what was pinned."""
+        """Goes on with the first ``blocks`` blocks of the prompt, or those that were pinned where they are more."""
         assert self.hold is not None
         self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
-        self._log.find(self.plan)
+        self._timeline.find(self.plan)
         if not self.plan.chunks:
-            self.state = State.DECODING
+            self.state = RequestState.DECODING
             return [self._submit()]
-        self.state = State.PREFILLING
-        self._log.send_span(now)
+        self.state = RequestState.PREFILLING
+        self._timeline.send_span(now)
         self._span_open = True
         run_span = ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())
         if self.plan.remote:
@@ -223,18 +223,18 @@ class RequestMachine:
     def _prefilling(self, event: ev.ChunkAcked | ev.SpanEnded | ev.SpanLost, now: float) -> list[Action]:
         plan, limit = self._plan(), self._prompt_limit()
         self._span_open = isinstance(event, ev.ChunkAcked)
-        if self.state is not State.PREFILLING:
-            # The stream has spoken, so every chunk is there, whatever became of the call.
+        if self.state is not RequestState.PREFILLING:
+            # The stream has begun, so every chunk is there, whatever became of the call.
             return []
         if isinstance(event, ev.ChunkAcked):
-            self._log.ack(min(event.ack.end_tokens, limit), now)
+            self._timeline.ack(min(event.ack.end_tokens, limit), now)
             return []
         if isinstance(event, ev.SpanEnded) and self._stream_open and event.end_tokens < plan.split_tokens:
             # The decode worker waits for blocks that nobody computes any more.
             event = ev.SpanLost(event.attempt, Unavailable("the span ended early"), retryable=True)
         if isinstance(event, ev.SpanEnded):
-            self._log.reach(min(event.end_tokens, limit))
-            self.state = State.DECODING
+            self._timeline.reach(min(event.end_tokens, limit))
+            self.state = RequestState.DECODING
             if self._stream_open:
                 return []
             self.plan = shorten(plan, event.end_tokens)
@@ -243,19 +243,19 @@ class RequestMachine:
             self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event.error, event.retryable, now)
 
-    def _decoding(self, event: ev.Tokens | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
-        if isinstance(event, ev.Tokens):
-            self._log.decode = event.timings or self._log.decode
+    def _decoding(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
+        if isinstance(event, ev.TokensSampled):
+            self._timeline.decode = event.timings or self._timeline.decode
             left = self._max_tokens - len(self.emitted)
             ids = event.token_ids[:left]
             if not ids:
                 return []
             self.emitted.extend(ids)
-            if self._log.first_token is None:
-                self._log.first_token = now
+            if self._timeline.first_token is None:
+                self._timeline.first_token = now
             return [ev.Emit(ids, event.logprobs[:left])]
         if isinstance(event, ev.DecodeFinished):
-            self._log.decode = event.timings or self._log.decode
+            self._timeline.decode = event.timings or self._timeline.decode
             return self._end(ev.Finish(event.reason), now, stream_over=True)
         return self._stream_lost(event.error, event.retryable, now, stream_over=True)
 
@@ -269,23 +269,23 @@ class RequestMachine:
         return self._retry_or_fail(error, retryable, now, stream_over)
 
     def _silent(self, now: float) -> list[Action]:
-        if self.state is State.FOLLOWING:
+        if self.state is RequestState.FOLLOWING:
             return []
         error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
-        if self.state is State.DECODING:
+        if self.state is RequestState.DECODING:
             return self._stream_lost(error, True, now, stream_over=False)
-        if self.state is State.PREFILLING and (worker := self._plan().prefill) is not None:
+        if self.state is RequestState.PREFILLING and (worker := self._plan().prefill) is not None:
             self._avoid |= {worker.component_id}
         return self._retry_or_fail(error, True, now)
 
     # ---- moves --------------------------------------------------------------------------------------------------
 
     def tokens(self) -> tuple[int, ...]:
-        """What this attempt has to work with: prompt, and answer so far."""
+        """The tokens that this attempt starts from: the prompt, and the answer so far."""
         return (*self.prompt, *self.emitted)
 
     def _prompt_limit(self) -> int:
-        """How far a span counts as prefill: of a replay only the prompt does, and never its last token."""
+        """Tokens of a span that count as prefill: in a replay only those of the prompt, and never its last one."""
         plan = self._plan()
         return min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
 
@@ -303,48 +303,48 @@ class RequestMachine:
         if not retryable:
             return self._end(ev.Fail(error), now, stream_over)
         if self.attempt >= self._max_attempts:
-            said = f"given up after {self.attempt} attempts; the last one: {error.message}"
-            last = Overloaded(said, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(said)
+            text = f"given up after {self.attempt} attempts; the last one: {error.message}"
+            last = Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
             return self._end(ev.Fail(last), now, stream_over)
         leaving = self._leave(stream_over)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
         self.attempt += 1
-        self.state = State.PLANNING
-        self._component_wait_until = now + MAX_PART_WAIT_S
+        self.state = RequestState.PLANNING
+        self._component_wait_until = now + MAX_COMPONENT_WAIT_S
         return [*leaving, self._look_up(delay_ms)]
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
         leaving = self._leave(stream_over)
-        self.state = State.DONE
-        self._log.ended = now
+        self.state = RequestState.DONE
+        self._timeline.ended = now
         return [*leaving, terminal]
 
     def _leave(self, stream_over: bool = False) -> list[Action]:
-        """Stop whatever the current attempt does, wherever it is."""
+        """Stops whatever the current attempt does."""
         actions: list[Action] = []
         # A further answer's stream begins with the first answer's submit.
-        follows = self.state is State.FOLLOWING and self.plan is not None
-        if (self._stream_open or self.state is State.DECODING or follows) and not stream_over:
+        follows = self.state is RequestState.FOLLOWING and self.plan is not None
+        if (self._stream_open or self.state is RequestState.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
-        if self._span_open or self.state in (State.PLANNING, State.PINNING, State.FETCHING):
+        if self._span_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
             actions.append(ev.StopWork(self.attempt))
         self._span_open = self._stream_open = False
-        return [*actions, *self._let_go()]
+        return [*actions, *self._release_ticket()]
 
-    def _let_go(self) -> list[Action]:
-        """Of the ticket, once: at the hand-over to the decode worker, or when the attempt ends before it. A hold that
-        stayed would keep blocks pinned that a preempted stream must give up for others."""
+    def _release_ticket(self) -> list[Action]:
+        """Releases the ticket, once: when the decode worker has taken it over, or when the attempt ends before that. A
+        ticket that stayed would keep blocks pinned that a preempted stream must give up for others."""
         hold, self.hold = self.hold, None
         return [] if hold is None else [ev.ReleaseTicket(hold)]
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> RequestPlan:
         if self.plan is None:
             raise Internal("the request has no plan in this state")
         return self.plan
 
 
-class _Log:
-    """When things happened, for Timings."""
+class _Timeline:
+    """The moments of a request, for Timings."""
 
     def __init__(self, arrived: float) -> None:
         self.arrived = arrived
@@ -361,40 +361,40 @@ class _Log:
         self.decode: DecodeTimings | None = None
 
     def admit(self, now: float) -> None:
-        """The first admission counts."""
+        """Notes that the ticket was granted; the first one counts."""
         if self.admitted is None:
             self.admitted = now
 
-    def find(self, plan: Plan) -> None:
-        """What was pinned or fetched; the first time counts, before anything was computed for this request."""
+    def find(self, plan: RequestPlan) -> None:
+        """Notes what is cached: of the first attempt, before anything was computed for this request."""
         if not self.found:
             self.found = True
             self.cached_tokens = plan.cached_tokens
 
     def send_span(self, now: float) -> None:
-        """A span goes out; its chunks count on top of those of earlier attempts."""
+        """Notes that a span goes out; its chunks are added to those of earlier attempts."""
         self.span_sent = now
         self.chunks_before = self.chunks
 
     def ack(self, end_tokens: int, now: float) -> None:
-        """One chunk; the time since the dispatch or the chunk before it is prefill time."""
+        """Notes one chunk; the time since the dispatch or the chunk before it is prefill time."""
         self.chunks += 1
         self.reach(end_tokens)
         since = self.span_sent if self.span_sent is not None else now
         self.prefill_ms += (now - since) * 1000
         self.span_sent = now
 
-    def complete(self, plan: Plan, end_tokens: int, now: float) -> None:
-        """All chunks are there, though not all acknowledgements have come."""
+    def complete(self, plan: RequestPlan, end_tokens: int, now: float) -> None:
+        """Notes that all chunks are there, though not all acknowledgements have come."""
         self.chunks = self.chunks_before + len(plan.chunks) - 1
         self.ack(end_tokens, now)
 
     def reach(self, end_tokens: int) -> None:
-        """Everything before it is there for the decode worker."""
+        """Notes that the decode worker has all KV before ``end_tokens``."""
         self.acked_tokens = max(self.acked_tokens, end_tokens)
 
-    def timings(self, prompt_tokens: int, plan: Plan | None, attempt: int, now: float) -> Timings:
-        """See Timings in common.proto."""
+    def timings(self, prompt_tokens: int, plan: RequestPlan | None, attempt: int, now: float) -> Timings:
+        """The figures so far; common.proto describes them (Timings)."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
         prefill = plan.prefill.component_id if plan and plan.prefill and self.chunks else ""

@@ -1,7 +1,7 @@
-"""One request under way: its answers' events in, their actions out, and the text to the client.
+"""One request under way: events of its answers come in, actions go out, and text goes to the client.
 
-There is no task per request beyond the calls under way: events are handled where they arrive, on the event loop, and
-the reader is woken. What the reader has not taken yet is merged (:mod:`pillion.gateway.request.outbox`).
+A request has no task of its own beyond the calls under way: events are handled where they arrive, on the event loop,
+and the reader is woken. What the reader has not taken yet is merged (:mod:`pillion.gateway.request.outbox`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from opentelemetry import trace
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.calls import Calls
-from pillion.gateway.request.choices import Choices, Todo
+from pillion.gateway.request.choices import AnswerAction, Choices
+from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.job import Job
 from pillion.gateway.request.outbox import Outbox
-from pillion.gateway.request.request_machine import RequestMachine, State
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.gateway.request.request_meter import RequestMeter
 from pillion.gateway.request.validation import answer_seed
-from pillion.gateway.tokens.answer import Answer
+from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.types import Delta, FinishReason, Timings, Usage
 
 log = logging.getLogger("pillion.gateway")
 
-# Nothing heard of an answer for so long, chunk or token: its worker hangs.
+# An answer without a chunk or a token for so long: its worker hangs.
 MAX_SILENCE_S = 300.0
 
 
@@ -42,18 +42,18 @@ class Generation:
 
     Args:
         job: the request.
-        cluster: who works for it.
+        cluster: the connections to the components that work for it.
         answers: one, empty, for each answer that is generated.
-        span: its trace span, which the generation ends.
-        meter: hears when tokens come and how it ends.
-        on_end: told once, with the tokens used.
+        span: the request's trace span, which the generation ends.
+        meter: records when tokens come and how the request ends.
+        on_end: called once, with the tokens used.
     """
 
     def __init__(
         self,
         job: Job,
         cluster: Cluster,
-        answers: Sequence[Answer],
+        answers: Sequence[AnswerText],
         span: trace.Span,
         meter: RequestMeter,
         on_end: Callable[[Usage], None],
@@ -64,25 +64,25 @@ class Generation:
         self._meter = meter
         self._on_end = on_end
         indexes = range(len(self._answers))
-        self._choices = Choices([self._machine(index) for index in indexes])
-        self._calls = [self._calls_of(index, cluster) for index in indexes]
+        self._choices = Choices([self._new_machine(index) for index in indexes])
+        self._calls = [self._new_calls(index, cluster) for index in indexes]
         self._outbox = Outbox(job.request_id, len(indexes), job.answers, job.show_logprobs)
         self._inbox: deque[tuple[int | None, Event]] = deque()
         self._handling = False
         self._defect: PillionError | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
-        self._heard_at = [time.monotonic()] * len(indexes)
-        # The reader's, while it waits.
+        self._last_event_s = [time.monotonic()] * len(indexes)
+        # What the reader awaits while nothing is pending.
         self._waiter: asyncio.Future[None] | None = None
         self._emitted = False
         self._reasons = [""] * len(indexes)
         self.ended = False
-        # Neither the client nor its deadline ended it: it could not be served.
+        # Whether the request ended with an error that neither the client nor its deadline caused.
         self.failed_unserved = False
 
     def start(self) -> None:
-        """Begins. Call once."""
+        """Begins the request. Call once."""
         if self.job.deadline is not None:
             left_s = max(0.0, self.job.deadline - time.monotonic())
             self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
@@ -91,7 +91,7 @@ class Generation:
 
     def cancel(self) -> None:
         """The client went away."""
-        self._post(None, ev.Cancelled())
+        self._post(None, ev.RequestCancelled())
 
     @property
     def pending(self) -> bool:
@@ -121,7 +121,7 @@ class Generation:
     # ---- events in, actions out ---------------------------------------------------------------------------------
 
     def _post(self, index: int | None, event: Event) -> None:
-        """Handles ``event`` now, of one answer or of all; called while another is handled, right after it."""
+        """Handles ``event`` of one answer, or of all (None). While another event is handled, it waits its turn."""
         self._inbox.append((index, event))
         if self._handling:
             return
@@ -131,26 +131,26 @@ class Generation:
                 self._act(self._handle(*self._inbox.popleft()))
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the gateway)
             self._handling = False
-            self._broke(error)
+            self._fail_by_defect(error)
         finally:
             self._handling = False
 
-    def _handle(self, index: int | None, event: Event) -> list[Todo]:
+    def _handle(self, index: int | None, event: Event) -> list[AnswerAction]:
         now = time.monotonic()
         if index is None:
             return self._choices.handle_all(event, now)
-        self._heard_at[index] = now
+        self._last_event_s[index] = now
         return self._choices.handle(index, event, now)
 
-    def _broke(self, error: BaseException) -> None:
+    def _fail_by_defect(self, error: BaseException) -> None:
         log.error("request %s failed", self.job.request_id, exc_info=error)
         again, self._defect = self._defect, Internal("internal error; the gateway's log says more")
         if again is None:
             # Cancelling frees what the request holds; the reader is told the defect instead.
-            self._post(None, ev.Cancelled())
+            self._post(None, ev.RequestCancelled())
         self._fail(self._defect)
 
-    def _act(self, todos: Sequence[Todo]) -> None:
+    def _act(self, todos: Sequence[AnswerAction]) -> None:
         for index, action in todos:
             self._perform(index, action)
 
@@ -162,7 +162,7 @@ class Generation:
                 self._emit(index, action)
             case ev.LookUp():
                 if action.attempt > 1:
-                    # It goes on elsewhere, or there again.
+                    # The request is replayed, on another worker or on the same one.
                     self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
                 calls.look_up(action)
             case ev.OpenTicket():
@@ -185,16 +185,16 @@ class Generation:
                 self._fail(self._defect or action.error)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
-        """Every token of the request passes here, once, with those that came with it, over all answers and attempts."""
+        """Every token of the request passes here once, over all answers and attempts."""
         if not self._emitted:
             self._emitted = True
             self._span.add_event("first token")
         answer = self._answers[index]
-        self._meter.tokens(index, len(action.token_ids), self._heard_at[index])
+        self._meter.tokens(index, len(action.token_ids), self._last_event_s[index])
         self._outbox.add(index, answer.push(action.token_ids, action.logprobs))
         self._wake()
         if answer.stopped:
-            self._post(index, ev.StopHit(answer.completion_tokens))
+            self._post(index, ev.StopStringFound(answer.completion_tokens))
 
     def _finish(self, index: int, reason: FinishReason) -> None:
         answer = self._answers[index]
@@ -236,16 +236,16 @@ class Generation:
         now, brought = time.monotonic(), self._calls[0].brought_tokens
         timings = self._choices.timings(now)
         self._meter.ended(now, usage, timings, brought, self._reasons, error)
-        self._note(usage, timings, error)
+        self._log_end(usage, timings, error)
         self._on_end(usage)
         self._wake()
 
-    def _note(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
-        """One line in the log."""
+    def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
+        """Writes the request's line into the log."""
         if not log.isEnabledFor(logging.INFO):
             return
         how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
-        said = {
+        fields = {
             "request_id": self.job.request_id,
             "model": self.job.model,
             "ended": how,
@@ -257,18 +257,18 @@ class Generation:
             "replays": timings.replays,
         }
         with trace.use_span(self._span):
-            words = " ".join(f"{name}={value}" for name, value in said.items())
-            log.info("request %s", words, extra={"fields": said})
+            words = " ".join(f"{name}={value}" for name, value in fields.items())
+            log.info("request %s", words, extra={"fields": fields})
 
     def _watch_silence(self) -> None:
-        """Per answer: one that hangs is not excused by the others' tokens."""
+        """Looks at each answer by itself: tokens of the others do not excuse one that hangs."""
         longest_s = 0.0
         for index, machine in enumerate(self._choices.machines):
-            if machine.state is State.DONE:
+            if machine.state is RequestState.DONE:
                 continue
-            quiet_s = time.monotonic() - self._heard_at[index]
+            quiet_s = time.monotonic() - self._last_event_s[index]
             if quiet_s >= MAX_SILENCE_S:
-                self._post(index, ev.WentSilent(machine.attempt))
+                self._post(index, ev.AttemptSilent(machine.attempt))
                 quiet_s = 0.0
             longest_s = max(longest_s, quiet_s)
         if not self.ended:
@@ -276,13 +276,13 @@ class Generation:
 
     # ---- made once ------------------------------------------------------------------------------------------------
 
-    def _machine(self, index: int) -> RequestMachine:
+    def _new_machine(self, index: int) -> RequestMachine:
         job, resolved = self.job, self.job.resolved
         stop_ids = frozenset(resolved.stop_token_ids)
         return RequestMachine(
             job.prompt, resolved.max_tokens, stop_ids, job.max_attempts, job.arrived, follows=index > 0
         )
 
-    def _calls_of(self, index: int, cluster: Cluster) -> Calls:
+    def _new_calls(self, index: int, cluster: Cluster) -> ComponentCalls:
         seed = answer_seed(self.job.resolved.sampling.seed or 0, index)
-        return Calls(self.job, seed, cluster, self._span, partial(self._post, index), self._broke)
+        return ComponentCalls(self.job, seed, cluster, self._span, partial(self._post, index), self._fail_by_defect)

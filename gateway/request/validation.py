@@ -49,7 +49,7 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class ResolvedSampling:
     """Sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all attempts."""
 
     sampling: SamplingParams
@@ -122,7 +122,7 @@ def prompt_field(request: GenerateRequest) -> str:
 
 def resolve(
     sampling: SamplingParams, prompt_tokens: int, eos_token_ids: tuple[int, ...], limits: ModelLimits, drawn_seed: int
-) -> Resolved:
+) -> ResolvedSampling:
     """Every default decided (I6). ``drawn_seed`` is used where the client gave none.
 
     Where the best answers are to be chosen, ``logprobs`` is decided too, whether the client sees any or not.
@@ -132,7 +132,7 @@ def resolve(
     answers = _said(sampling.n, 1)
     best_of = _said(sampling.best_of, answers)
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
-    return Resolved(
+    return ResolvedSampling(
         sampling=SamplingParams(
             temperature=_said(sampling.temperature, 1.0),
             top_p=_said(sampling.top_p, 1.0),

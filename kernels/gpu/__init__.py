@@ -1,1 +1,13 @@
-"""Triton kernels for GPUs. Each module: kernels, a launcher that checks what it is given, and what is built of them."""
+"""Triton kernels for GPUs. Each module has kernels, a launcher that checks its arguments, and ``build_specs``.
+
+    attention/         paged attention, and the kernel that writes KV
+    rows/              norms, gated activations, embedding
+    sampling/          choosing tokens
+    blocks.py          copies, gathers and scatters blocks of a pool
+    launch.py          checks that launchers share, and facts about the device
+    tuned.py           constants of kernels by architecture, from tuning/*.json
+    build.py           builds all kernels ahead of time, without a GPU, and checks registers and spills
+    gpu_reference.py   the smaller kernels in plain torch: the oracle of their tests
+
+Read rows/gated.py first, the simplest of them. Never in here: CUDA graphs and buffers of a model (engine/backends/gpu).
+"""

@@ -9,6 +9,13 @@ FP8_MAX = 448.0
 FP8_MIN_SCALE = 2.0**-100
 
 
+def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Rows of ``table`` [vocab, hidden], times ``scale``; an id of ``-1 - row`` stands for ``sampled[row]``."""
+    known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids)
+    rows = table[known.long()]
+    return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
+
+
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float, wide: bool) -> torch.Tensor:
     """Over the last dimension; a plain norm is rounded before the weight multiplies, a wide one after."""
     normed = values.float()

@@ -1,1 +1,8 @@
-"""Map of this package."""
+"""Paged attention and linear layers on any processor, by torch's own kernels.
+
+    reference.py         paged attention one sequence and one head at a time: the oracle of every attention kernel
+    torch_attention.py   a step's attention;  attention_tiles.py plans which queries meet which keys in which call
+    torch_linear.py      linear layers whose bfloat16 weights are packed where the processor can
+
+Read reference.py first. Never in here: kernels of our own.
+"""

@@ -36,7 +36,7 @@ LEAST_TILE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class KeyTile:
     """Keys and values of one call.
 
     Attributes:
@@ -55,14 +55,14 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class QueryGroup:
     """Queries that are attended together: of S sequences with one row each, or of one sequence. In every tile each
     query sees something; results of several tiles are merged by their log-sum-exp.
     """
 
     rows: slice | torch.Tensor
     num_seqs: int
-    tiles: tuple[Tile, ...]
+    tiles: tuple[KeyTile, ...]
 
 
 def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
@@ -71,7 +71,7 @@ def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
     return min(most, max(LEAST_TILE_TOKENS, GATHER_BYTES // token_bytes))
 
 
-class Planner:
+class TilePlanner:
     """Plans one step. Made and thrown away with it; shape and dtype are the pool's, lengths are rows per sequence."""
 
     def __init__(
@@ -88,9 +88,9 @@ class Planner:
         self._lengths = lengths
         self._bands: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
-    def plan(self, window: int) -> tuple[Group, ...]:
+    def plan(self, window: int) -> tuple[QueryGroup, ...]:
         """All rows of the batch, each in one group. ``window``: tokens that a query sees, itself included; 0: all."""
-        groups: list[Group] = []
+        groups: list[QueryGroup] = []
         for sequence in np.flatnonzero(self._lengths > 1).tolist():
             groups += self._chunk(sequence, window)
         single = np.flatnonzero(self._lengths == 1)
@@ -104,17 +104,17 @@ class Planner:
         short = ~long
         return (*groups, *self._padded(single[short], begins[short], ends[short]))
 
-    def _chunk(self, sequence: int, window: int) -> list[Group]:
+    def _chunk(self, sequence: int, window: int) -> list[QueryGroup]:
         """The queries of one sequence, in tiles of their own where they are many."""
         first, behind = self._batch.query_starts[sequence : sequence + 2].tolist()
         # A row's position, given the row: rows of a sequence follow each other without a gap.
         shift = int(self._batch.context_lens[sequence]) - behind
         return [
-            Group(slice(begin, end), 1, tuple(self._tiles(sequence, begin + shift, end + shift, window)))
+            QueryGroup(slice(begin, end), 1, tuple(self._tiles(sequence, begin + shift, end + shift, window)))
             for begin, end in _cut(first, behind, self._query_tokens)
         ]
 
-    def _tiles(self, sequence: int, begin: int, end: int, window: int) -> list[Tile]:
+    def _tiles(self, sequence: int, begin: int, end: int, window: int) -> list[KeyTile]:
         """What the queries at positions begin .. end - 1 see."""
         lowest = max(0, begin - window + 1) if window else 0
         if end - lowest <= self._tile_tokens:
@@ -126,7 +126,7 @@ class Planner:
             spans = [(begin, end), *_cut(lowest, begin, self._tile_tokens)]
         return [self._tile(sequence, (begin, end), span, window) for span in spans]
 
-    def _tile(self, sequence: int, queries: tuple[int, int], span: tuple[int, int], window: int) -> Tile:
+    def _tile(self, sequence: int, queries: tuple[int, int], span: tuple[int, int], window: int) -> KeyTile:
         begin, end = queries
         ahead = span[1] - 1 > begin
         edge = window if window and span[0] < end - window else 0
@@ -137,9 +137,9 @@ class Planner:
         block = span[0] // self._block_size
         table = self._batch.block_tables[sequence : sequence + 1, block : -(-span[1] // self._block_size)]
         base = block * self._block_size
-        return Tile(self._pieces(table), span[0] - base, span[1] - base, mask, causal)
+        return KeyTile(self._pieces(table), span[0] - base, span[1] - base, mask, causal)
 
-    def _padded(self, sequences: Int64, begins: Int32, ends: Int32) -> list[Group]:
+    def _padded(self, sequences: Int64, begins: Int32, ends: Int32) -> list[QueryGroup]:
         """One row each, seeing begins .. ends - 1: similar lengths share a call, the shorter ones padded."""
         first_blocks = begins // self._block_size
         widths = -(-ends // self._block_size) - first_blocks
@@ -159,7 +159,9 @@ class Planner:
             order = order[count:]
         return groups
 
-    def _padded_group(self, sequences: Int64, first_blocks: Int32, width: int, begins: Int32, ends: Int32) -> Group:
+    def _padded_group(
+        self, sequences: Int64, first_blocks: Int32, width: int, begins: Int32, ends: Int32
+    ) -> QueryGroup:
         """begins, ends: what each row sees, in tokens from its first block on."""
         rows = self._batch.query_starts[sequences].astype(np.int64)
         first, last = int(begins.min()), int(ends.max())
@@ -168,13 +170,13 @@ class Planner:
         columns = np.where(columns * self._block_size < ends[:, None], columns, 0)
         pieces = self._pieces(self._batch.block_tables[sequences[:, None], columns + first_blocks[:, None]])
         if len(rows) == 1 or (int(begins.max()) == first and int(ends.min()) == last):
-            return Group(_rows(rows), len(rows), (Tile(pieces, first, last),))
+            return QueryGroup(_rows(rows), len(rows), (KeyTile(pieces, first, last),))
         tokens = np.arange(width * self._block_size, dtype=np.int32)
         hidden = tokens >= ends[:, None]
         if int(begins.max()):
             hidden |= tokens < begins[:, None]
         mask = self._mask(hidden)[:, None, None]
-        return Group(_rows(rows), len(rows), (Tile(pieces, 0, len(tokens), mask),))
+        return QueryGroup(_rows(rows), len(rows), (KeyTile(pieces, 0, len(tokens), mask),))
 
     def _pieces(self, tables: Int32) -> torch.Tensor:
         """tables [S, B] -> flat indices in the order [2, S, kv_heads, B]."""

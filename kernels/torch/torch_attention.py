@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pillion.kernels.torch.attention_tiles import Group, Planner, Tile, choose_tile_tokens
+from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 # Gives the log-sum-exp beside the output, which scaled_dot_product_attention keeps to itself.
@@ -59,7 +59,7 @@ class StepAttention:
         most = tile_tokens or choose_tile_tokens(
             self._pieces_per_layer * self._head_dim * pool.dtype.itemsize, capped=softcap > 0
         )
-        planner = Planner(pool.shape, pool.dtype, batch, lengths, most)
+        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most)
         longest = int(batch.context_lens.max())
         # A window that reaches behind every context hides nothing, so layers with it share the plan of those without.
         effective = {window: window if window < longest else 0 for window in windows}
@@ -90,7 +90,7 @@ class StepAttention:
             out[group.rows] = self._attend_group(layer, queries[group.rows], group)
         return out
 
-    def _attend_group(self, layer: int, queries: torch.Tensor, group: Group) -> torch.Tensor:
+    def _attend_group(self, layer: int, queries: torch.Tensor, group: QueryGroup) -> torch.Tensor:
         """queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         rows = len(queries)
         mine = queries.view(rows, self._kv_heads, -1, self._head_dim)
@@ -110,7 +110,7 @@ class StepAttention:
         return found.to(queries.dtype).reshape(rows, -1)
 
     def _attend_tile(
-        self, layer: int, queries: torch.Tensor, tile: Tile, together: bool
+        self, layer: int, queries: torch.Tensor, tile: KeyTile, together: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """queries as above, [a, b, c, head_dim] -> the same shape, and the log-sum-exp of their scores [a, b, c]."""
         seqs = 1 if together else len(queries)
@@ -133,7 +133,7 @@ class StepAttention:
         return found.view(queries.shape), weight.view(queries.shape[:-1])
 
     def _capped(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: KeyTile
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """No kernel of torch caps: plain products in float32. keys, values: [S, kv_heads, tokens, head_dim]."""
         stacked = queries.reshape(len(keys), self._kv_heads, -1, self._head_dim).float()

@@ -1,4 +1,4 @@
-"""Talking to a KV node. Every call has a deadline, and errors arrive as :mod:`pillion.errors`."""
+"""The gRPC client of a KV node. Every call has a deadline, and errors arrive as :mod:`pillion.errors`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailabl
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.wire import kvnode as wire
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import Adopted, Brought, CommitResult, CommitRun, HeartbeatReply, NodeStatus, Ticket
+from pillion.wire.kvnode import (
+    AdoptedTicket,
+    CommitResult,
+    CommitRun,
+    HeartbeatReply,
+    NodeStatus,
+    OpenTicketReply,
+    PrefetchReply,
+    adopted_from_pb,
+    results_from_pb,
+    runs_to_pb,
+)
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -28,8 +38,8 @@ OPEN_TICKET_TIMEOUT_S = 60.0
 PREFETCH_GRACE_S = 0.5
 
 
-class Session:
-    """A gateway's hold at a node: while it is open, ``epoch`` is valid. The node's end or ours ends it."""
+class NodeSession:
+    """A gateway's session at a node: ``epoch`` is valid while it is open. Either side's end ends it."""
 
     def __init__(self, call: Any, epoch: int) -> None:
         self._call = call
@@ -37,7 +47,7 @@ class Session:
         self._ended = asyncio.create_task(self._watch(), name="kv-session")
 
     async def closed(self) -> None:
-        """Returns when the session has ended: everything held under its epoch is let go."""
+        """Returns when the session has ended, and with it everything that its epoch held."""
         await asyncio.shield(self._ended)
 
     async def aclose(self) -> None:
@@ -52,10 +62,10 @@ class Session:
 
 
 class NodeClient:
-    """One part's line to one node. ``component_id`` names the part in the node's log.
+    """One component's connection to one node. ``component_id`` names the component in the node's log.
 
     Attributes:
-        channel: the connection, for stubs of the node's other services; closed with this.
+        channel: the connection, for stubs of the node's other services; this client closes it.
     """
 
     def __init__(self, address: str, component_id: str) -> None:
@@ -64,8 +74,8 @@ class NodeClient:
         self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self.channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
-    async def open_session(self, timeout_s: float = CALL_TIMEOUT_S) -> Session:
-        """A new epoch. Raises Unavailable if the node does not answer."""
+    async def open_session(self, timeout_s: float = CALL_TIMEOUT_S) -> NodeSession:
+        """Opens a session with a new epoch. Raises Unavailable if the node does not answer."""
         call = self._stub.OpenSession(kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id)))
         try:
             async with asyncio.timeout(timeout_s):
@@ -78,7 +88,7 @@ class NodeClient:
             if isinstance(error, TimeoutError):
                 raise Unavailable("the KV node does not answer") from None
             raise
-        return Session(call, event.epoch)
+        return NodeSession(call, event.epoch)
 
     async def open_ticket(
         self,
@@ -90,13 +100,15 @@ class NodeClient:
         priority: int = 0,
         expected_blocks: int = 0,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
-    ) -> Ticket:
-        """Pins what is there of the chain and reserves the rest, waiting in line for up to ``timeout_s``.
+    ) -> OpenTicketReply:
+        """Pins the committed prefix of the chain and reserves slots for the rest; waits for memory up to ``timeout_s``.
 
-        ``expected_blocks`` of the chain are there, says the index; the node corrects it where they are not.
+        When this call ends without an answer, cancelled or out of time, it is released at the node: no ticket is left
+        behind, even if it was granted in that moment.
 
-        When this call ends without an answer, cancelled or out of time, the node is told to forget it: no ticket is
-        left behind, even if it was granted in that moment.
+        Args:
+            expected_blocks: blocks of the chain that the index names at this node; the node corrects the index if they
+                are not there.
         """
         nonce = secrets.randbits(62) + 1
         request = kvnode_pb2.OpenTicketRequest(
@@ -109,11 +121,11 @@ class NodeClient:
             expected_blocks=expected_blocks,
         )
         try:
-            reply = await call_unary(self._stub.OpenTicket, request, timeout_s)
+            reply: OpenTicketReply = await call_unary(self._stub.OpenTicket, request, timeout_s)
         except (asyncio.CancelledError, Cancelled, DeadlineExceeded, Unavailable):
             self._abandon(epoch, nonce)
             raise
-        return wire.ticket_from_pb(reply)
+        return reply
 
     async def release(
         self,
@@ -123,48 +135,49 @@ class NodeClient:
         nonces: Sequence[int] = (),
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        """Drops the epoch's hold on tickets, and on what calls with these nonces may still be granted. Idempotent."""
+        """Drops the epoch's hold on tickets, and on those that calls with these nonces may still be granted.
+        Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request, timeout_s)
 
     async def adopt(
         self, epoch: int, ticket_id: int, lease_blocks: int, *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> Adopted:
+    ) -> AdoptedTicket:
         """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
 
-        Raises NotFound without such a ticket, Overloaded (nothing changed) if more is wanted than there is.
+        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots.
         """
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
-        return wire.adopted_from_pb(await call_unary(self._stub.AdoptTicket, request, timeout_s))
+        return adopted_from_pb(await call_unary(self._stub.AdoptTicket, request, timeout_s))
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> Adopted:
-        """The chain of a ticket that the epoch holds, once it has ``blocks`` blocks, or as far as it goes when the time
-        is over. Nothing is leased; cancelling it leaves nothing behind.
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket:
+        """Waits until the chain of a ticket has ``blocks`` blocks or the time is over, and returns the chain.
 
-        Raises NotFound where the epoch does not hold the ticket, Overloaded where too many calls wait.
+        Nothing is leased, and a cancelled call leaves nothing behind. Raises NotFound if the epoch does not hold the
+        ticket, Overloaded if too many calls wait.
         """
         request = kvnode_pb2.AwaitChainRequest(
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
         reply = await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
-        return Adopted(tuple(reply.chain_slots), (), reply.tail_hash)
+        return AdoptedTicket(tuple(reply.chain_slots), (), reply.tail_hash)
 
     async def lease(self, epoch: int, blocks: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
-        """Up to ``blocks`` slots, possibly none."""
+        """Leases up to ``blocks`` slots, possibly none."""
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
         return tuple((await call_unary(self._stub.LeaseSlots, request, timeout_s)).slots)
 
     async def give_back(self, epoch: int, slots: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Returns leased slots; all or, with InvalidRequest, none."""
+        """Returns leased slots to the node: all of them or, with InvalidRequest, none."""
         request = kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots)
         await call_unary(self._stub.ReturnSlots, request, timeout_s)
 
     async def commit(
         self, epoch: int, runs: Sequence[CommitRun], *, timeout_s: float = CALL_TIMEOUT_S
     ) -> list[CommitResult]:
-        """Seals runs of blocks, in order; see CommitResult for lost races (I2)."""
-        return wire.results_from_pb(await call_unary(self._stub.Commit, wire.runs_to_pb(epoch, runs), timeout_s))
+        """Commits runs of blocks, in order; see CommitResult for lost races (I2)."""
+        return results_from_pb(await call_unary(self._stub.Commit, runs_to_pb(epoch, runs), timeout_s))
 
     async def prefetch(
         self,
@@ -175,10 +188,10 @@ class NodeClient:
         *,
         timeout_s: float,
         max_bytes: int = 0,
-    ) -> Brought:
-        """Brings what it can of the chain into the node's pool, under a ticket that the epoch holds, within the time.
+    ) -> PrefetchReply:
+        """Makes the node bring what it can of the chain into its pool, under a ticket that the epoch holds.
 
-        Raises NotFound without such a ticket. Whatever goes wrong between nodes only brings less (I1).
+        Raises NotFound if it holds no such ticket. A failure between nodes only brings fewer blocks (I1).
         """
         request = kvnode_pb2.PrefetchRequest(
             epoch=epoch,
@@ -189,10 +202,12 @@ class NodeClient:
             max_bytes=max_bytes,
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
-        return wire.brought_from_pb(await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S))
+        reply: PrefetchReply = await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
+        return reply
 
     async def reattach(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> int:
-        """A fenced worker's new epoch, for its word that no step uses anything of the old one any more.
+        """Ends a fenced epoch and returns a new one; the caller promises that no step uses the old one's slots any
+        more.
 
         Raises Conflict for an epoch that is not fenced, NotFound for a void one.
         """
@@ -200,18 +215,19 @@ class NodeClient:
         return int(reply.epoch)
 
     async def heartbeat(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> HeartbeatReply:
-        """A sign of life. Raises NotFound for a void epoch."""
+        """Sends a sign of life. Raises NotFound for a void epoch."""
         request = kvnode_pb2.HeartbeatRequest(epoch=epoch)
-        return wire.heartbeat_from_pb(await call_unary(self._stub.Heartbeat, request, timeout_s))
+        reply: HeartbeatReply = await call_unary(self._stub.Heartbeat, request, timeout_s)
+        return reply
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> NodeStatus:
-        """The node's books."""
-        return wire.status_from_pb(
-            await call_unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
-        )
+        """Returns the node's status: slots by state, pins, reservations and counters."""
+        request = kvnode_pb2.GetNodeStatusRequest()
+        status: NodeStatus = await call_unary(self._stub.GetNodeStatus, request, timeout_s)
+        return status
 
     async def check_integrity(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Raises Conflict with what does not add up (I4)."""
+        """Makes the node prove its integrity. Raises Conflict with what does not add up (I4)."""
         await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest(), timeout_s)
 
     async def aclose(self) -> None:
@@ -233,7 +249,7 @@ class NodeClient:
 
 
 async def call_unary(method: Any, request: Any, timeout_s: float) -> Any:
-    """One call with the trace's context; its failure is a PillionError."""
+    """Makes one call, with the current trace's context. Its failure is a PillionError."""
     try:
         call = method(request, timeout=timeout_s, metadata=inject())
     except grpc.aio.UsageError:

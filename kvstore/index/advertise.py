@@ -1,8 +1,9 @@
-"""The address that a part tells others: what it listens on, unless that is a wildcard.
+"""The address that a component advertises: what it listens on, unless that is a wildcard.
 
 A container listens on 0.0.0.0 and does not know its address before it runs, and one of several that were started from
-one description cannot be told it. But all parts of a cluster reach one Redis, so the address that this machine has on
-the way to Redis is one at which the others reach it: a container's own, a pod's own, loopback where Redis is on it.
+one description cannot get it by a flag. But all components of a cluster reach one Redis, so the address that this
+machine has on the way to Redis is one at which the others reach it: a container's own, a pod's own, loopback where
+Redis is on it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from pillion.kvstore.index.redis_url import parse
 SOMEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
-def advertised(said: str, listening: str, redis_url: str) -> str:
-    """Where others reach a server that listens at ``listening`` (``host:port``, ``[host]:port`` or ``unix:path``).
+def advertised(flag: str, listening: str, redis_url: str) -> str:
+    """Returns the address at which others reach a server.
 
-    ``said`` wins if it is not empty. May look up names, so it blocks. Raises ConfigError where a wildcard cannot be
-    resolved.
+    It may look up names, so it blocks. Raises ConfigError where a wildcard cannot be resolved.
+
+    Args:
+        flag: ``--advertise``, which wins if it is not empty.
+        listening: ``host:port``, ``[host]:port`` or ``unix:path``.
     """
-    if said or listening.startswith("unix:"):
-        return said or listening
+    if flag or listening.startswith("unix:"):
+        return flag or listening
     host, _, port = listening.rpartition(":")
     wildcard = _wildcard(host.strip("[]"))
     if wildcard is None:
@@ -47,7 +51,7 @@ def advertised(said: str, listening: str, redis_url: str) -> str:
 
 
 def _wildcard(host: str) -> int | None:
-    """4 or 6 for the address that means all of that version, else None."""
+    """Returns 4 or 6 for the wildcard address of that IP version, else None."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -56,7 +60,7 @@ def _wildcard(host: str) -> int | None:
 
 
 def _own_address(peers: Sequence[tuple[str, int]], families: Sequence[socket.AddressFamily]) -> str:
-    """The address that packets to the first of ``peers`` that has a route would come from; empty: there is none."""
+    """Returns the address from which packets to the first reachable one of ``peers`` would come; empty if none is."""
     for host, port in peers:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)

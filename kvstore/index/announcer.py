@@ -1,14 +1,15 @@
-"""Tells the index what a node has: what is still to be said, and the task that says it.
+"""Announces to the index what a node has: a queue of updates, and the task that sends them.
 
     events --push--> AnnounceQueue --take--> Redis
                       ^    ^   |
-    all there is -----+    +---+ put back when Redis does not answer
+    all blocks -------+    +---+ put back when Redis does not answer
 
-News goes out at once. Everything is said again, at a bounded rate and after the news, when Redis lost its memory
-(another generation), when it thought the node dead and others may have swept its entries out, and every REPEAT_S, since
-a Redis that is short of memory, or a replica that takes over, forgets without a sign. Saying everything goes on where
-it stopped when Redis was away in between. When more news piles up than the queue may hold, the node gives up counting
-and takes a new boot epoch instead: all it ever said is void then, without a scan, and what it has is said again.
+Updates go out at once. All blocks are announced again, at a bounded rate and after the updates, when Redis lost its
+memory (another generation), when it thought the node dead and others may have swept its entries out, and every
+REPEAT_S, since a Redis that is short of memory, or a replica that takes over, forgets without a sign. Such a repetition
+goes on where it stopped when Redis was away in between. When more updates pile up than the queue may hold, the node
+forgets them and takes a new boot epoch instead: all its entries are void then, without a scan, and all blocks are
+announced again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from itertools import islice
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.index import Registry
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
 
@@ -35,22 +36,27 @@ MAX_PENDING_BLOCKS = 262_144
 # One announcement keeps Redis busy for less than a millisecond.
 BATCH_BLOCKS = 256
 RETRY_S = 0.5
-# Saying everything again: so many blocks a second at most, and never more than this share of the time waiting for
-# Redis, so that a thousand nodes that start over together leave room for look-ups.
+# A repetition announces at most so many blocks a second, and waits for Redis at most this share of the time, so that a
+# thousand nodes that start over together leave room for look-ups.
 REPEAT_BLOCKS_PER_S = 50_000
 REPEAT_DUTY = 0.25
 REPEAT_S = 3600.0
-# Of which a heartbeat asks whether they were lost.
+# Groups that one heartbeat checks for lost buckets.
 CHECKED_GROUPS = 16
 
 
 class AnnounceQueue:
-    """Sans-IO. Of several events of one block only the last counts, so the queue holds each block once."""
+    """The updates that wait for Redis, sans-IO. Only the last event of a block counts, so it holds each block once.
+
+    Attributes:
+        repeating: whether a repetition of all blocks is under way.
+        overflowed: whether updates were lost, so that only a new boot epoch helps.
+    """
 
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._news: dict[bytes, IndexEvent] = {}
-        # Of shards that did not answer.
+        self._updates: dict[bytes, IndexEvent] = {}
+        # Events of shards that did not answer.
         self._aside: dict[bytes, IndexEvent] = {}
         self._rest: Iterator[tuple[bytes, bytes]] = iter(())
         self._went_meanwhile: set[bytes] = set()
@@ -58,39 +64,41 @@ class AnnounceQueue:
         self.overflowed = False
 
     def __len__(self) -> int:
-        return len(self._news)
+        return len(self._updates)
 
     def push(self, events: Iterable[IndexEvent]) -> None:
-        """Adds what changed. Beyond the bound everything is forgotten and ``overflowed`` is set."""
+        """Adds events. Beyond the bound everything is forgotten and ``overflowed`` is set."""
         if self.overflowed:
             return
         for event in events:
-            self._news.pop(event.block_hash, None)
+            self._updates.pop(event.block_hash, None)
             self._aside.pop(event.block_hash, None)
-            self._news[event.block_hash] = event
+            self._updates[event.block_hash] = event
             if self.repeating and not event.here:
                 self._went_meanwhile.add(event.block_hash)
         self._bound()
 
-    def say_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
-        """Starts over with everything that is here now, (hash, segment) each, after the news. ``blocks`` is read bit by
-        bit. News that something went stands: Redis may still believe in it."""
-        self._news = {block_hash: event for block_hash, event in self._news.items() if not event.here}
+    def repeat_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Starts a repetition of all blocks that are here now, (hash, segment) each, after the updates.
+
+        ``blocks`` is read lazily. Updates about blocks that went stay: Redis may still have entries for them.
+        """
+        self._updates = {block_hash: event for block_hash, event in self._updates.items() if not event.here}
         self._rest, self.repeating = iter(blocks), True
         self._went_meanwhile.clear()
         self.overflowed = False
 
     def take(self, count: int) -> list[IndexEvent]:
-        """The oldest news, at most ``count``."""
-        return [self._news.pop(block_hash) for block_hash in list(islice(self._news, count))]
+        """Removes and returns the oldest updates, at most ``count``."""
+        return [self._updates.pop(block_hash) for block_hash in list(islice(self._updates, count))]
 
     def take_repeated(self, count: int) -> list[IndexEvent]:
-        """The next of all there is, at most ``count``, without those whose news is newer."""
+        """Returns the next blocks of the repetition, at most ``count``, without those that have a newer update."""
         taken = list(islice(self._rest, count))
         events = [
             IndexEvent(block_hash, here=True, segment=segment)
             for block_hash, segment in taken
-            if block_hash not in self._went_meanwhile and block_hash not in self._news and block_hash not in self._aside
+            if not any(block_hash in newer for newer in (self._went_meanwhile, self._updates, self._aside))
         ]
         if len(taken) < count:
             self.repeating = False
@@ -98,25 +106,25 @@ class AnnounceQueue:
         return events
 
     def set_aside(self, events: Iterable[IndexEvent]) -> None:
-        """What one shard did not take waits apart, so that the others hear their news. Newer events stand."""
+        """Keeps the events of a shard that does not answer apart, so that other shards get theirs. Newer events win."""
         for event in events:
-            if event.block_hash not in self._news:
+            if event.block_hash not in self._updates:
                 self._aside[event.block_hash] = event
         self._bound()
 
     def try_again(self, count: int) -> None:
-        """At most ``count`` of what waits apart joins the news."""
+        """Puts at most ``count`` of the events that were set aside back among the updates."""
         self.put_back([self._aside.pop(block_hash) for block_hash in list(islice(self._aside, count))])
 
     def put_back(self, events: Iterable[IndexEvent]) -> None:
-        """Undoes a take whose announcement failed; newer events of the same blocks stand."""
+        """Undoes a take whose announcement failed; newer events of the same blocks win."""
         for event in events:
-            self._news.setdefault(event.block_hash, event)
+            self._updates.setdefault(event.block_hash, event)
         self._bound()
 
     def _bound(self) -> None:
-        if len(self._news) + len(self._aside) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
-            self._news.clear()
+        if len(self._updates) + len(self._aside) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
+            self._updates.clear()
             self._aside.clear()
             self._went_meanwhile.clear()
             self._rest, self.repeating = iter(()), False
@@ -124,13 +132,13 @@ class AnnounceQueue:
 
 
 class Announcer:
-    """A node's voice in Redis: heartbeats and announcements, one task.
+    """The task that sends a node's heartbeats and announcements to Redis.
 
     Args:
-        redis_url, heartbeat_s, ttl_ms: where, how often, and how long one heartbeat counts.
+        redis_url, heartbeat_s, ttl_ms: where Redis is, how often to beat, and how long one heartbeat counts.
         record: makes the node's record for a boot epoch.
-        hashes: everything that is committed when it is called, (hash, segment) each, parents before children; read bit
-            by bit afterwards.
+        hashes: returns all blocks that the node has when it is called, (hash, segment) each, parents before children;
+            it is read lazily.
     """
 
     def __init__(
@@ -149,70 +157,73 @@ class Announcer:
         self._record = record
         self._hashes = hashes
         self._queue = AnnounceQueue()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._entry = b""
-        # Of each group since everything was said last; another one tells that a shard has lost its memory.
+        # Generation of each group since the last repetition; another one shows that a shard has lost its memory.
         self._generations: dict[bytes, bytes] = {}
         self._lost = False
-        # Whether the last batch met a shard that is away.
+        # Whether a shard did not take its share of the last batch.
         self._partly = False
         self._repeat_at_s = 0.0
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
         self._answered = True
 
     def push(self, events: list[IndexEvent]) -> None:
-        """Never blocks; bounded by MAX_PENDING_BLOCKS."""
+        """Queues events for the index. It never blocks; the queue is bounded by MAX_PENDING_BLOCKS."""
         if events:
             self._queue.push(events)
-            self._news.set()
+            self._changed.set()
 
     async def run(self) -> None:
-        """Beats and announces until it is cancelled. Redis's trouble is survived, here and in the ledger."""
+        """Sends heartbeats and announcements until it is cancelled. It survives any trouble of Redis."""
         loop = asyncio.get_running_loop()
-        next_beat_s = loop.time()
+        next_heartbeat_s = loop.time()
         while True:
             try:
-                if loop.time() >= next_beat_s:
-                    # Counted from here: what Redis takes for an answer is no reason to beat less often.
+                if loop.time() >= next_heartbeat_s:
+                    # Counted from here, so that a slow Redis does not make heartbeats rarer.
                     due_s = loop.time() + self._heartbeat_s
-                    await self._beat()
-                    next_beat_s = due_s
-                wait_s = await self._announce(next_beat_s)
+                    await self._heartbeat()
+                    next_heartbeat_s = due_s
+                wait_s = await self._announce(next_heartbeat_s)
                 self._note(answered=True)
             except Unavailable as error:
-                self._note(answered=False, words=error.message)
+                self._note(answered=False, reason=error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.0, min(wait_s, next_beat_s - loop.time())))
+                await asyncio.wait_for(self._changed.wait(), max(0.0, min(wait_s, next_heartbeat_s - loop.time())))
 
     async def leave(self) -> None:
-        """Says goodbye, if Redis answers, and closes."""
+        """Takes the node out of the registry, if Redis answers, and closes the connections."""
         with contextlib.suppress(Unavailable):
             await self._registry.leave(self._record(self.boot_epoch).component_id)
         await self._registry.aclose()
         await self._writer.aclose()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         now = asyncio.get_running_loop().time()
         if self._queue.overflowed:
             self.boot_epoch = new_boot_epoch()
             self._lost = True
-            log.warning("too much to tell Redis piled up: all is said again under boot epoch %08x", self.boot_epoch)
-        beat = await self._registry.beat(self._record(self.boot_epoch))
-        self._entry = beat.node_number + struct.pack(">I", self.boot_epoch)
-        if self._lost or not beat.known or (now >= self._repeat_at_s and not self._queue.repeating):
+            log.warning(
+                "too many updates for Redis piled up: all blocks are announced again under boot epoch %08x",
+                self.boot_epoch,
+            )
+        answer = await self._registry.heartbeat(self._record(self.boot_epoch))
+        self._entry = answer.node_number + struct.pack(">I", self.boot_epoch)
+        if self._lost or not answer.known or (now >= self._repeat_at_s and not self._queue.repeating):
             self._lost = False
             self._generations.clear()
-            self._queue.say_all(self._hashes())
+            self._queue.repeat_all(self._hashes())
             self._repeat_at_s = now + REPEAT_S
-        # While a shard is away one batch a beat finds out whether it is back.
+        # While a shard is away, one batch per heartbeat finds out whether it is back.
         self._queue.try_again(BATCH_BLOCKS if self._partly else MAX_PENDING_BLOCKS)
         with contextlib.suppress(Unavailable):
-            self._learn(await self._writer.generations(self._some_groups()))
+            self._check_generations(await self._writer.generations(self._some_groups()))
         try:
             self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
-            self._learn(generations)
+            self._check_generations(generations)
         except Unavailable:
             # Another group may be on another shard.
             self._sweep = SweepPlace((self._sweep.group + 1) % keys.GROUPS)
@@ -225,48 +236,50 @@ class Announcer:
         return (await self._registry.nodes()).entries()
 
     async def _announce(self, until_s: float) -> float:
-        """Says all news, then some of what is to be repeated, and lets no heartbeat wait for it. Returns for how many
-        seconds the rest may wait."""
-        self._news.clear()
+        """Sends all updates, then a batch of the repetition, but nothing after ``until_s``, when a heartbeat is due.
+
+        Returns for how many seconds the rest may wait.
+        """
+        self._changed.clear()
         loop = asyncio.get_running_loop()
         while len(self._queue):
             if loop.time() >= until_s:
                 return 0.0
-            await self._say(self._queue.take(BATCH_BLOCKS))
+            await self._send(self._queue.take(BATCH_BLOCKS))
         if not self._queue.repeating:
             return self._heartbeat_s
         begun = loop.time()
-        await self._say(self._queue.take_repeated(BATCH_BLOCKS))
-        took_s = loop.time() - begun
-        return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, took_s / REPEAT_DUTY) - took_s
+        await self._send(self._queue.take_repeated(BATCH_BLOCKS))
+        elapsed_s = loop.time() - begun
+        return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, elapsed_s / REPEAT_DUTY) - elapsed_s
 
-    async def _say(self, events: list[IndexEvent]) -> None:
-        """Raises Unavailable, with everything back in the queue, if nobody took any of it."""
+    async def _send(self, events: list[IndexEvent]) -> None:
+        """Announces a batch. Raises Unavailable, with all of it back in the queue, if no shard took any of it."""
         if not events:
             return
         try:
-            told = await self._writer.announce(self._entry, events)
-            self._learn(told.generations)
+            result = await self._writer.announce(self._entry, events)
+            self._check_generations(result.generations)
         except BaseException:
             self._partly = True
             self._queue.put_back(events)
             raise
-        self._partly = bool(told.untold)
-        self._queue.set_aside(told.untold)
+        self._partly = bool(result.unreported)
+        self._queue.set_aside(result.unreported)
 
-    def _learn(self, generations: dict[bytes, bytes]) -> None:
-        """The next beat says everything again where a group was lost."""
+    def _check_generations(self, generations: dict[bytes, bytes]) -> None:
+        """Makes the next heartbeat start a repetition if a group was lost."""
         for group, generation in generations.items():
             if self._generations.setdefault(group, generation) != generation:
                 self._lost = True
 
-    def _note(self, *, answered: bool, words: str = "") -> None:
-        """Logs changes only: a Redis that is away for an hour is one line."""
+    def _note(self, *, answered: bool, reason: str = "") -> None:
+        """Logs only changes: a Redis that is away for an hour is one line."""
         if answered != self._answered:
-            log.warning("Redis answers again" if answered else f"going on without Redis: {words}")
+            log.warning("Redis answers again" if answered else f"going on without Redis: {reason}")
         self._answered = answered
 
 
 def new_boot_epoch() -> int:
-    """Random, and never 0, which means "not said"."""
+    """Returns a random boot epoch, never 0, which means "unknown"."""
     return secrets.randbelow(2**32 - 1) + 1

@@ -1,4 +1,4 @@
-"""Where what stands in Redis. Sans-IO; docs/index.md has the table with owner, time to live and size of every key.
+"""The layout of Redis's keys. Sans-IO; docs/index.md has the table with owner, time to live and size of every key.
 
     block i of a chain --> its segment: the SEGMENT_BLOCKS blocks of the chain around it
     segment            --> bucket: 18 bits of the hash of the segment's first block
@@ -21,7 +21,7 @@ from pillion.kvstore.ledger.records import IndexEvent
 
 PREFIX = b"pillion:"
 # The registry's keys share a hash tag, so that a heartbeat is one script.
-PARTS = PREFIX + b"{registry}:parts"
+COMPONENTS = PREFIX + b"{registry}:parts"
 EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"
@@ -41,39 +41,40 @@ _HEAD_BYTES = 3
 
 
 def buckets_of(owner: str) -> bytes:
-    """The key of an owner's token buckets (:mod:`pillion.kvstore.index.shared_buckets`). ``owner``: without braces."""
+    """Returns the key of an owner's token buckets (:mod:`pillion.kvstore.index.shared_buckets`). ``owner``: without
+    braces."""
     return _BUCKETS % owner.encode()
 
 
 def bucket(segment: bytes) -> bytes:
-    """The key of a segment's bucket. ``segment``: hash of its first block."""
+    """Returns the key of a segment's bucket. ``segment``: hash of its first block."""
     name = binascii.b2a_base64(segment[:_HEAD_BYTES], newline=False)
     return b"pillion:b:{%b}%b" % (name[:2], name[2:3])
 
 
 def group_of(bucket_key: bytes) -> bytes:
-    """What a bucket's key has between the braces."""
+    """Returns a bucket key's group: what is between its braces."""
     return bucket_key[11:13]
 
 
 def generation(group: bytes) -> bytes:
-    """The key that vanishes together with a group's buckets, and so tells that they are lost. One server has one group
-    of its own, ``b""``."""
+    """Returns the key that vanishes together with a group's buckets and so shows that they are lost. One server has a
+    single group, ``b""``."""
     return b"pillion:g:{%b}" % group
 
 
 def group_name(number: int) -> bytes:
-    """Of 0 .. GROUPS - 1."""
+    """Returns the name of group 0 .. GROUPS - 1."""
     return bytes((_ALPHABET[number // BUCKETS_PER_GROUP], _ALPHABET[number % BUCKETS_PER_GROUP]))
 
 
 def group_buckets(group: bytes, first: int) -> list[bytes]:
-    """The keys of a group's buckets, from the ``first`` on."""
+    """Returns the keys of a group's buckets, from the ``first`` on."""
     return [b"pillion:b:{%b}%c" % (group, letter) for letter in _ALPHABET[first:]]
 
 
 def chain_buckets(block_hashes: bytes) -> list[bytes]:
-    """One key per segment of a chain. ``block_hashes``: the whole chain, 32 bytes each."""
+    """Returns one bucket key per segment of a chain. ``block_hashes``: the whole chain, 32 bytes each."""
     step = SEGMENT_BLOCKS * HASH_BYTES
     heads = b"".join([block_hashes[at : at + _HEAD_BYTES] for at in range(0, len(block_hashes), step)])
     names = binascii.b2a_base64(heads, newline=False)
@@ -81,24 +82,24 @@ def chain_buckets(block_hashes: bytes) -> list[bytes]:
 
 
 def chain_fields(block_hashes: bytes) -> bytes:
-    """The leading FIELD_BYTES of each hash of a chain, packed."""
+    """Returns the leading FIELD_BYTES of each hash of a chain, packed."""
     words = memoryview(block_hashes).cast("Q")
     return words[:: HASH_BYTES // FIELD_BYTES].tobytes()
 
 
 @dataclass(slots=True)
-class BucketNews:
+class BucketUpdates:
     """Fields of one bucket that came and went, packed."""
 
     came: bytearray = field(default_factory=bytearray)
     went: bytearray = field(default_factory=bytearray)
 
 
-def sorted_news(events: Iterable[IndexEvent], *, cluster: bool) -> dict[bytes, dict[bytes, BucketNews]]:
-    """Events by group, then by bucket; everything is of the group ``b""`` where the server is one."""
-    groups: dict[bytes, dict[bytes, BucketNews]] = {}
+def updates_by_group(events: Iterable[IndexEvent], *, cluster: bool) -> dict[bytes, dict[bytes, BucketUpdates]]:
+    """Sorts events by group, then by bucket key; on one server all are in the group ``b""``."""
+    groups: dict[bytes, dict[bytes, BucketUpdates]] = {}
     for event in events:
         key = bucket(event.segment)
-        news = groups.setdefault(group_of(key) if cluster else b"", {}).setdefault(key, BucketNews())
-        (news.came if event.here else news.went).extend(event.block_hash[:FIELD_BYTES])
+        updates = groups.setdefault(group_of(key) if cluster else b"", {}).setdefault(key, BucketUpdates())
+        (updates.came if event.here else updates.went).extend(event.block_hash[:FIELD_BYTES])
     return groups

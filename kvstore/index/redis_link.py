@@ -25,14 +25,14 @@ from pillion.errors import Unavailable
 from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, connect, parse
 
 OPEN_MS = 500
-# A call that was given less time than this, because an earlier one had used it up, says nothing about the server.
+# A call that had less time than this, because an earlier one had used it up, does not show that the server failed.
 LEAST_PATIENCE_MS = 50
 # Between two looks at a Cluster's map of slots.
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
 _SCRIPTS = Path(__file__).parent / "lua"
-_REGISTRY_SCRIPTS = ("beat", "leave", "components", "nodes")
+_REGISTRY_SCRIPTS = ("heartbeat", "leave", "components", "nodes")
 
 T = TypeVar("T")
 Argument = bytes | str | int
@@ -47,7 +47,8 @@ class ScriptCall:
 
 
 class Breaker:
-    """Sans-IO. While open, one caller per ``open_s`` is let through to see whether things are better."""
+    """A circuit breaker, sans-IO. While it is open, one call per ``open_s`` may try whether the server answers
+    again."""
 
     def __init__(self, open_s: float) -> None:
         self._open_s = open_s
@@ -64,17 +65,20 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """A call was answered."""
+        """Records that a call was answered."""
         self._closed = True
 
     def failed(self, now: float) -> None:
-        """A call was not answered."""
+        """Records that a call was not answered."""
         self._closed = False
         self._try_again_s = now + self._open_s
 
 
 class RedisLink:
-    """Raises ConfigError for a URL that cannot be one (:mod:`pillion.kvstore.index.redis_url`)."""
+    """A connection to Redis that runs scripts, each named without its suffix.
+
+    Raises ConfigError for a URL that cannot be one (:mod:`pillion.kvstore.index.redis_url`).
+    """
 
     def __init__(self, url: str, *scripts: str) -> None:
         self._client = connect(parse(url))
@@ -87,7 +91,8 @@ class RedisLink:
         self._discovered_s = 0.0
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
-        """Runs a script once and reads its answer. Raises Unavailable when Redis does not answer, or talks nonsense."""
+        """Runs a script once and reads its answer. Raises Unavailable when Redis does not answer, or answers
+        nonsense."""
         [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
         assert answer is not None
         return answer
@@ -98,31 +103,31 @@ class RedisLink:
         """Runs a script several times, at least once.
 
         Args:
-            read: makes the answer of what Redis said; any ValueError or TypeError of it means that this was nonsense.
+            read: converts Redis's raw answer; if it raises ValueError or TypeError, that was nonsense.
 
         Returns:
-            In the order of ``calls``; None for those that failed. Raises Unavailable when all did.
+            The answers in the order of ``calls``; None for calls that failed. Raises Unavailable when all failed.
         """
         answers: list[T | None] = [None] * len(calls)
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         shards = await self._shards(calls, until)
         works = [self._ask(name, script, [calls[i] for i in places], read, until) for name, places in shards.items()]
         # Most often it is one server: no task of its own then.
-        said = [await _kept(works[0])] if len(works) == 1 else await asyncio.gather(*map(_kept, works))
-        for places, got in zip(shards.values(), said, strict=True):
+        outcomes = [await _outcome(works[0])] if len(works) == 1 else await asyncio.gather(*map(_outcome, works))
+        for places, got in zip(shards.values(), outcomes, strict=True):
             if not isinstance(got, Unavailable):
                 for i, answer in zip(places, got, strict=True):
                     answers[i] = answer
         if all(answer is None for answer in answers):
-            raise next((got for got in said if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
+            raise next((got for got in outcomes if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
         return answers
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to Redis."""
         if self._discovery is not None:
             self._discovery.cancel()
             await asyncio.gather(self._discovery, return_exceptions=True)
-        # What asks the Sentinels is no part of the client that it makes.
+        # The Sentinels' clients are not closed with the master's client.
         manager = getattr(getattr(self._client, "connection_pool", None), "sentinel_manager", None)
         for client in (self._client, *(manager.sentinels if manager else ())):
             with contextlib.suppress(RedisError, OSError):
@@ -131,7 +136,7 @@ class RedisLink:
     # -- inside
 
     async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
-        """Which server each call goes to."""
+        """Returns which calls (their places) go to which server (its name)."""
         client = self._client
         if not isinstance(client, redis.asyncio.RedisCluster):
             return {"": list(range(len(calls)))}
@@ -151,7 +156,8 @@ class RedisLink:
     async def _ask(
         self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None]:
-        """All calls that one server answers. Raises Unavailable if the server does not answer at all."""
+        """Sends all calls of one server and reads the answers. Raises Unavailable if the server does not answer at
+        all."""
         breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
         if not breaker.may_try(time.monotonic()):
             raise Unavailable("Redis does not answer; waiting before the next try")
@@ -178,14 +184,15 @@ class RedisLink:
         return answers
 
     async def _send(self, name: str, script: str, calls: list[ScriptCall]) -> list[Any]:
-        """What the server said to each call, refusals included; a script that it does not know yet is sent whole."""
-        said = await self._send_as("EVALSHA", self._shas[script], name, calls)
-        unknown = [i for i, one in enumerate(said) if isinstance(one, NoScriptError)]
+        """Returns the server's raw answer to each call, refusals included. A script that it does not know is sent
+        whole."""
+        answers = await self._send_as("EVALSHA", self._shas[script], name, calls)
+        unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
         if unknown:
             again = await self._send_as("EVAL", self._texts[script], name, [calls[i] for i in unknown])
             for i, one in zip(unknown, again, strict=True):
-                said[i] = one
-        return said
+                answers[i] = one
+        return answers
 
     async def _send_as(self, verb: str, script: str | bytes, name: str, calls: list[ScriptCall]) -> list[Any]:
         client = self._client
@@ -197,7 +204,7 @@ class RedisLink:
             node = client.get_node(node_name=name)
             for command in commands:
                 pipeline.execute_command(*command, target_nodes=node)
-            said = await pipeline.execute(raise_on_error=False)
+            answers = await pipeline.execute(raise_on_error=False)
         elif len(commands) == 1:
             try:
                 return [await cast(Any, client).execute_command(*commands[0])]
@@ -207,11 +214,11 @@ class RedisLink:
             async with client.pipeline(transaction=False) as batch:
                 for command in commands:
                     batch.execute_command(*command)
-                said = await batch.execute(raise_on_error=False)
-        for one in said:
+                answers = await batch.execute(raise_on_error=False)
+        for one in answers:
             if isinstance(one, BaseException) and not isinstance(one, ResponseError):
                 raise one
-        return list(said)
+        return list(answers)
 
     def _discover(self) -> None:
         """Reads a Cluster's map of slots again, in the background and not too often."""
@@ -231,8 +238,8 @@ class RedisLink:
                     await self._client.nodes_manager.initialize()
 
 
-async def _kept(work: Any) -> Any:
-    """The answer, or the Unavailable instead of it."""
+async def _outcome(work: Any) -> Any:
+    """Returns the answer, or the Unavailable that was raised instead."""
     try:
         return await work
     except Unavailable as error:
@@ -240,7 +247,7 @@ async def _kept(work: Any) -> Any:
 
 
 def _read(read: Callable[[Any], T], raw: Any) -> T | None:
-    """None for a refusal. Raises ValueError for nonsense."""
+    """Converts a raw answer; returns None for a refusal. Raises ValueError for nonsense."""
     if isinstance(raw, ResponseError):
         return None
     try:
@@ -249,11 +256,11 @@ def _read(read: Callable[[Any], T], raw: Any) -> T | None:
         raise ValueError(f"nonsense instead of an answer ({error})") from None
 
 
-def as_bytes(said: Any) -> bytes:
-    """For readers of answers. Raises TypeError for what is no string of Redis's."""
-    if not isinstance(said, bytes):
-        raise TypeError(f"{type(said).__name__} for bytes")
-    return said
+def as_bytes(raw: Any) -> bytes:
+    """Checks a string in a raw answer. Raises TypeError for anything else."""
+    if not isinstance(raw, bytes):
+        raise TypeError(f"{type(raw).__name__} for bytes")
+    return raw
 
 
 def _text(name: str) -> bytes:
@@ -262,7 +269,10 @@ def _text(name: str) -> bytes:
 
 
 def _cancels() -> int:
-    """How often the caller's task was cancelled. redis-py loses a cancel that comes while it reads an answer; asyncio
-    still counts it, and a task that nobody can cancel would never end."""
+    """Returns how often the caller's task was cancelled.
+
+    redis-py loses a cancel that comes while it reads an answer. asyncio still counts it, and a task that nobody can
+    cancel would never end.
+    """
     task = asyncio.current_task()
     return task.cancelling() if task is not None else 0

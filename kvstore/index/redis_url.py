@@ -1,4 +1,4 @@
-"""What --redis-url says, and the redis-py client for it.
+"""The syntax of --redis-url, and the redis-py client for such a URL.
 
     redis://[user:password@]host[:port][/db]                        one server; rediss:// for TLS
     unix://[user:password@]/path[?db=n]                             one server on this machine
@@ -6,7 +6,7 @@
     redis+cluster://[user:password@]host[:port],...                 a Redis Cluster; rediss+cluster:// for TLS
 
 Options follow as a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, sentinel_username and sentinel_password for
-Sentinels that want them. What stands in user and password is percent-encoded where it must be.
+Sentinels that want them. User and password are percent-encoded where they must be.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 @dataclass(frozen=True, slots=True)
 class RedisPlace:
-    """Where Redis is.
+    """A parsed --redis-url: where Redis is, and how to log in.
 
     Attributes:
         mode: ``ONE``, ``SENTINEL`` or ``CLUSTER``.
         hosts: host and port of the server, of the Sentinels, or of some of the Cluster's nodes; none for a Unix socket.
         service: the name by which Sentinels know the master.
         settings: keyword arguments of redis-py's connections: credentials, db, path, TLS.
-        sentinel_settings: the same for the Sentinels themselves.
+        sentinel_settings: keyword arguments of connections to the Sentinels themselves.
     """
 
     mode: str
@@ -73,7 +73,7 @@ class RedisPlace:
 
 
 def parse(url: str) -> RedisPlace:
-    """Raises ConfigError, which shows no password, for what is no such URL."""
+    """Parses a URL. Raises ConfigError, which shows no password, for what is no such URL."""
     try:
         return _parse(url)
     except (ValueError, TypeError) as error:
@@ -81,7 +81,8 @@ def parse(url: str) -> RedisPlace:
 
 
 def connect(place: RedisPlace) -> Client:
-    """A client that opens its connections when it is first used. Raises ConfigError for settings that cannot be."""
+    """Makes a client that opens its connections when it is first used. Raises ConfigError for settings that cannot
+    be."""
     # The deadline of a call is ours; a library that tries again would only use it up.
     limits: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,
@@ -112,7 +113,7 @@ def connect(place: RedisPlace) -> Client:
 
 
 def without_password(url: str) -> str:
-    """For messages: credentials and options are left out."""
+    """Returns a URL without credentials and options, for messages."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"
 
@@ -167,7 +168,7 @@ def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
 
 
 def _path(path: str, mode: str) -> tuple[str, int]:
-    """Service and database."""
+    """Returns service and database number."""
     service = ""
     if mode == SENTINEL:
         service, _, path = path.partition("/")
@@ -181,13 +182,15 @@ def _path(path: str, mode: str) -> tuple[str, int]:
 
 
 def _options(query: str, base: str, mode: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Options for the connections, and those for the Sentinels alone, by their names there."""
+    """Returns the options for all connections, and those for the Sentinels alone under redis-py's names."""
     allowed = (_TLS_OPTIONS if base == "rediss" else frozenset()) | (_SENTINEL_OPTIONS if mode == SENTINEL else set())
     allowed |= {"db"} if base == "unix" else set()
-    said = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
-    if unknown := sorted(said.keys() - allowed):
+    options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    if unknown := sorted(options.keys() - allowed):
         raise ValueError(
             f"unknown option {unknown[0]!r}" + (f"; known: {', '.join(sorted(allowed))}" if allowed else "")
         )
-    others = {name.removeprefix("sentinel_"): said.pop(name) for name in sorted(_SENTINEL_OPTIONS & said.keys())}
-    return said, others
+    sentinel = {
+        name.removeprefix("sentinel_"): options.pop(name) for name in sorted(_SENTINEL_OPTIONS & options.keys())
+    }
+    return options, sentinel

@@ -1,10 +1,10 @@
 """A KV node's side of the index: its entries, and sweeping out those of the dead.
 
-    announce   adds and removes the node's own entry; what it said in earlier boots about these blocks goes too
-    sweep      sees some buckets -> reads who lives -> takes out of these buckets whatever is not alive
+    announce   adds and removes the node's own entry; its entries of earlier boots at these blocks go too
+    sweep      reads some buckets -> reads the table of live nodes -> removes all other entries from these buckets
 
 The order of a sweep matters. A node registers before it announces, so an entry that was seen first, and whose node is
-not in a table of nodes read later, is void. Between reading the table and taking out lies one round trip; a node that
+not in a table of nodes read later, is void. Between reading the table and removing lies one round trip; a node that
 comes back with its old boot epoch in just that moment may lose a few hints, no more (I3).
 """
 
@@ -26,22 +26,26 @@ GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How an announcement went.
+class AnnounceResult:
+    """The outcome of an announcement.
 
     Attributes:
-        generations: of each group that was told; another one than before means that its buckets were lost.
-        untold: events of shards that did not answer.
+        generations: generation of each group that took events; another one than before means that its buckets were
+            lost.
+        unreported: events of shards that did not answer.
     """
 
     generations: dict[bytes, bytes]
-    untold: list[IndexEvent]
+    unreported: list[IndexEvent]
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """Where a sweep goes on: ``group`` 0 .. GROUPS - 1, ``bucket`` in it, Redis's cursor in that bucket. A sweep takes
-    a whole group while it is small, so that it soon visits every shard: that tells, too, which has lost its memory."""
+    """The place where a sweep goes on: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that bucket.
+
+    A sweep takes a whole group while it is small, so that it soon visits every shard and notices one that has lost its
+    memory.
+    """
 
     group: int = 0
     bucket: int = 0
@@ -49,34 +53,34 @@ class SweepPlace:
 
 
 class IndexWriter:
-    """Every call raises Unavailable when Redis does not answer."""
+    """A KV node's client of the index. Every call raises Unavailable when Redis does not answer."""
 
     def __init__(self, redis_url: str) -> None:
         self._link = RedisLink(redis_url, "announce", "sweep")
 
-    async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> Told:
-        """Adds and removes ``entry`` (number and boot epoch, 8 bytes) at blocks. Of one block only one event."""
+    async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> AnnounceResult:
+        """Adds and removes ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event."""
         if not events:
-            return Told({}, [])
-        sorted_events = keys.sorted_news(events, cluster=self._link.cluster)
-        generations = await self._announce(entry, sorted_events)
-        silent = sorted_events.keys() - generations.keys()
-        untold = [event for event in events if keys.group_of(keys.bucket(event.segment)) in silent] if silent else []
-        return Told(generations, untold)
+            return AnnounceResult({}, [])
+        by_group = keys.updates_by_group(events, cluster=self._link.cluster)
+        generations = await self._announce(entry, by_group)
+        silent = by_group.keys() - generations.keys()
+        unreported = [event for event in events if silent and keys.group_of(keys.bucket(event.segment)) in silent]
+        return AnnounceResult(generations, unreported)
 
     async def generations(self, groups: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Of some groups, as far as their shards answer."""
+        """Returns the generations of some groups, as far as their shards answer."""
         return await self._announce(bytes(keys.ENTRY_BYTES), {group: {} for group in groups}) if groups else {}
 
-    async def _announce(self, entry: bytes, groups: dict[bytes, dict[bytes, keys.BucketNews]]) -> dict[bytes, bytes]:
+    async def _announce(self, entry: bytes, groups: dict[bytes, dict[bytes, keys.BucketUpdates]]) -> dict[bytes, bytes]:
         calls = []
-        for group, news in groups.items():
+        for group, buckets in groups.items():
             args: list[bytes | int] = [entry, secrets.token_bytes(GENERATION_BYTES), keys.MAX_ENTRIES_PER_BLOCK]
-            for fields in news.values():
+            for fields in buckets.values():
                 args += (bytes(fields.came), bytes(fields.went))
-            calls.append(ScriptCall([keys.generation(group), *news], args))
+            calls.append(ScriptCall([keys.generation(group), *buckets], args))
         answers = await self._link.call_each("announce", calls, as_bytes, deadline_ms=ANNOUNCE_DEADLINE_MS)
-        return {group: said for group, said in zip(groups, answers, strict=True) if said is not None}
+        return {group: found for group, found in zip(groups, answers, strict=True) if found is not None}
 
     async def sweep(
         self, at: SweepPlace, live: Callable[[], Awaitable[frozenset[bytes]]]
@@ -84,10 +88,10 @@ class IndexWriter:
         """Drops void entries from some buckets.
 
         Args:
-            live: reads which entries are alive; called after the buckets were seen, if they hold any.
+            live: reads which entries are alive; called after the buckets were read, if they hold any.
 
         Returns:
-            Where to go on, and the generation of the group that was visited.
+            The place to go on at, and the generation of the group that was visited.
         """
         name = keys.group_name(at.group)
         group = name if self._link.cluster else b""
@@ -104,7 +108,7 @@ class IndexWriter:
         return _next_place(at, walked), {group: walked.generation}
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to Redis."""
         await self._link.aclose()
 
 
@@ -116,15 +120,15 @@ class _Walk:
     seen: frozenset[bytes]
 
     @classmethod
-    def read(cls, said: Any) -> _Walk:
-        generation, done, cursor, seen = said
+    def read(cls, raw: Any) -> _Walk:
+        generation, done, cursor, seen = raw
         width = keys.ENTRY_BYTES
         entries = frozenset(seen[at : at + width] for at in range(0, len(seen), width))
         return cls(as_bytes(generation), int(done), as_bytes(cursor), entries)
 
 
 def _next_place(at: SweepPlace, walked: _Walk) -> SweepPlace:
-    """Next in the bucket where the walk stopped, or in the next group."""
+    """Returns the place where the walk stopped, or the next group."""
     bucket = at.bucket + max(0, walked.done)
     if bucket < keys.BUCKETS_PER_GROUP:
         return SweepPlace(at.group, bucket, walked.cursor)

@@ -1,1 +1,11 @@
-"""Map of this package."""
+"""The slot ledger: who owns which slot of a pool, which blocks are committed, pinned and evicted, who waits for memory.
+
+    ledger.py         Ledger: slots, holders, tickets, commits. Read its module docstring first.
+    tree.py           BlockTree: committed blocks by hash and parent, protected by pins on tails.
+    eviction.py       EvictionPolicy and its implementations LRU and LFU: which block leaves first.
+    waiting_queue.py  WaitingQueue: OpenTicket calls that wait for memory.
+    integrity.py      check_integrity: the proof that everything adds up (I4).
+    records.py        Block, Holder, TicketState, IndexEvent, PoolShape: plain data.
+
+Everything here is sans-IO (I9): no clock, no socket, no asyncio. It knows slots as numbers and never touches memory.
+"""

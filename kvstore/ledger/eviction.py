@@ -1,48 +1,59 @@
-"""Which cached block goes first. A policy is a small class behind :class:`EvictionPolicy`; the tree feeds it.
+"""Eviction policies: which committed block leaves the pool first. :class:`EvictionPolicy` is the contract, LRU and LFU
+are the implementations, and the block tree feeds them.
 
-The one rule all policies keep: a block leaves only after all its descendants, because a block whose parent is gone can
-never be found by a prefix look-up. LRU gets that for free (see below); the others, in
-:mod:`pillion.kvstore.ledger.eviction_frequency`, count in a way that gives it to them.
+All policies keep one rule: a block leaves only after all its descendants, because a block whose parent is gone can
+never be found by a prefix look-up. LRU gets this for free from the order in which chains are released. LFU gets it from
+the way in which it counts:
+
+    a chain is released, tail first:    tail --its uses--> parent --its uses and the tail's--> ... --> head
+
+A use of a block is a use of its whole chain, but a parent that another ticket still protects is not released yet. So
+every block passes the uses that were counted for it on to its parent, and the parent adds them when it is released
+itself. A block has therefore never fewer uses than any of its children, and it is always released later than they are.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pillion.errors import ConfigError
+from pillion.kvstore.ledger.records import Block
 
-if TYPE_CHECKING:
-    from pillion.kvstore.ledger.tree import Block
+# Uses beyond this make no difference: what was popular an hour ago must be able to go.
+MAX_USES = 15
 
 
 class EvictionPolicy(Protocol):
-    """Knows exactly the committed blocks that no ticket protects."""
+    """The committed blocks that no ticket protects, in the order in which they are evicted.
+
+    It is called by the block tree on the node's loop and has no lock.
+    """
 
     def add(self, block: Block) -> None:
-        """``block`` lost its last protection. Its unprotected descendants were added before it."""
+        """Adds a block that lost its last protection. Its unprotected descendants were added before it."""
 
     def remove(self, block: Block) -> None:
-        """``block`` is protected again. It is known."""
+        """Removes a known block because it is protected again."""
 
     def pop(self) -> Block:
-        """Forgets and returns the next victim: a block without children. Raises KeyError when none is known."""
+        """Removes and returns the next victim, a block without children. Raises KeyError when no block is known."""
 
     def drop(self, block: Block) -> None:
-        """Forgets ``block``, which is known and has no children: it leaves the pool out of turn."""
+        """Removes a known block without children that leaves the pool out of turn."""
 
     def __len__(self) -> int:
-        """Known blocks."""
+        """Returns the number of known blocks."""
 
     def __iter__(self) -> Iterator[Block]:
-        """Known blocks, next victim first."""
+        """Iterates over the known blocks, next victim first."""
 
 
 class LruEviction:
-    """Least recently protected first; of one chain the tail before its head. Every operation is O(1) a block.
+    """Evicts the block that lost its protection first; of one chain the tail before its head. O(1) a block.
 
-    When a pin is let go, the chain is added from its tail upwards, and a block that still has a protected descendant
+    When a pin is released, the chain is added from its tail upwards, and a block that still has a protected descendant
     is protected itself. So in this queue a descendant always stands before its ancestors, and the front is always a
     leaf: no heap, no scan for leaves.
     """
@@ -52,20 +63,18 @@ class LruEviction:
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:
-        """To the back."""
+        """Appends the block to the queue."""
         self._queue[block] = None
 
     def remove(self, block: Block) -> None:
-        """Out of line."""
+        """Deletes the block from the queue."""
         del self._queue[block]
 
     def pop(self) -> Block:
-        """From the front."""
+        """Takes the block at the front."""
         return self._queue.popitem(last=False)[0]
 
-    def drop(self, block: Block) -> None:
-        """Out of line."""
-        del self._queue[block]
+    drop = remove
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -74,12 +83,77 @@ class LruEviction:
         return iter(self._queue)
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """A new policy by the name that ``--eviction-policy`` takes: lru, lfu or arc. Raises ConfigError for another."""
-    # Here, because that module's readers come from this one.
-    from pillion.kvstore.ledger.eviction_frequency import ArcEviction, LfuEviction
+class LfuEviction:
+    """Evicts the least frequently used block, with dynamic aging (LFU-DA: Arlitt et al., "Evaluating content management
+    techniques for Web proxy caches", 2000). O(MAX_USES) a block at worst.
 
-    policies: dict[str, type[EvictionPolicy]] = {"lru": LruEviction, "lfu": LfuEviction, "arc": ArcEviction}
+    A block's rank is its uses plus the pool's age when it was added; the pool's age is the rank of the block that was
+    evicted last. So a block that is not used again is overtaken by newer blocks in the end. Ranks in use lie within
+    MAX_USES of the age. Blocks are ordered by (rank, time of adding), which keeps the chain rule without the tree.
+    """
+
+    def __init__(self) -> None:
+        self._age = 0
+        self._known = 0
+        self._queues: dict[int, OrderedDict[Block, None]] = {}
+
+    def add(self, block: Block) -> None:
+        """Counts the block's uses and appends it to the queue of its rank."""
+        block.rank = self._age + min(_count_uses(block), MAX_USES)
+        self._known += 1
+        self._queues.setdefault(block.rank, OrderedDict())[block] = None
+
+    def remove(self, block: Block) -> None:
+        """Deletes the block from its queue; its uses stay."""
+        queue = self._queues[block.rank]
+        del queue[block]
+        self._known -= 1
+        if not queue:
+            del self._queues[block.rank]
+
+    def pop(self) -> Block:
+        """Takes the block at the front of the lowest rank."""
+        if not self._known:
+            raise KeyError("no block is known")
+        block = next(iter(self._queues[self._lowest_rank()]))
+        self.drop(block)
+        return block
+
+    def drop(self, block: Block) -> None:
+        """Deletes the block; the pool ages as if it had been the next victim."""
+        self._age = self._lowest_rank()
+        self.remove(block)
+
+    def __len__(self) -> int:
+        return self._known
+
+    def __iter__(self) -> Iterator[Block]:
+        for rank in sorted(self._queues):
+            yield from self._queues[rank]
+
+    def _lowest_rank(self) -> int:
+        """Returns the lowest rank in use. At least one block must be known."""
+        rank = self._age
+        while rank not in self._queues:
+            rank += 1
+        return rank
+
+
+def _count_uses(block: Block) -> int:
+    """Counts a release of ``block``: one use, or those of its children if they are more. Returns all its uses."""
+    fresh = max(1, block.child_uses)
+    block.child_uses = 0
+    block.uses += fresh
+    if block.parent is not None:
+        block.parent.child_uses += fresh
+    return block.uses
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """Makes the policy that ``--eviction-policy`` names: lru or lfu. Raises ConfigError for another name."""
+    policies: dict[str, type[EvictionPolicy]] = {"lru": LruEviction, "lfu": LfuEviction}
+    if name == "arc":
+        raise ConfigError("--eviction-policy arc: this policy was removed, it never beat lru; choose lru or lfu")
     if name not in policies:
         raise ConfigError(f"--eviction-policy {name}: choose {', '.join(policies)}")
     return policies[name]()

@@ -1,35 +1,31 @@
-"""The proof that a ledger's books add up (I4). O(slots); meant for tests, and for an operator who has a doubt."""
+"""The proof that a ledger's states, pins and promises add up (I4). O(slots); for tests and for an operator in doubt."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pillion.errors import Conflict
-from pillion.kvstore.ledger.records import LOST_RACE
-from pillion.kvstore.ledger.tree import Block
-
-if TYPE_CHECKING:
-    from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import LOST_RACE, Block
 
 # A broken ledger tends to be broken in many places at once; the first ones say enough.
 MAX_FINDINGS = 20
 
 
 class IntegrityError(Conflict):
-    """What does not add up, in words."""
+    """The ledger contradicts itself; the message says where."""
 
 
-def check(ledger: Ledger) -> None:
-    """Raises IntegrityError with everything that is found, at most MAX_FINDINGS."""
+def check_integrity(ledger: Ledger) -> None:
+    """Raises IntegrityError with everything that does not add up, at most MAX_FINDINGS findings."""
     findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger)]
     if findings:
         raise IntegrityError("; ".join(findings[:MAX_FINDINGS]))
 
 
 def _slots(ledger: Ledger) -> Iterator[str]:
-    """Every slot is in exactly one state."""
+    """Checks that every slot is in exactly one state."""
     owners: Counter[int] = Counter(ledger.free)
     for holder in ledger.holders.values():
         owners.update(holder.leased.keys())
@@ -37,14 +33,14 @@ def _slots(ledger: Ledger) -> Iterator[str]:
     yield from (f"slot {slot} has no state" for slot in range(ledger.num_slots) if slot not in owners)
     yield from (f"slot {slot} is in {count} states" for slot, count in owners.items() if count > 1)
     yield from (f"slot {slot} is not of this pool" for slot in owners if not 0 <= slot < ledger.num_slots)
-    books = ledger.books()
-    total = books.free_blocks + books.leased_blocks + books.committed_blocks + books.quarantined_blocks
+    counts = ledger.status()
+    total = counts.free_blocks + counts.leased_blocks + counts.committed_blocks + counts.quarantined_blocks
     if total != ledger.num_slots:
         yield f"states add up to {total} of {ledger.num_slots} slots"
 
 
 def _tree(ledger: Ledger) -> Iterator[str]:
-    """Parents are there, holds are pins plus protected children, and the policy knows exactly the unprotected."""
+    """Checks that parents are there, holds are pins plus protected children, and the policy is complete."""
     blocks = ledger.tree.by_hash
     children = Counter(block.parent for block in blocks.values() if block.parent is not None)
     held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.holds)
@@ -70,17 +66,17 @@ def _protection(ledger: Ledger) -> Iterator[str]:
     protected = sum(block.holds > 0 for block in blocks)
     if protected != ledger.tree.protected:
         yield f"{ledger.tree.protected} blocks counted as protected of {protected}"
-    line = list(ledger.tree.policy)
-    place: dict[Block, int] = {block: index for index, block in enumerate(line)}
-    if place.keys() != {block for block in blocks if not block.holds} or len(line) != len(ledger.tree.policy):
+    order = list(ledger.tree.policy)
+    place: dict[Block, int] = {block: index for index, block in enumerate(order)}
+    if place.keys() != {block for block in blocks if not block.holds} or len(order) != len(ledger.tree.policy):
         yield "the eviction policy does not know exactly the unprotected blocks"
     for block, index in place.items():
-        if block.parent is not None and place.get(block.parent, len(line)) < index:
+        if block.parent is not None and place.get(block.parent, len(order)) < index:
             yield f"slot {block.parent.slot} would be evicted before its child {block.slot}"
 
 
 def _tickets(ledger: Ledger) -> Iterator[str]:
-    """Tickets and holders name each other, and an opener names its ticket."""
+    """Checks that tickets and holders name each other, and that an opener names its ticket."""
     for ticket_id, ticket in ledger.tickets.items():
         if not ticket.holders:
             yield f"ticket {ticket_id} is held by nobody"
@@ -98,7 +94,7 @@ def _tickets(ledger: Ledger) -> Iterator[str]:
 
 
 def _promises(ledger: Ledger) -> Iterator[str]:
-    """What is reserved exists, apart from slots that losers of a commit race have yet to return."""
+    """Checks that reserved slots exist, apart from those that losers of a commit race have yet to return."""
     reserved = sum(ticket.reserved for ticket in ledger.tickets.values())
     if reserved != ledger.reserved or any(ticket.reserved < 0 for ticket in ledger.tickets.values()):
         yield f"{ledger.reserved} slots counted as reserved of {reserved}"

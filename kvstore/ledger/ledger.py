@@ -9,33 +9,52 @@
 
     a ticket    opened (tail pinned, rest reserved) --adopt, commit--> grows --last holder lets go--> (void)
 
-Promises made here, which :mod:`pillion.kvstore.ledger.integrity` proves: every slot is in exactly one state; what a
-ticket holds is
-never evicted; the slots promised to admitted prompts exist, apart from those that losers of a commit race are about to
-return. A slot leased from a ticket's reservation that comes back unwritten goes back to the reservation, so a prompt
-once admitted can always finish, whoever dies on the way (I5).
+    a commit of a leased slot under a block hash (I2)
+                new block              the slot is sealed and the ticket's pin moves on to it
+                another was first      that committer's slot stays and the pin moves on to it; the own slot stays leased
+                                       until its worker's block tables no longer name it, and then goes back to the pool
+                same ticket was first  the same, but the ticket's pin is there already
+
+The ledger keeps these promises, which :mod:`pillion.kvstore.ledger.integrity` proves: every slot is in exactly one
+state; what a ticket holds is never evicted; the slots promised to admitted prompts exist, apart from those that losers
+of a commit race are about to return. A slot leased from a ticket's reservation that comes back unwritten goes back to
+the reservation, so an admitted prompt can always finish, whichever process dies on the way (I5).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
-from pillion.kvstore.ledger import commits, integrity
+from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
-from pillion.kvstore.ledger.records import FETCH, NO_TICKET, PREFILL, SESSION, Holder, IndexEvent, TicketState
-from pillion.kvstore.ledger.tree import Block, BlockTree, Match
-from pillion.wire.kvnode import Adopted, CommitResult, CommitRun, NodeStatus
+from pillion.kvstore.ledger.records import (
+    FETCH,
+    LOST_RACE,
+    NO_TICKET,
+    PREFILL,
+    SESSION,
+    Block,
+    Holder,
+    IndexEvent,
+    TicketState,
+)
+from pillion.kvstore.ledger.tree import BlockTree, Match
+from pillion.wire.kvnode import AdoptedTicket, CommitResult, CommitRun, NodeStatus
 
 
 class Ledger:
-    """All calls are O(blocks they touch). Raises NotFound for an unknown epoch and Conflict for a fenced one.
+    """The state of all slots, holders and tickets of one pool. Every call is O(blocks it touches).
+
+    Only the node's loop calls it, and no call waits in the middle, so it has no lock. Calls that change something raise
+    NotFound for an unknown epoch and Conflict for a fenced one. Attributes are for reading; its methods alone write.
 
     Args:
         new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
-        policy: what is evicted first; LRU by default.
+        policy: decides which block is evicted first; LRU by default.
     """
 
     def __init__(
@@ -55,10 +74,10 @@ class Ledger:
         self.committed_ever = 0
         self._events: list[IndexEvent] = []
 
-    # -- shape and books
+    # -- shape and counts
 
     def shape(self, num_slots: int) -> None:
-        """Fixes the number of slots, once, when the first worker says how big a block is."""
+        """Sets the number of slots, once: the first worker that attaches decides how big a block is."""
         if self.num_slots:
             raise Internal("the pool has its shape already")
         self.num_slots = num_slots
@@ -67,16 +86,16 @@ class Ledger:
 
     @property
     def available(self) -> int:
-        """Slots that are free or can be made free at once: all but leased, quarantined and protected ones."""
+        """Number of slots that are free or can be freed at once: all but leased, quarantined and protected ones."""
         return len(self.free) + len(self.tree.policy)
 
     @property
     def unpromised(self) -> int:
-        """Available slots that no admitted prompt counts on."""
+        """Number of available slots that no admitted prompt counts on."""
         return max(0, self.available - self.reserved)
 
-    def books(self) -> NodeStatus:
-        """The block counts of a NodeStatus; the node adds its name."""
+    def status(self) -> NodeStatus:
+        """Returns a NodeStatus with the counts that the ledger knows."""
         quarantined = sum(len(holder.leased) for holder in self.holders.values() if holder.fenced)
         held = sum(len(holder.leased) for holder in self.holders.values())
         return NodeStatus(
@@ -91,33 +110,28 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
-            fenced_components=tuple(sorted(holder.name for holder in self.holders.values() if holder.fenced)),
+            fenced_components=sorted(holder.name for holder in self.holders.values() if holder.fenced),
         )
 
     def drain_events(self) -> list[IndexEvent]:
-        """What changed for the index since the last call, in order."""
+        """Returns what changed for the index since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def hashes(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every committed block as (hash, segment), parents before their children: a picture of now that may be read
-        bit by bit later."""
+        """Returns (hash, segment) of every block that is committed now, parents before their children."""
         return ((block.hash, block.segment) for block in list(self.tree.by_hash.values()))
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError with everything that does not add up (I4)."""
-        integrity.check(self)
 
     # -- holders
 
     def attach(self, name: str, role: str) -> int:
-        """A new epoch for a worker or (role ``SESSION``) a gateway."""
+        """Makes a holder (a worker, a gateway's session or a fetch, by ``role``) and returns its epoch."""
         epoch = self._new_id()
         self.holders[epoch] = Holder(epoch, name, role)
         return epoch
 
     def seen(self, epoch: int, now: float) -> Holder:
-        """Notes a sign of life. Raises NotFound for an epoch that this node never gave or that is void."""
+        """Records a sign of life. Raises NotFound for an epoch that this node never gave or that is void."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")
@@ -125,13 +139,14 @@ class Ledger:
         return holder
 
     def forgive(self, now: float) -> None:
-        """The node itself slept: nobody's silence counts from before ``now``."""
+        """Restarts everybody's silence at ``now``, because the node itself slept."""
         for holder in self.holders.values():
             if holder.seen_s is not None:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Workers silent for longer than ``timeout_s``, not fenced yet. Sessions end with their stream instead."""
+        """Returns workers that were silent for longer than ``timeout_s`` and are not fenced yet. A gateway's session is
+        never one of them: it ends with its stream."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -142,7 +157,8 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Takes the right to change anything. Leases and pins stay until :meth:`gone` or :meth:`drained` (I4)."""
+        """Takes from an epoch the right to change anything. Its leases and pins stay until :meth:`gone` or
+        :meth:`drained` (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return
@@ -151,13 +167,15 @@ class Ledger:
             self._settle(self.tickets[ticket_id])
 
     def drained(self, epoch: int) -> None:
-        """A fenced worker woke and says that nothing of the epoch is in use any more."""
+        """Frees everything of a fenced epoch: its worker woke and reports that no step uses it any more. Raises
+        Conflict for an epoch that is not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch drains")
         self.gone(epoch)
 
     def gone(self, epoch: int) -> None:
-        """The holder's death (or its session's end) is proven: everything it held is let go. Idempotent."""
+        """Frees everything that an epoch held, because its holder's death or its session's end is proven.
+        Idempotent."""
         holder = self.holders.pop(epoch, None)
         if holder is None:
             return
@@ -168,12 +186,15 @@ class Ledger:
     # -- tickets
 
     def shortage(self, hashes: Sequence[bytes], total_blocks: int) -> int:
-        """Slots that are missing before a prompt may be admitted; 0 when it may. The decode reserve is left alone,
-        unless nothing else is admitted: then the prompt gets in if it fits at all (I5)."""
+        """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The decode reserve is
+        left alone, unless nothing else is admitted: then the prompt gets in if it fits at all (I5)."""
         return self._missing(self.tree.longest_prefix(hashes), total_blocks)
 
     def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
-        """Pins what is here of ``hashes`` and reserves the rest; None, with nothing changed, where memory is short."""
+        """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
+
+        Returns None, with nothing changed, where memory is short.
+        """
         holder = self.active(epoch)
         # The chain is walked only where it can matter: whoever waits for memory is asked after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
@@ -198,18 +219,18 @@ class Ledger:
         return max(0, floor - left)
 
     def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
-        """A ticket that holds what is here of a chain and reserves nothing: for a reader. Raises InvalidRequest for a
-        nonce that is in use."""
+        """Opens a ticket for a reader: it pins the committed prefix of a chain and reserves nothing. Raises
+        InvalidRequest for a nonce that is in use."""
         holder = self.active(epoch)
         if (epoch, nonce) in self.by_opener:
             raise InvalidRequest("the nonce is in use")
         ticket = self._opened(holder, nonce, None, 0)
         return self.extend(epoch, ticket.ticket_id, hashes)
 
-    def lend(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first; the epoch becomes a holder.
+    def lease_some(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
+        """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and makes the epoch a holder.
 
-        Raises NotFound without such a ticket.
+        Raises NotFound if there is no such ticket.
         """
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
@@ -217,7 +238,7 @@ class Ledger:
         return self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
-        """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are here.
+        """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed.
 
         A block that is found needs no slot any more, so one that was reserved for it is free to be promised again.
         Raises NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
@@ -232,31 +253,24 @@ class Ledger:
             if not (block.holds or ticket.reserved or self.unpromised):
                 # Others were promised the slots of what nobody protects.
                 break
-            self.move_pin(ticket, block)
+            self._move_pin(ticket, block)
             promised = min(1, ticket.reserved)
             ticket.reserved -= promised
             self.reserved -= promised
         return ticket
 
     def held(self, epoch: int, ticket_id: int) -> TicketState:
-        """A ticket that an active epoch holds. Raises NotFound where it does not."""
+        """Returns a ticket that an active epoch holds. Raises NotFound if it does not hold it."""
         self.active(epoch)
         ticket = self.tickets.get(ticket_id)
         if ticket is None or epoch not in ticket.holders:
             raise NotFound("no such ticket: it was released, or the node restarted")
         return ticket
 
-    def chain_of(self, ticket: TicketState) -> Adopted:
-        """The slots that a ticket pins, in order, and the hash of the last one's block."""
+    def chain_of(self, ticket: TicketState) -> AdoptedTicket:
+        """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
         chain = tuple(block.slot for block in self.tree.chain(ticket.tail))
-        return Adopted(chain, (), ticket.tail.hash if ticket.tail else b"")
-
-    def move_pin(self, ticket: TicketState, block: Block) -> None:
-        """The ticket's chain ends with ``block``, a child of its tail, from now on."""
-        self.tree.pin(block)
-        if ticket.tail is not None:
-            self.tree.unpin(ticket.tail)
-        ticket.tail = block
+        return AdoptedTicket(chain, (), ticket.tail.hash if ticket.tail else b"")
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent."""
@@ -266,11 +280,11 @@ class Ledger:
             if ticket is not None and epoch in ticket.holders:
                 self._let_go(holder, ticket)
 
-    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted:
-        """Makes a worker a holder and leases to it, from the reservation first.
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
+        """Makes a worker a holder of a ticket and leases ``lease_blocks`` slots to it, reserved ones first.
 
-        Raises NotFound without such a ticket; Overloaded, with nothing changed, if there are not enough slots beyond
-        the reservation.
+        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are not enough slots
+        beyond the reservation.
         """
         holder = self.active(epoch)
         ticket = self.tickets.get(ticket_id)
@@ -284,15 +298,16 @@ class Ledger:
         holder.tickets.add(ticket_id)
         ticket.reserved -= promised
         self.reserved -= promised
-        leased = (*self._take(holder, promised, ticket_id), *self._take(holder, extra, NO_TICKET))
+        leased = (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
         return replace(self.chain_of(ticket), leased_slots=leased)
 
     # -- slots
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """Up to ``blocks`` slots that no admitted prompt counts on; prefill leaves the decode reserve alone (I5)."""
+        """Leases up to ``blocks`` slots that no admitted prompt counts on. A prefill worker or a fetch gets none of the
+        decode reserve (I5)."""
         holder = self.active(epoch)
-        return self._take(holder, min(blocks, self._leasable(holder)), NO_TICKET)
+        return self._lease(holder, min(blocks, self._leasable(holder)), NO_TICKET)
 
     def give_back(self, epoch: int, slots: Iterable[int]) -> None:
         """Frees leased slots. Raises InvalidRequest, with nothing changed, if one is not leased to the epoch."""
@@ -302,29 +317,20 @@ class Ledger:
         self._free(holder, wanted)
 
     def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitResult]:
-        """Seals runs in order; each succeeds or is refused as a whole. See :mod:`pillion.kvstore.ledger.commits` for
-        the race.
-        """
+        """Seals runs in order. Each run is judged before anything changes: it succeeds or is refused as a whole."""
         holder = self.active(epoch)
-        return [commits.commit_run(self, holder, run) for run in runs]
-
-    def sealed(self, holder: Holder, slot: int, block_hash: bytes, ticket: TicketState) -> None:
-        """A leased slot becomes a committed block, and the ticket's pin moves on to it."""
-        del holder.leased[slot]
-        self.committed_ever += 1
-        ticket.tail = block = self.tree.add(slot, block_hash, ticket.tail)
-        self._events.append(IndexEvent(block_hash, here=True, segment=block.segment))
+        return [self._commit_run(holder, run) for run in runs]
 
     def evict_block(self, block: Block) -> None:
-        """Frees the slot of a block that nobody protects and that has no children, ahead of need. Raises Internal for
-        another."""
+        """Frees the slot of an unprotected block without children, ahead of need. Raises Internal for another block."""
         self.tree.drop(block)
         self.free.append(self._evicted(block))
 
     # -- inside
 
     def active(self, epoch: int) -> Holder:
-        """The holder that may change things. Raises NotFound for a void epoch, Conflict for a fenced one."""
+        """Returns the holder of an epoch that may change things. Raises NotFound for a void epoch, Conflict for a
+        fenced one."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")
@@ -335,7 +341,7 @@ class Ledger:
     def _leasable(self, holder: Holder) -> int:
         return max(0, self.unpromised - (self.decode_reserve if holder.role in (PREFILL, FETCH) else 0))
 
-    def _take(self, holder: Holder, count: int, charge: int) -> tuple[int, ...]:
+    def _lease(self, holder: Holder, count: int, charge: int) -> tuple[int, ...]:
         slots = tuple(self.free.pop() if self.free else self._evict() for _ in range(count))
         holder.leased.update(dict.fromkeys(slots, charge))
         return slots
@@ -352,7 +358,7 @@ class Ledger:
         for slot in slots:
             ticket = self.tickets.get(holder.leased.pop(slot))
             self.free.append(slot)
-            if ticket is not None and self._wanted(ticket):
+            if ticket is not None and self._usable(ticket):
                 ticket.reserved += 1
                 self.reserved += 1
 
@@ -361,16 +367,80 @@ class Ledger:
         holder.tickets.discard(ticket.ticket_id)
         self._settle(ticket)
 
-    def _wanted(self, ticket: TicketState) -> bool:
-        """Whether someone who may still lease holds it; a holder that is just going does not count."""
+    def _usable(self, ticket: TicketState) -> bool:
+        """Whether a holder that may still lease has the ticket; one that is just going does not count."""
         return any(epoch in self.holders and not self.holders[epoch].fenced for epoch in ticket.holders)
 
     def _settle(self, ticket: TicketState) -> None:
-        """A ticket that nobody can use reserves nothing; one that nobody holds is void."""
-        if not self._wanted(ticket):
+        """Ends the reservation of a ticket that nobody can use any more, and the ticket itself if nobody holds it."""
+        if not self._usable(ticket):
             self.reserved -= ticket.reserved
             ticket.reserved = 0
         if not ticket.holders:
             del self.tickets[ticket.ticket_id], self.by_opener[ticket.opener]
             if ticket.tail is not None:
                 self.tree.unpin(ticket.tail)
+
+    def _move_pin(self, ticket: TicketState, block: Block) -> None:
+        """Ends the ticket's chain with ``block``, a child of its tail, from now on."""
+        self.tree.pin(block)
+        if ticket.tail is not None:
+            self.tree.unpin(ticket.tail)
+        ticket.tail = block
+
+    # -- commits
+
+    def _commit_run(self, holder: Holder, run: CommitRun) -> CommitResult:
+        try:
+            ticket, hashes = self._judge_run(holder, run)
+        except InvalidRequest as error:
+            return CommitResult(refusal=error.message)
+        return CommitResult(tuple(self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)))
+
+    def _judge_run(self, holder: Holder, run: CommitRun) -> tuple[TicketState, list[bytes]]:
+        ticket = self.tickets.get(run.ticket_id)
+        if ticket is None or holder.epoch not in ticket.holders:
+            raise InvalidRequest("the ticket is void, or not held by this epoch")
+        hashes = split_hashes(run.block_hashes)
+        if not hashes or len(hashes) != len(run.slots):
+            raise InvalidRequest(f"{len(run.slots)} slots need as many hashes of {HASH_BYTES} bytes, and at least one")
+        if len(set(hashes)) != len(hashes) or len(set(run.slots)) != len(run.slots):
+            raise InvalidRequest("a slot or a hash is named twice")
+        if not holder.leased.keys() >= set(run.slots):
+            raise InvalidRequest("a slot is not leased to this epoch")
+        self._judge_chain(ticket, hashes)
+        return ticket, hashes
+
+    def _judge_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
+        """Raises InvalidRequest unless ``hashes`` fit the ticket's chain.
+
+        Known blocks lead, each the child of the one before; they lie on the ticket's chain or go on from its tail. New
+        blocks only go on from the tail, or from known blocks behind it.
+        """
+        known = [block for block in map(self.tree.by_hash.get, hashes) if block is not None]
+        if not known:
+            return
+        first, end = known[0], ticket.blocks - 1
+        linked = all(child.parent is parent for parent, child in pairwise(known))
+        if not linked or any(block.hash != block_hash for block, block_hash in zip(known, hashes, strict=False)):
+            raise InvalidRequest("a block is here already with another parent")
+        if first.depth > end:
+            continues = first.parent is ticket.tail
+        else:
+            continues = self.tree.on_chain(known[: end - first.depth + 1][-1], ticket.tail)
+        if not continues or (len(known) < len(hashes) and known[-1].depth < end):
+            raise InvalidRequest("the run does not continue the ticket's chain")
+
+    def _seal(self, holder: Holder, ticket: TicketState, slot: int, block_hash: bytes) -> int:
+        """Commits one leased slot and returns the slot that stays for the block."""
+        block = self.tree.by_hash.get(block_hash)
+        if block is None:
+            del holder.leased[slot]
+            self.committed_ever += 1
+            ticket.tail = block = self.tree.add(slot, block_hash, ticket.tail)
+            self._events.append(IndexEvent(block_hash, here=True, segment=block.segment))
+            return slot
+        holder.leased[slot] = LOST_RACE
+        if block.depth >= ticket.blocks:
+            self._move_pin(ticket, block)
+        return block.slot

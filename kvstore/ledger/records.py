@@ -1,26 +1,73 @@
-"""What the ledger keeps books of."""
+"""The records of the slot ledger: plain data, changed by the ledger, the block tree and the eviction policy alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pillion.kvstore.ledger.tree import Block
+# A slot number has to fit into 31 bits.
+MAX_BLOCKS = 2**31 - 1
 
 # What a leased slot is charged to, where that is no ticket.
 NO_TICKET = 0
 # The slot lost a commit race: it comes back to the pool, never to a reservation.
 LOST_RACE = -1
 
+# Roles of holders.
 SESSION = "gateway"
 PREFILL = "prefill"
 # One fetch of this node's own, while it lasts.
 FETCH = "fetch"
 
 
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What the first worker that attaches decides: number of slots, bytes of each, and namespace (hexadecimal)."""
+
+    num_slots: int
+    block_bytes: int
+    namespace: str
+
+
+def slots_of(pool_bytes: int, block_bytes: int) -> int:
+    """The number of blocks of ``block_bytes`` that fit into ``pool_bytes``, at most MAX_BLOCKS."""
+    return min(pool_bytes // block_bytes, MAX_BLOCKS) if block_bytes > 0 else 0
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A committed slot.
+
+    Attributes:
+        depth: number of blocks before it in its chain.
+        segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
+        holds: pins on the block itself plus its protected children; the block is protected while this is not 0.
+        children: committed blocks whose parent it is.
+        checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
+        uses, child_uses, rank: written by :class:`pillion.kvstore.ledger.eviction.LfuEviction` alone.
+    """
+
+    slot: int
+    hash: bytes
+    parent: Block | None = field(repr=False)
+    depth: int
+    segment: bytes = field(repr=False)
+    holds: int = 0
+    children: int = 0
+    checksum: int = 0
+    uses: int = 0
+    child_uses: int = 0
+    rank: int = 0
+
+
 @dataclass(slots=True)
 class Holder:
-    """One epoch. ``leased``: slot -> the ticket whose reservation it came from. ``seen_s``: None until its first call,
-    so that a worker which is still loading is not taken for a silent one: it has nothing that could be misused."""
+    """One epoch: a worker, a gateway's session or a fetch.
+
+    Attributes:
+        leased: slot -> the ticket whose reservation it came from, NO_TICKET or LOST_RACE.
+        seen_s: time of its last call. None until the first one, so that a worker which is still loading is not taken
+            for a silent one: it has nothing yet that could be misused.
+    """
 
     epoch: int
     name: str
@@ -33,7 +80,14 @@ class Holder:
 
 @dataclass(slots=True)
 class TicketState:
-    """One request's claim. ``reserved``: slots promised and not leased yet. ``opener``: (epoch, nonce)."""
+    """One request's claim.
+
+    Attributes:
+        opener: (epoch, nonce) of the call that opened it.
+        tail: last block of the pinned chain, None where nothing is pinned.
+        reserved: slots that are promised and not leased yet.
+        holders: epochs that hold it.
+    """
 
     ticket_id: int
     opener: tuple[int, int]
@@ -49,9 +103,7 @@ class TicketState:
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """A block came (``here``) or went; what the index should learn. ``segment``: see
-    :class:`pillion.kvstore.ledger.tree.Block`.
-    """
+    """A block came (``here``) or went. ``segment``: see :class:`Block`."""
 
     block_hash: bytes
     here: bool

@@ -4,8 +4,9 @@
          ^                     |
          +--------pin----------+
 
-A pin holds a whole chain by its last block. ``Block.holds`` counts the pins on the block itself plus its protected
-children, so "protected" means ``holds > 0``, and a pin or unpin walks only those ancestors whose protection really
+A pin on a chain's last block protects the whole chain. ``Block.holds`` counts the pins on the block itself plus its
+protected children, so "protected" means ``holds > 0``, and a pin or unpin walks only those ancestors whose protection
+really
 changes: the rest of the chain costs nothing. Every block is either protected or known to the eviction policy, hence
 what could be evicted is counted exactly, at any time, in O(1).
 """
@@ -13,41 +14,23 @@ what could be evicted is counted exactly, at any time, in O(1).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pillion.errors import Internal
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.ledger.eviction import EvictionPolicy
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A sealed slot.
-
-    Attributes:
-        depth: number of blocks before it in its chain.
-        segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
-        checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
-        uses, child_uses, rank: the eviction policy's own (:mod:`pillion.kvstore.ledger.eviction_frequency`).
-    """
-
-    slot: int
-    hash: bytes
-    parent: Block | None = field(repr=False)
-    depth: int
-    segment: bytes = field(repr=False)
-    holds: int = 0
-    children: int = 0
-    checksum: int = 0
-    uses: int = 0
-    child_uses: int = 0
-    rank: int = 0
+from pillion.kvstore.ledger.records import Block
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest prefix that is here. ``newly`` of its ``blocks`` are unprotected now: pinning takes them from what
-    can be evicted."""
+    """The longest prefix of a chain that the pool has.
+
+    Attributes:
+        tail: its last block, None where there is none.
+        blocks: its length.
+        newly: how many of its blocks are unprotected now, so that a pin would take them from the eviction policy.
+    """
 
     tail: Block | None
     blocks: int
@@ -55,7 +38,11 @@ class Match:
 
 
 class BlockTree:
-    """Knows slots only as numbers; who may write them is the ledger's business."""
+    """All committed blocks of a pool by hash. It knows slots only as numbers; the ledger decides who may write them.
+
+    Only the ledger changes it, on the node's loop, so it has no lock. It feeds ``policy`` with every block that loses
+    or regains its protection.
+    """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.by_hash: dict[bytes, Block] = {}
@@ -66,7 +53,7 @@ class BlockTree:
         return len(self.by_hash)
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> Match:
-        """Walks ``hashes`` while each is here as the child of the one before."""
+        """Walks ``hashes`` as long as each is committed as the child of the one before."""
         tail: Block | None = None
         blocks = newly = 0
         for block_hash in hashes:
@@ -79,7 +66,7 @@ class BlockTree:
         return Match(tail, blocks, newly)
 
     def chain(self, tail: Block | None) -> list[Block]:
-        """From the first block to ``tail``."""
+        """Returns the blocks of a chain from its first one to ``tail``."""
         blocks = []
         while tail is not None:
             blocks.append(tail)
@@ -94,7 +81,8 @@ class BlockTree:
         return tail is block
 
     def add(self, slot: int, block_hash: bytes, tail: Block | None) -> Block:
-        """A new block behind ``tail``, whose pin moves on to it: the tail stays protected, by its child from now on."""
+        """Adds a block behind ``tail`` and moves the pin of ``tail`` to it; ``tail`` stays protected by its new
+        child."""
         depth = tail.depth + 1 if tail is not None else 0
         segment = tail.segment if tail is not None and depth % SEGMENT_BLOCKS else block_hash
         block = Block(slot, block_hash, tail, depth, segment, holds=1)
@@ -105,7 +93,7 @@ class BlockTree:
         return block
 
     def pin(self, block: Block) -> None:
-        """One more hold on ``block``, and with it on its whole chain."""
+        """Adds a hold to ``block``, which protects its whole chain."""
         at: Block | None = block
         while at is not None:
             at.holds += 1
@@ -116,7 +104,7 @@ class BlockTree:
             at = at.parent
 
     def unpin(self, block: Block) -> None:
-        """One hold less; what nothing protects any more can be evicted, tail first."""
+        """Takes a hold from ``block``. What nothing protects any more can be evicted, tail first."""
         at: Block | None = block
         while at is not None:
             at.holds -= 1
@@ -127,13 +115,13 @@ class BlockTree:
             at = at.parent
 
     def evict(self) -> Block:
-        """Forgets the policy's next victim and returns it. Raises Internal if the policy broke its rule."""
+        """Removes the policy's next victim and returns it. Raises Internal if the policy broke its rule."""
         block = self.policy.pop()
         self._forget(block)
         return block
 
     def drop(self, block: Block) -> None:
-        """Forgets a block out of turn. Raises Internal if it is protected or has children."""
+        """Removes a block out of turn. Raises Internal if it is protected or has children."""
         self._forget(block)
         self.policy.drop(block)
 

@@ -1,1 +1,12 @@
-"""Map of this package."""
+"""The pool's bytes, on the host or on a GPU, without torch.
+
+    memory.py        PoolMemory: the contract; HostMemory; block checksums. Start here.
+    domain.py        Domain: this host's memory or one GPU's; its size and its segments.
+    node_memory.py   NodeMemory: a node's pool and shared regions out of its domain.
+    segment.py       host memory that other processes map: an anonymous file.
+    cuda_segment.py  a GPU's memory that other processes map.
+    cuda_memory.py   CudaMemory: a pool on a GPU, copied through pinned host memory.
+    cuda_driver.py   CUDA's driver API by ctypes.
+
+Which slot holds what, and who may use it, is decided in kvstore/ledger; here a slot is a place.
+"""

@@ -1,14 +1,14 @@
-"""A GPU's memory through CUDA's driver API, by ctypes: the few calls that a node and its workers need, without torch.
+"""CUDA's driver API by ctypes: the few calls that a node and its workers need for a GPU's memory, without torch.
 
-    Device --primary context, which torch uses too--> create --> map --> copy on a Stream --> unmap --> release
+    CudaDevice --primary context, which torch uses too--> create --> map --> copy on a CudaStream --> unmap --> release
                                                         +-- export --> descriptor --socket--> import --> map
 
-Memory is made with the virtual memory API and travels as a file descriptor. So it crosses the attach socket as the
-host's memory does, needs no common PID or IPC namespace, and lives until its last user is gone, also when the process
+Memory is made with the virtual memory API and is shared as a file descriptor. So it crosses the attach socket as host
+memory does, needs no common PID or IPC namespace, and lives until its last user is gone, also when the process
 that made it was killed. (A legacy IPC handle's importer reads freed memory then.)
 
-Calls let go of the interpreter's lock; a thread that waits for a copy holds up nobody. Names and numbers are those of
-cuda.h (CUDA Driver API, sections "Virtual Memory Management" and "Memory Management").
+Calls release the interpreter's lock, so a thread that waits for a copy holds up no other. Names and numbers are those
+of cuda.h (CUDA Driver API, sections "Virtual Memory Management" and "Memory Management").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pillion.errors import ConfigError
 
 LIBRARY = "libcuda.so.1"
 
-# Results that somebody acts upon.
+# The CUresult that callers act upon.
 OUT_OF_MEMORY = 2
 
 ATTRIBUTE_VIRTUAL_MEMORY = 102
@@ -42,7 +42,7 @@ _UUID_BYTES = 16
 
 
 class CudaError(ConfigError):
-    """A call that failed; ``result`` is its CUresult."""
+    """A call of the driver failed; ``result`` is its CUresult."""
 
     def __init__(self, message: str, result: int) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class AccessDesc(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", c_int))
 
 
-# Every symbol that is used, as the library exports it, with its arguments; each returns a CUresult.
+# Every symbol that is used, under its exported name, with its arguments; each returns a CUresult.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -119,10 +119,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Driver:
-    """The loaded and initialized library: LIBRARY, or the one that is named. ``version``: 13000 is CUDA 13.0.
+class CudaDriver:
+    """The loaded and initialized library: LIBRARY, or the one that is named.
 
-    Raises ConfigError where there is none, or no device that it can use.
+    Raises ConfigError if there is none, or no device that it can use.
+
+    Attributes:
+        version: CUDA's version; 13000 is 13.0.
     """
 
     def __init__(self, library: str = "") -> None:
@@ -139,34 +142,34 @@ class Driver:
         self.version = version.value
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises CudaError unless it succeeds."""
+        """Calls a function of the library. Raises CudaError unless it succeeds."""
         result = getattr(self._library, name)(*arguments)
         if result:
-            words = c_char_p()
-            known = self._library.cuGetErrorName(result, byref(words)) == 0 and words.value
-            raise CudaError(f"{name} failed: {words.value.decode() if known and words.value else result}", result)
+            error = c_char_p()
+            known = self._library.cuGetErrorName(result, byref(error)) == 0 and error.value
+            raise CudaError(f"{name} failed: {error.value.decode() if known and error.value else result}", result)
 
     def count(self) -> int:
-        """Devices that this process sees."""
+        """Returns the number of devices that this process sees."""
         count = c_int()
         self.call("cuDeviceGetCount", byref(count))
         return count.value
 
-    def device(self, index: int) -> Device:
-        """The device that torch calls cuda:``index``. Raises ConfigError where there is none."""
+    def device(self, index: int) -> CudaDevice:
+        """Opens the device that torch calls cuda:``index``. Raises ConfigError if there is none."""
         if not 0 <= index < self.count():
             raise ConfigError(f"there is no CUDA device {index}: this process sees {self.count()}")
-        return Device(self, index)
+        return CudaDevice(self, index)
 
-    def device_of(self, device_uuid: str) -> Device:
-        """By what it is called everywhere. Raises ConfigError where this process does not see it."""
+    def device_of(self, device_uuid: str) -> CudaDevice:
+        """Opens a device by its UUID. Raises ConfigError if this process does not see it."""
         for index in range(self.count()):
             if self.uuid_of(index) == device_uuid:
-                return Device(self, index)
+                return CudaDevice(self, index)
         raise ConfigError(f"this process does not see the CUDA device {device_uuid}: CUDA_VISIBLE_DEVICES may hide it")
 
     def uuid_of(self, index: int) -> str:
-        """Of the device at ``index``; on a part of a device (MIG), that part's."""
+        """Returns the UUID of the device at ``index``; for a part of a device (MIG), the part's."""
         number = c_int()
         self.call("cuDeviceGet", byref(number), index)
         raw = (c_char * _UUID_BYTES)()
@@ -174,16 +177,16 @@ class Driver:
         return str(uuid.UUID(bytes=bytes(raw)))
 
 
-class Device:
-    """One device and its primary context, which is made here if nobody has made it yet.
+class CudaDevice:
+    """One device and its primary context, which torch uses too; it is made here if it does not exist yet.
 
     Attributes:
-        index: as this process counts.
-        uuid: the same in every process.
+        index: the device's number in this process.
+        uuid: the device's name in every process.
         granularity: every allocation's size is a multiple of it, in bytes.
     """
 
-    def __init__(self, driver: Driver, index: int) -> None:
+    def __init__(self, driver: CudaDriver, index: int) -> None:
         self.driver, self.index, self.uuid = driver, index, driver.uuid_of(index)
         number, context = c_int(), c_void_p()
         driver.call("cuDeviceGet", byref(number), index)
@@ -200,14 +203,14 @@ class Device:
         self.granularity = size.value
 
     def close(self) -> None:
-        """Gives the context up; it ends with its last user in this process. Idempotent."""
+        """Releases the context, which ends with its last user in this process. Idempotent."""
         if self._context is not None:
             self._context = None
             self.driver.call("cuDevicePrimaryCtxRelease_v2", self._number)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Calls of this thread are about this device; what was current before is so again afterwards."""
+        """Makes this device the current one of this thread while it is open."""
         self.driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -215,7 +218,7 @@ class Device:
             self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the device, whoever uses it."""
+        """Returns (free, total) bytes of the device, over all processes."""
         free, total = c_size_t(), c_size_t()
         with self.current():
             self.driver.call("cuMemGetInfo_v2", byref(free), byref(total))
@@ -224,15 +227,15 @@ class Device:
     # -- memory that can be shared
 
     def rounded(self, size_bytes: int) -> int:
-        """The allocation that holds ``size_bytes``."""
+        """Returns the size of the allocation that holds ``size_bytes``."""
         return -(-size_bytes // self.granularity) * self.granularity
 
     def create(self, size_bytes: int) -> int:
-        """A handle of fresh memory, a multiple of ``granularity``. Raises CudaError."""
+        """Allocates memory, a multiple of ``granularity``, and returns its handle. Raises CudaError."""
         handle = c_ulonglong()
-        # Other machines' adapters can reach it directly where the device can do that, and the system lets it.
-        ways = (True, False) if self._attribute(ATTRIBUTE_RDMA) else (False,)
-        for rdma in ways:
+        # Other machines' adapters can reach it directly if the device can do that and the system permits it.
+        attempts = (True, False) if self._attribute(ATTRIBUTE_RDMA) else (False,)
+        for rdma in attempts:
             try:
                 with self.current():
                     self.driver.call("cuMemCreate", byref(handle), size_bytes, byref(self._prop(rdma=rdma)), 0)
@@ -243,25 +246,25 @@ class Device:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Memory goes with its last handle, mapping and descriptor, in any process."""
+        """Releases a handle. Memory is freed with its last handle, mapping and descriptor, in any process."""
         self.driver.call("cuMemRelease", handle)
 
     def export_fd(self, handle: int) -> int:
-        """A descriptor of the memory, the caller's to close."""
+        """Returns a descriptor of the memory, the caller's to close."""
         fd = c_int(-1)
         self.driver.call("cuMemExportToShareableHandle", byref(fd), handle, HANDLE_FILE_DESCRIPTOR, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 
     def import_fd(self, fd: int) -> int:
-        """A handle of the memory behind a descriptor, which stays the caller's."""
+        """Returns a handle of the memory behind a descriptor, which stays the caller's."""
         handle = c_ulonglong()
         with self.current():
             self.driver.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
         return handle.value
 
     def map(self, handle: int, size_bytes: int) -> int:
-        """Address of the memory in this process's contexts, to read and write."""
+        """Maps the memory for reading and writing and returns its address in this process's contexts."""
         address = c_ulonglong()
         access = AccessDesc(Location(LOCATION_DEVICE, self._number), ACCESS_READ_WRITE)
         with self.current(), contextlib.ExitStack() as undo:
@@ -274,7 +277,7 @@ class Device:
         return address.value
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Nothing that uses the memory is under way any more."""
+        """Unmaps the memory; nothing that uses it is under way any more."""
         with self.current():
             self.driver.call("cuMemUnmap", address, size_bytes)
             self.driver.call("cuMemAddressFree", address, size_bytes)
@@ -287,7 +290,7 @@ class Device:
             self.driver.call("cuMemHostRegister_v2", address, size_bytes, HOST_REGISTER_PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Before the memory is unmapped."""
+        """Unpins host memory, before it is unmapped."""
         with self.current():
             self.driver.call("cuMemHostUnregister", address)
 
@@ -305,11 +308,13 @@ class Device:
         )
 
 
-class Stream:
-    """Copies in the order in which they were asked for, beside everything else. Addresses are plain numbers; both sides
-    of a copy must stay as they are until :meth:`synchronize` has returned."""
+class CudaStream:
+    """A stream: it makes copies in the order of the calls, concurrently with other streams.
 
-    def __init__(self, device: Device) -> None:
+    Addresses are plain numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
         stream = c_void_p()
         with device.current():
@@ -317,24 +322,24 @@ class Stream:
         self._stream: c_void_p | None = stream
 
     def to_host(self, target: int, source: int, size_bytes: int) -> None:
-        """Device to host."""
+        """Starts a copy from the device to the host."""
         self._copy("cuMemcpyDtoHAsync_v2", target, source, size_bytes)
 
     def to_device(self, target: int, source: int, size_bytes: int) -> None:
-        """Host to device."""
+        """Starts a copy from the host to the device."""
         self._copy("cuMemcpyHtoDAsync_v2", target, source, size_bytes)
 
     def within(self, target: int, source: int, size_bytes: int) -> None:
-        """Device to device."""
+        """Starts a copy within the device."""
         self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
 
     def synchronize(self) -> None:
-        """Returns when everything that was asked for is done. Raises CudaError if it failed."""
+        """Returns when all copies that were started are done. Raises CudaError if one failed."""
         with self._device.current():
             self._device.driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Nothing is under way any more. Idempotent."""
+        """Destroys the stream; nothing is under way any more. Idempotent."""
         if self._stream is not None:
             with self._device.current():
                 self._device.driver.call("cuStreamDestroy_v2", self._stream)

@@ -5,39 +5,76 @@ pinned host memory.
     a writer   waits for a free stage --> writes --> the stage is copied to its slots, in a thread --> it is free
 
 Each stage has a stream of its own, so copies of several callers overlap; how many stages there are bounds them and the
-memory that is pinned. Nobody holds one stage and waits for another, and whoever may be kept waiting by somebody else
-holds one only as a writer, of whom there are fewer than stages.
+memory that is pinned. No caller holds one stage and waits for another. A caller that a slow source may keep waiting
+holds a stage only as a writer, and there are fewer writers than stages.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from pillion.errors import ConfigError, Internal, Unavailable
-from pillion.kvstore.memory.cuda_driver import CudaError, Stream
+from pillion.kvstore.memory.cuda_driver import CudaDevice, CudaError, CudaStream
 from pillion.kvstore.memory.cuda_segment import DeviceMapping
-from pillion.kvstore.memory.memory import CUDA, address_of, cut, until_over
-from pillion.kvstore.memory.pinned import PinnedMemory
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import CUDA, address_of, block_checksum, cut, until_over
 
-# At once; further callers wait for one.
+# Number of stages; further callers wait for one.
 STAGES = 6
-# Of these, for writers: what they write may come from a slow source, and others' copies do not wait for that.
+# Stages that writers may use: their bytes may come from a slow source, and other copies do not wait for that.
 MAX_WRITERS = 4
-# Of one; at least one block. Enough for a bus that moves some 50 GB/s to be busy, little enough to share.
+# Size of a stage, at least one block: enough to keep a bus of some 50 GB/s busy, little enough to share.
 STAGE_BYTES = 8 * 2**20
 
 Result = TypeVar("Result")
 
 
+class PinnedMemory:
+    """Host memory of this process that a GPU copies from and to without a detour, in whole pages.
+
+    Raises ConfigError if so much cannot be had or pinned.
+
+    Attributes:
+        view: its bytes.
+        address: address of the first byte.
+    """
+
+    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
+        self._device = device
+        try:
+            self._mapped = mmap.mmap(-1, size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"cannot have {size_bytes} bytes of host memory: {error}") from None
+        self.view = memoryview(self._mapped)
+        self.address = address_of(self.view)
+        self._registered = False
+        try:
+            device.register(self.address, size_bytes)
+            self._registered = True
+        finally:
+            if not self._registered:
+                self.close()
+
+    def close(self) -> None:
+        """Unpins and frees the memory; no copy is under way any more. Idempotent."""
+        if self._registered:
+            self._registered = False
+            self._device.unregister(self.address)
+        with contextlib.suppress(BufferError):
+            # A view of the memory that still exists keeps it mapped.
+            self.view.release()
+            self._mapped.close()
+
+
 class _Stage:
     """A stream and pinned memory for a few blocks."""
 
-    def __init__(self, stream: Stream, views: list[memoryview]) -> None:
+    def __init__(self, stream: CudaStream, views: list[memoryview]) -> None:
         self.stream = stream
         self.views = views
         self.addresses = [address_of(view) for view in views]
@@ -46,7 +83,7 @@ class _Stage:
 class CudaMemory:
     """See :class:`pillion.kvstore.memory.memory.PoolMemory`. Making one pins memory: not on the event loop's thread.
 
-    Raises ConfigError where the pool does not fit into ``mapping``, or nothing can be pinned.
+    Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned.
     """
 
     kind = CUDA
@@ -65,7 +102,7 @@ class CudaMemory:
         for first in range(0, STAGES * stage_bytes, stage_bytes):
             starts = range(first, first + stage_bytes, block_bytes)
             views = [self._pinned.view[start : start + block_bytes] for start in starts]
-            self._stages.append(_Stage(Stream(mapping.device), views))
+            self._stages.append(_Stage(CudaStream(mapping.device), views))
         self._free: asyncio.LifoQueue[_Stage] = asyncio.LifoQueue()
         for stage in self._stages:
             self._free.put_nowait(stage)
@@ -77,8 +114,8 @@ class CudaMemory:
         return self._writing(slots)
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: copied out of the stage before the first one is
-        given.
+        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: copied out of the stage before the first piece is
+        yielded.
         """
 
         def copy(stage: _Stage) -> list[bytes]:
@@ -135,7 +172,7 @@ class CudaMemory:
         return self._mapping.hold()
 
     def close(self) -> None:
-        """The mapping stays its segment's. Idempotent."""
+        """Frees stages and threads; the mapping stays its segment's. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -169,19 +206,19 @@ class CudaMemory:
 
     # -- in threads
 
-    def _to_host(self, stream: Stream, slots: Sequence[int], addresses: Sequence[int]) -> None:
+    def _to_host(self, stream: CudaStream, slots: Sequence[int], addresses: Sequence[int]) -> None:
         self._copy(stream, [(stream.to_host, to, self._at(slot)) for slot, to in zip(slots, addresses, strict=False)])
 
-    def _to_device(self, stream: Stream, slots: Sequence[int], addresses: Sequence[int]) -> None:
+    def _to_device(self, stream: CudaStream, slots: Sequence[int], addresses: Sequence[int]) -> None:
         pairs = zip(slots, addresses, strict=False)
         self._copy(stream, [(stream.to_device, self._at(slot), source) for slot, source in pairs])
 
-    def _copy(self, stream: Stream, copies: list[tuple[Callable[[int, int, int], None], int, int]]) -> None:
+    def _copy(self, stream: CudaStream, copies: list[tuple[Callable[[int, int, int], None], int, int]]) -> None:
         try:
             for copy, target, source in copies:
                 copy(target, source, self.block_bytes)
         finally:
-            # Also when one could not begin: those before it are under way.
+            # Also if one copy could not begin: those before it are under way.
             stream.synchronize()
 
     def _at(self, slot: int) -> int:

@@ -1,4 +1,4 @@
-"""A GPU's memory as a segment: what :mod:`pillion.kvstore.memory.segment` is for host memory.
+"""A GPU's memory as a segment, the counterpart of :mod:`pillion.kvstore.memory.segment` for host memory.
 
 node     create --> export: the descriptor that workers get --> map, for its own copies
 worker   descriptor --> import --> map: the same memory, at an address of its own
@@ -13,55 +13,56 @@ import weakref
 from typing import Any
 
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.cuda_driver import CudaError, Device, Driver
+from pillion.kvstore.memory.cuda_driver import CudaDevice, CudaDriver, CudaError
 
 
-class Hold:
-    """Somebody may still write to a mapping, whatever becomes of its owner."""
+class MappingHold:
+    """A promise that the mapping stays, because its holder may still write to it after its owner has closed it."""
 
 
 class DeviceMapping:
-    """Device memory in this process. Made by :func:`map_device`, or by a node's segment.
+    """Device memory that this process has mapped. Made by :func:`map_device`, or by a node's segment.
 
     Attributes:
-        address: of its first byte, for kernels and copies; no pointer that the host could follow.
-        size_bytes: how much is mapped.
-        device_index: the device as this process counts: torch's ``cuda:N``.
-        device: for copies.
+        address: address of its first byte, for kernels and copies; the host cannot follow it.
+        size_bytes: size of the mapping.
+        device_index: the device's number in this process, torch's ``cuda:N``.
+        device: the device, for copies.
     """
 
-    def __init__(self, device: Device, handle: int, size_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, handle: int, size_bytes: int) -> None:
         self.device = device
         self.size_bytes = size_bytes
         self.device_index = device.index
         self.address = device.map(handle, size_bytes)
-        self._held: weakref.WeakSet[Hold] = weakref.WeakSet()
+        self._held: weakref.WeakSet[MappingHold] = weakref.WeakSet()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """All of it as bytes (CUDA Array Interface, version 3, of Numba): ``torch.as_tensor(mapping, device=...)`` is
-        a view of it. Views are void once it is closed."""
+        """The mapping as bytes (CUDA Array Interface, version 3, of Numba): ``torch.as_tensor(mapping, device=...)``
+        makes a view of it, which is void once the mapping is closed."""
         return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
-    def hold(self) -> Hold:
-        """While it lives, :meth:`close` leaves the memory mapped."""
-        hold = Hold()
+    def hold(self) -> MappingHold:
+        """Returns an object that makes :meth:`close` leave the memory mapped as long as it lives."""
+        hold = MappingHold()
         self._held.add(hold)
         return hold
 
     def close(self) -> None:
-        """No kernel and no copy uses it any more. What is held stays mapped until the process ends. Idempotent."""
+        """Unmaps the memory, which no kernel and no copy uses any more. Held memory stays mapped until the process
+        ends. Idempotent."""
         if self.address and not self._held:
             self.device.unmap(self.address, self.size_bytes)
             self.address = 0
 
 
 def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") -> DeviceMapping:
-    """Maps what another process made on the device of that name; the descriptor stays the caller's.
+    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's.
 
     ``library``: another driver than the system's. Raises ConfigError.
     """
-    device = Driver(library).device_of(device_uuid)
+    device = CudaDriver(library).device_of(device_uuid)
     handle = device.import_fd(fd)
     try:
         return DeviceMapping(device, handle, size_bytes)
@@ -71,12 +72,12 @@ def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") ->
 
 
 class DeviceSegment:
-    """Owns memory of ``device``, at least ``size_bytes``: a descriptor of it, and a mapping.
+    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping.
 
-    Raises ConfigError where the device has not so much left.
+    Raises ConfigError if the device has not so much left.
     """
 
-    def __init__(self, device: Device, size_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         if size_bytes <= 0:
             raise ConfigError(f"{size_bytes} bytes of a GPU's memory hold nothing")
         self.size_bytes = device.rounded(size_bytes)
@@ -98,11 +99,11 @@ class DeviceSegment:
             undo.pop_all()
 
     def fileno(self) -> int:
-        """The descriptor, to be sent."""
+        """Returns the descriptor to send to workers."""
         return self._fd
 
     def close(self) -> None:
-        """Gives up the node's own hold; workers that map the memory keep it. Idempotent."""
+        """Gives up the node's own hold on the memory; workers that map the memory keep it. Idempotent."""
         self.mapping.close()
         self._close_fd()
 

@@ -1,4 +1,4 @@
-"""The memory domain of a KV node: this host's memory, or one GPU's. What there is of it, and how pieces of it are made.
+"""The memory domain of a KV node: this host's memory or one GPU's, its size, and how segments of it are made.
 
 open_domain --cpu-->  HostDomain:  segments are anonymous files
      +-------cuda:N-> CudaDomain:  segments are device memory, shared by descriptors too
@@ -13,38 +13,38 @@ from typing import Protocol
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.cuda_driver import Driver
-from pillion.kvstore.memory.cuda_memory import CudaMemory
+from pillion.kvstore.memory.cuda_driver import CudaDriver
+from pillion.kvstore.memory.cuda_memory import CudaMemory, PinnedMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
 from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
-from pillion.kvstore.memory.pinned import PinnedMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
 
 log = logging.getLogger("pillion.kvnode")
 
-# Of a host's pool where nothing else is said.
+# Size of a pool in host memory without --kv-pool-bytes.
 DEFAULT_HOST_POOL_BYTES = 2**30
 CPU = "cpu"
 
 
 class AnySegment(Protocol):
-    """Memory that other processes can map, at least as much as was asked for."""
+    """Memory that other processes can map, of at least the requested size."""
 
     size_bytes: int
 
     def fileno(self) -> int:
-        """The descriptor that they get."""
+        """Returns the descriptor to send to other processes."""
 
     def close(self) -> None:
-        """Gives up the node's own hold. Idempotent."""
+        """Gives up the node's own hold on the memory. Idempotent."""
 
 
 class Domain(Protocol):
-    """Calls may take a second and more: not for the event loop's thread. Raises ConfigError where it has no more.
+    """A memory domain. Calls may take a second and more: they are not for the event loop's thread. They raise
+    ConfigError if the domain has not enough memory left.
 
     Attributes:
         kind: "host" or "cuda".
-        device_index, device_uuid: the GPU; 0 and empty on a host.
+        device_index, device_uuid: the GPU; 0 and empty for host memory.
     """
 
     kind: str
@@ -52,23 +52,24 @@ class Domain(Protocol):
     device_uuid: str
 
     def pool_bytes(self) -> int:
-        """What the pool may have now: ``--kv-pool-bytes``, or what the domain has left for it."""
+        """Returns the pool's size: ``--kv-pool-bytes``, or the memory that the domain has left for it."""
 
     def segment(self, size_bytes: int) -> AnySegment:
-        """Fresh memory."""
+        """Makes fresh memory."""
 
     def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
-        """A pool over a segment of this domain's."""
+        """Makes a pool over a segment of this domain."""
 
     def pinned(self, size_bytes: int) -> PinnedMemory:
-        """Host memory beside the GPU's."""
+        """Makes pinned host memory for this domain's GPU."""
 
     def close(self) -> None:
-        """Nothing of it is used any more. Idempotent."""
+        """Closes the domain; nothing of it is used any more. Idempotent."""
 
 
 def open_domain(flags: KVNodeFlags) -> Domain:
-    """What ``--kv-device`` names. Raises ConfigError where that is not there, or the flags do not fit it."""
+    """Opens the domain that ``--kv-device`` names. Raises ConfigError if there is none, or if the flags do not fit
+    it."""
     index = device_index(flags.kv_device)
     if index is None:
         if flags.host_bytes:
@@ -132,12 +133,12 @@ class CudaDomain:
 
     def __init__(self, flags: KVNodeFlags, index: int) -> None:
         self._flags = flags
-        self._device = Driver().device(index)
+        self._device = CudaDriver().device(index)
         self.device_index, self.device_uuid = index, self._device.uuid
 
     def pool_bytes(self) -> int:
-        """See :class:`Domain`. Without a flag: the share of the device that may be used, less what is in use now,
-        by whomever."""
+        """See :class:`Domain`. Without a flag this is the share of the device that may be used, less all that is in use
+        now."""
         free, total = self._device.memory_info()
         log.info("CUDA device %d has %d bytes, %d of them free", self.device_index, total, free)
         if self._flags.kv_pool_bytes:

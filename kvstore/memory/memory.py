@@ -1,11 +1,11 @@
-"""The pool's bytes, wherever they are: in this host's memory, or on a GPU, where no view can reach.
+"""The contract of a pool's bytes, in this host's memory or on a GPU, and the implementation for host memory.
 
     async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
         ...                                                                            slots when the block ends well
     async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
 
-Who moves blocks (:mod:`pillion.kvstore.tiers.spill`, :mod:`pillion.kvstore.transfer.fetch`, the tiers and planes)
-speaks to this and knows no GPU.
+Modules that move blocks (:mod:`pillion.kvstore.tiers.spill`, :mod:`pillion.kvstore.transfer.fetch`, tiers and data
+planes) use this contract and know no GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import xxhash
 
 from pillion.errors import ConfigError
-from pillion.kvstore.tiers.checksum import block_checksum
 
 HOST, CUDA = "host", "cuda"
 
@@ -28,14 +28,15 @@ Result = TypeVar("Result")
 
 
 class PoolMemory(Protocol):
-    """Of one pool: ``num_slots`` blocks of ``block_bytes``.
+    """The memory of one pool: ``num_slots`` blocks of ``block_bytes``.
 
-    Nothing here waits on the event loop's thread. When a call ends, however it ends, nothing that it began is under way
-    any more; so a caller that is cancelled is held until then. Raises Unavailable where a GPU fails.
+    The node's loop makes the calls; nothing here blocks its thread, and nothing here knows who may use a slot: callers
+    name slots that are theirs to write, or pinned blocks to read. When a call ends, however it ends, nothing that it
+    began is under way any more; so a caller that is cancelled is held until then. Raises Unavailable if a GPU fails.
 
     Attributes:
         kind: "host" or "cuda"; ``device_index`` says which GPU (0 on a host).
-        address: of the first slot, for one-sided transfers.
+        address: address of the first slot, for one-sided transfers.
         batch_blocks: most slots that one :meth:`writing` may name.
         ahead_blocks: most slots that one :meth:`pieces` may name; they are read when the first piece is asked for.
     """
@@ -49,36 +50,36 @@ class PoolMemory(Protocol):
     ahead_blocks: int
 
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """One target per slot. What they hold when the block ends well is in the slots afterwards; when it ends with an
-        error, the slots may hold anything."""
+        """Yields one target per slot. If the ``async with`` block ends well, the targets' bytes are in the slots
+        afterwards; if it raises, the slots may hold anything."""
 
     def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        """The slots' bytes one after the other, each in pieces of at most ``piece_bytes``; for a receiver who may be
-        slow: it holds nothing that others wait for."""
+        """Yields the slots' bytes in order, in pieces of at most ``piece_bytes``, for a receiver that may be slow: it
+        holds nothing that others wait for."""
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
-        """Copies slots into host memory; returns their checksums. Those that are known (not 0) are not computed."""
+        """Copies slots into host memory; returns their checksums. Known ones (not 0) are not computed."""
 
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
         """Copies host memory into slots."""
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
-        """XXH3-64 of each slot (:func:`pillion.kvstore.tiers.checksum.block_checksum`)."""
+        """Returns each slot's :func:`block_checksum`."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Inside, calls of other libraries on this thread are about the pool's GPU."""
+        """Makes the pool's GPU the current one of this thread, for other libraries, while it is open."""
 
     def hold(self) -> Any:
-        """While the object that this returns lives, the memory stays mapped."""
+        """Returns an object that keeps the memory mapped as long as it lives."""
 
     def close(self) -> None:
-        """No call is under way any more. Idempotent."""
+        """Frees the memory; no call is under way any more. Idempotent."""
 
 
 class HostMemory:
-    """See :class:`PoolMemory`. Raises ConfigError where the pool does not fit into ``memory``, which is writable."""
+    """See :class:`PoolMemory`. Raises ConfigError if the pool does not fit into ``memory``, which is writable."""
 
     kind = HOST
     device_index = 0
@@ -94,11 +95,11 @@ class HostMemory:
         self.address: int = address_of(self._view)
 
     def block(self, slot: int) -> memoryview:
-        """A slot's bytes."""
+        """Returns a slot's bytes."""
         return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """The slots themselves."""
+        """See :class:`PoolMemory`; the targets are the slots themselves."""
         return self._views(slots)
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
@@ -144,7 +145,7 @@ class HostMemory:
         return np.frombuffer(self._view, np.uint8)
 
     def close(self) -> None:
-        """Whoever still looks at the memory keeps it mapped. Idempotent."""
+        """Unmaps the memory, unless a view of it still exists. Idempotent."""
         with contextlib.suppress(BufferError):
             self._view.release()
             if isinstance(self._memory, mmap.mmap):
@@ -161,22 +162,31 @@ class HostMemory:
 
 
 def address_of(view: memoryview) -> int:
-    """Where a buffer's first byte is; it is not kept in place by this."""
+    """Returns the address of a buffer's first byte; this does not keep the buffer in place."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 def cut(block: memoryview, piece_bytes: int) -> Iterator[bytes]:
-    """Copies of a block's pieces, in order."""
+    """Yields copies of a block's pieces, in order."""
     return (bytes(block[start : start + piece_bytes]) for start in range(0, len(block), piece_bytes))
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Without the interpreter's lock, so that other threads run on beside."""
+    """Copies bytes without the interpreter's lock, so that other threads run meanwhile."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
+def block_checksum(block: bytes | memoryview) -> int:
+    """Returns XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". It finds damage, not
+    malice.
+
+    One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile.
+    """
+    return xxhash.xxh3_64_intdigest(block) or 1
+
+
 async def until_over(work: Awaitable[Result]) -> Result:
-    """The result of ``work``; who is cancelled meanwhile hears of it only when that has ended."""
+    """Returns the result of ``work``; a cancel of the caller takes effect only when that has ended."""
     future = asyncio.ensure_future(work)
     cancelled = False
     while not future.done():

@@ -1,7 +1,7 @@
-"""What a KV node has of its memory domain: the pool's segment and the shared regions', made one at a time.
+"""A KV node's share of its memory domain: the pool's segment and those of shared regions, made one at a time.
 
-open --> domain (a host's pool has its segment at once) --shape: the first worker--> the pool's memory is mapped
-                                                          +-- refused after all --> dropped, as if never asked
+open --> domain (a pool in host memory has its segment at once) --shape: first worker--> the pool's memory is mapped
+                                                                    +-- it is refused --> freed again
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import asyncio
 
 from pillion.config import KVNodeFlags
 from pillion.errors import Conflict
-from pillion.kvstore.ledger.pool_shape import slots_of
+from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.memory.domain import AnySegment, Domain, open_domain
 from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
 
 
 class NodeMemory:
-    """Used on the node's loop; what takes long runs in threads.
+    """The node's memory. The node's loop makes all calls; slow work runs in threads.
 
     Attributes:
-        pool: set by :meth:`shape`.
-        pool_bytes: what the pool may have, known then too.
+        pool: the pool's memory, set by :meth:`shape`.
+        pool_bytes: size of the pool; on a GPU it is known after :meth:`shape`.
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
@@ -29,34 +29,35 @@ class NodeMemory:
         self._segment: AnySegment | None = None
         self.pool: PoolMemory | None = None
         self.pool_bytes = 0
-        # How much is left is measured and taken in one go.
+        # The memory that is left is measured and taken under this lock.
         self._taking = asyncio.Lock()
 
     @property
     def domain(self) -> Domain:
-        """Raises Conflict before :meth:`open` and after :meth:`close`."""
+        """The domain. Raises Conflict before :meth:`open` and after :meth:`close`."""
         if self._opened is None:
             raise Conflict("the KV node has no memory: it is starting or stopping")
         return self._opened
 
     async def open(self) -> None:
-        """Raises ConfigError where the device or a host's pool cannot be had."""
+        """Opens the domain. Raises ConfigError if the device, or the memory of a pool on the host, cannot be had."""
         self._opened = await until_over(asyncio.to_thread(open_domain, self._flags))
         if self._opened.kind == HOST:
             self.pool_bytes = self._opened.pool_bytes()
             self._segment = self._opened.segment(self.pool_bytes)
 
     async def shape(self, block_bytes: int) -> None:
-        """Makes the pool's memory for blocks of that size, once; nothing happens for a block that does not fit.
+        """Makes the pool's memory for blocks of that size, once; nothing happens if not even one block fits.
 
-        On a GPU the pool gets its size here: the worker that asks has its weights there already. Raises ConfigError.
+        On a GPU the pool gets its size here, because the worker that attaches has its weights there already. Raises
+        ConfigError.
         """
         async with self._taking:
             if self.pool is None:
                 self.pool = await until_over(asyncio.to_thread(self._make, self.domain, block_bytes))
 
     def unshape(self) -> None:
-        """The worker for whom :meth:`shape` was called was refused: the next one may need another size."""
+        """Undoes :meth:`shape` after its worker was refused: the next worker may need another block size."""
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.close()
@@ -65,23 +66,23 @@ class NodeMemory:
             self._segment = None
 
     def fileno(self) -> int:
-        """The pool's descriptor. Raises Conflict before it has a shape."""
+        """Returns the pool's descriptor. Raises Conflict before it has a shape."""
         if self._segment is None:
             raise Conflict("the pool has no memory yet")
         return self._segment.fileno()
 
     @property
     def mapped_bytes(self) -> int:
-        """Size of the pool's segment, as a worker has to map it on a GPU."""
+        """Size of the pool's segment, which a worker has to map whole on a GPU."""
         return 0 if self._segment is None else self._segment.size_bytes
 
     async def region(self, size_bytes: int) -> AnySegment:
-        """Memory beside the pool's. Raises ConfigError where there is no more."""
+        """Makes memory beside the pool's. Raises ConfigError if there is not enough."""
         async with self._taking:
             return await until_over(asyncio.to_thread(self.domain.segment, size_bytes))
 
     def close(self) -> None:
-        """Gives up the node's hold on everything; workers keep what they map. Idempotent."""
+        """Gives up the node's hold on everything; workers keep the memory that they map. Idempotent."""
         self.unshape()
         if self._segment is not None:
             self._segment.close()

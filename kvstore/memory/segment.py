@@ -1,9 +1,8 @@
-"""The pool's memory: one anonymous file that the KV node makes and workers map.
+"""Host memory of a pool or region: an anonymous file that the KV node makes and workers map.
 
 It has no name anywhere: memfd on Linux, a temporary file that is unlinked at once elsewhere. Workers get its descriptor
-over the attach socket (:mod:`pillion.kvstore.node.attach`), and when the last process that has it ends, however it
-ends, the kernel
-takes the memory back.
+over the attach socket (:mod:`pillion.kvstore.node.attach_server`), and when the last process that has it ends, however
+it ends, the kernel frees the memory.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import tempfile
 
 from pillion.errors import ConfigError
 
-# Linux: nobody who holds the descriptor can cut the file short under somebody else's mapping.
+# Linux: no process that has the descriptor can cut the file short under another one's mapping.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 
 
 class Segment:
-    """Owns the descriptor. Pages cost memory only once somebody writes to them.
+    """The owner of the descriptor. Pages cost memory only once a process writes to them.
 
-    Raises ConfigError where the machine cannot make one of ``size_bytes``.
+    Raises ConfigError if the machine cannot make a segment of ``size_bytes``.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -36,7 +35,7 @@ class Segment:
             raise ConfigError(f"cannot make a KV pool of {size_bytes} bytes: {error.strerror}") from None
 
     def fileno(self) -> int:
-        """The descriptor, to be sent or mapped."""
+        """Returns the descriptor, to be sent or mapped."""
         return self._fd
 
     def close(self) -> None:
@@ -47,7 +46,8 @@ class Segment:
 
 
 def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
-    """A writable mapping that every process shares. Raises ConfigError if the file is shorter, or cannot be mapped."""
+    """Maps a descriptor, writable and shared with other processes. Raises ConfigError if the file is shorter, or cannot
+    be mapped."""
     have_bytes = os.fstat(fd).st_size
     if have_bytes < size_bytes:
         raise ConfigError(f"the KV pool has {have_bytes} bytes, {size_bytes} were promised")

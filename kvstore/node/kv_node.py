@@ -1,9 +1,8 @@
-"""The KV node as a part: memory, ledger, attach socket, gRPC services, heartbeats.
+"""The KV node as a component: memory, pool, attach socket, gRPC services, heartbeats, metrics.
 
 start_kvnode --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.node.storage)
-
-start_kvnode --> serving --stop--> sessions and attachments ended --> gone
-                    +-- a task of its own died --> wait_failed() says why
+                    +-- stop --> sessions and attachments ended --> gone
+                    +-- a task of its own died --> wait_failed() returns why
 """
 
 from __future__ import annotations
@@ -11,39 +10,39 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import replace
 from itertools import chain
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict
 from pillion.kvstore.index.advertise import advertised
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.eviction import make_policy
-from pillion.kvstore.ledger.pool_shape import PoolShape
-from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.node_memory import NodeMemory
-from pillion.kvstore.node.attach import AttachServer
-from pillion.kvstore.node.node_meter import readings
+from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.region_server import RegionServer
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.tiers.disk_files import DiskFolder
-from pillion.kvstore.transfer.plane import choose_transport
+from pillion.kvstore.transfer.plane_factory import choose_transport
 from pillion.kvstore.transfer.plane_servicer import SERVICE_NAME as PLANE_SERVICE_NAME
 from pillion.kvstore.transfer.plane_servicer import KVPlaneServicer
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Reading
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
-from pillion.wire.kvnode import AttachHello, AttachReply, NodeStatus
+from pillion.wire.attach import AttachHello, AttachReply
+from pillion.wire.kvnode import NodeStatus
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
-    """Start a node; it serves when this returns. Raises ConfigError, with nothing left behind, if it cannot."""
+    """Starts a node; it serves when this returns. Raises ConfigError, with nothing left behind, if it cannot."""
     node = KVNode(flags)
     try:
         await node.start()
@@ -54,7 +53,13 @@ async def start_kvnode(flags: KVNodeFlags) -> KVNode:
 
 
 class KVNode:
-    """One memory domain's node. ``address`` is where others reach its gRPC service; ``pool`` is for tests."""
+    """The node of one memory domain.
+
+    Attributes:
+        address: where others reach its gRPC service.
+        pool, regions: for tests.
+        meters: the node's metrics.
+    """
 
     def __init__(self, flags: KVNodeFlags) -> None:
         _check(flags)
@@ -69,7 +74,7 @@ class KVNode:
             shaped=self._shaped,
         )
         self.meters = self.pool.meters
-        self.meters.watch(lambda: readings(self.status()))
+        self.meters.watch(lambda: metric_readings(self.status()))
         self._storage: Storage | None = None
         self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
         self._flags = flags
@@ -88,12 +93,12 @@ class KVNode:
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Listen for gRPC first: a worker that attaches is told where to call."""
+        """Starts everything; gRPC first, because a worker that attaches gets its address."""
         flags = self._flags
         await self._memory.open()
         self.pool.pool_bytes = self._memory.pool_bytes
         if flags.kv_transport == "nixl":
-            # Asked for by name, so its absence is a mistake; otherwise it is looked for when it is needed.
+            # Named by the flag, so its absence is a mistake; otherwise NIXL is looked for when it is needed.
             await asyncio.to_thread(choose_transport, "nixl")
         servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping)
         plane = KVPlaneServicer(self._source)
@@ -126,7 +131,7 @@ class KVNode:
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Ends sessions and attachments, which is how everybody learns of it, and frees the memory. Idempotent."""
+        """Ends sessions and attachments, by which others learn of it, and frees the memory. Idempotent."""
         self._stopping.set()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -150,14 +155,18 @@ class KVNode:
         self._memory.close()
 
     async def wait_failed(self) -> str:
-        """Returns the reason if the node died by itself; otherwise never."""
+        """Returns the reason if the node dies by itself; otherwise never."""
         return await asyncio.shield(self._failure)
 
     def status(self) -> NodeStatus:
-        """The node's books."""
-        status = replace(self.pool.status(), node_id=self._flags.node_id, boot_epoch=self._current_boot())
-        status = replace(status, kv_device=self._flags.kv_device)
-        return status if self._storage is None else self._storage.complete(status)
+        """Returns the node's whole status."""
+        status = self.pool.status()
+        status.node_id = self._flags.node_id
+        status.boot_epoch = self._current_boot()
+        status.kv_device = self._flags.kv_device
+        if self._storage is not None:
+            self._storage.complete(status)
+        return status
 
     # -- inside
 
@@ -195,7 +204,7 @@ class KVNode:
             self._memory.pool,
             self.pool,
             pinned=self._memory.domain.pinned,
-            announce=self._tell_index,
+            announce=self._update_index,
             addresses=self._addresses,
             boot_epoch=self._current_boot,
             folder=self._folder,
@@ -209,40 +218,40 @@ class KVNode:
         return self._storage
 
     def _announce(self, events: list[IndexEvent]) -> None:
-        self._tell_index(events if self._storage is None else self._storage.heard(events))
+        self._update_index(events if self._storage is None else self._storage.pool_changed(events))
 
-    def _tell_index(self, events: list[IndexEvent]) -> None:
+    def _update_index(self, events: list[IndexEvent]) -> None:
         if self._announcer is not None and events:
             self._announcer.push(events)
 
     def _hashes(self) -> Iterator[tuple[bytes, bytes]]:
-        below = () if self._storage is None else self._storage.names()
-        return chain(self.pool.ledger.hashes(), below)
+        lower = () if self._storage is None else self._storage.names()
+        return chain(self.pool.ledger.hashes(), lower)
 
     def _current_boot(self) -> int:
         return self._announcer.boot_epoch if self._announcer else self._boot_epoch
 
     async def _addresses(self) -> Mapping[str, str]:
-        """Of all living nodes; of none where there is no registry."""
+        """Returns node id -> address of all live nodes, of none if there is no registry."""
         components = await self._registry.components() if self._registry is not None else []
         return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
     def _record(self, boot_epoch: int) -> ComponentRecord:
-        books = self.pool.status()
+        status = self.pool.status()
         return ComponentRecord(
             component_id=self._flags.node_id,
             role="kvnode",
             address=self.address,
             node_id=self._flags.node_id,
             boot_epoch=boot_epoch,
-            running_requests=books.tickets,
-            waiting_requests=books.waiting_tickets,
-            total_blocks=books.total_blocks,
-            free_blocks=books.free_blocks,
-            leased_blocks=books.leased_blocks,
-            committed_blocks=books.committed_blocks,
-            quarantined_blocks=books.quarantined_blocks,
-            fenced_components=books.fenced_components,
+            running_requests=status.tickets,
+            waiting_requests=status.waiting_tickets,
+            total_blocks=status.total_blocks,
+            free_blocks=status.free_blocks,
+            leased_blocks=status.leased_blocks,
+            committed_blocks=status.committed_blocks,
+            quarantined_blocks=status.quarantined_blocks,
+            fenced_components=tuple(status.fenced_components),
         )
 
     async def _judge_silence(self) -> None:
@@ -263,6 +272,41 @@ class KVNode:
         error = task.exception()
         log.error("%s ended", task.get_name(), exc_info=error)
         self._failure.set_result(f"{task.get_name()} ended: {error}")
+
+
+def metric_readings(status: NodeStatus) -> Iterator[Reading]:
+    """Yields the metrics of a status. The four states of blocks add up to the pool."""
+    states = {
+        "free": status.free_blocks,
+        "leased": status.leased_blocks,
+        "committed": status.committed_blocks,
+        "quarantined": status.quarantined_blocks,
+    }
+    for state, blocks in states.items():
+        yield names.KV_BLOCKS, (state,), blocks
+    held = status.leased_blocks + status.quarantined_blocks + status.pinned_blocks + status.reserved_blocks
+    yield names.KV_HELD, ("pinned",), status.pinned_blocks
+    yield names.KV_HELD, ("reserved",), status.reserved_blocks
+    yield names.KV_USAGE, (), min(1.0, held / status.total_blocks) if status.total_blocks else 0.0
+    yield names.KV_BLOCK_BYTES, (), status.block_bytes
+    yield names.KV_DISK_BLOCKS, (), status.disk_blocks
+    yield names.KV_TICKETS, ("held",), status.tickets
+    yield names.KV_TICKETS, ("waiting",), status.waiting_tickets
+    yield names.KV_FENCED, (), len(status.fenced_components)
+    yield names.KV_COMMITTED, (), status.committed_blocks_ever
+    yield names.KV_EVICTED, (), status.evicted_blocks
+    moved = {
+        "fetched": status.fetched_blocks,
+        "served": status.served_blocks,
+        "restored": status.restored_blocks,
+        "spilled": status.spilled_blocks,
+    }
+    for direction, blocks in moved.items():
+        yield names.KV_MOVED, (direction,), blocks
+    yield names.KV_FETCH_BYTES, ("node",), status.fetched_blocks * status.block_bytes
+    yield names.KV_FETCH_BYTES, ("disk",), status.restored_blocks * status.block_bytes
+    yield names.KV_CORRUPT, (), status.corrupt_blocks
+    yield names.KV_SHORT_FETCHES, (), status.short_fetches
 
 
 def _check(flags: KVNodeFlags) -> None:

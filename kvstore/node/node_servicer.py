@@ -11,8 +11,8 @@ import grpc
 from pillion.kvstore.node.pool import Pool
 from pillion.priority import bounded
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.wire import kvnode as wire
 from pillion.wire.common import check_hello, hello_to_pb
+from pillion.wire.kvnode import NodeStatus, adopted_to_pb, results_to_pb, runs_from_pb
 
 SERVICE_NAME = kvnode_pb2.DESCRIPTOR.services_by_name["KVNode"].full_name
 
@@ -20,11 +20,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """``status`` completes the pool's books with the node's name; ``stopping`` ends the sessions."""
+    """Serves kvnode.proto.
 
-    def __init__(
-        self, pool: Pool, node_id: str, status: Callable[[], wire.NodeStatus], stopping: asyncio.Event
-    ) -> None:
+    Args:
+        status: returns the node's whole status.
+        stopping: ends the sessions.
+    """
+
+    def __init__(self, pool: Pool, node_id: str, status: Callable[[], NodeStatus], stopping: asyncio.Event) -> None:
         self._pool = pool
         self._node_id = node_id
         self._status = status
@@ -34,7 +37,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         self, request: kvnode_pb2.OpenSessionRequest, context: Context
     ) -> AsyncIterator[kvnode_pb2.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
-        # However the call ends, and wherever this generator stands then.
+        # This callback runs however the call ends, and wherever this generator stands then.
         ended: Any = lambda _: self._pool.ended(epoch)  # noqa: E731
         context.add_done_callback(ended)
         yield kvnode_pb2.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
@@ -43,7 +46,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def OpenTicket(  # noqa: N802
         self, request: kvnode_pb2.OpenTicketRequest, context: Context
     ) -> kvnode_pb2.OpenTicketReply:
-        ticket = await self._pool.open_ticket(
+        return await self._pool.open_ticket(
             request.epoch,
             request.nonce,
             request.block_hashes,
@@ -52,7 +55,6 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
             priority=bounded(request.priority),
             expected_blocks=request.expected_blocks,
         )
-        return wire.ticket_to_pb(ticket)
 
     async def ReleaseTicket(  # noqa: N802
         self, request: kvnode_pb2.ReleaseTicketRequest, context: Context
@@ -63,7 +65,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def AdoptTicket(  # noqa: N802
         self, request: kvnode_pb2.AdoptTicketRequest, context: Context
     ) -> kvnode_pb2.AdoptTicketReply:
-        return wire.adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
+        return adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
 
     async def AwaitChain(  # noqa: N802
         self, request: kvnode_pb2.AwaitChainRequest, context: Context
@@ -86,12 +88,12 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(  # noqa: N802
         self, request: kvnode_pb2.CommitRequest, context: Context
     ) -> kvnode_pb2.CommitReply:
-        return wire.results_to_pb(self._pool.commit(request.epoch, wire.runs_from_pb(request)))
+        return results_to_pb(self._pool.commit(request.epoch, runs_from_pb(request)))
 
     async def Heartbeat(  # noqa: N802
         self, request: kvnode_pb2.HeartbeatRequest, context: Context
     ) -> kvnode_pb2.HeartbeatReply:
-        return wire.heartbeat_to_pb(self._pool.heartbeat(request.epoch))
+        return self._pool.heartbeat(request.epoch)
 
     async def Reattach(  # noqa: N802
         self, request: kvnode_pb2.ReattachRequest, context: Context
@@ -101,21 +103,19 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Prefetch(  # noqa: N802
         self, request: kvnode_pb2.PrefetchRequest, context: Context
     ) -> kvnode_pb2.PrefetchReply:
-        return wire.brought_to_pb(
-            await self._pool.prefetch(
-                request.epoch,
-                request.ticket_id,
-                request.block_hashes,
-                tuple(request.source_node_ids),
-                timeout_s=request.timeout_ms / 1000,
-                max_bytes=request.max_bytes,
-            )
+        return await self._pool.prefetch(
+            request.epoch,
+            request.ticket_id,
+            request.block_hashes,
+            tuple(request.source_node_ids),
+            timeout_s=request.timeout_ms / 1000,
+            max_bytes=request.max_bytes,
         )
 
     async def GetNodeStatus(  # noqa: N802
         self, request: kvnode_pb2.GetNodeStatusRequest, context: Context
     ) -> kvnode_pb2.NodeStatus:
-        return wire.status_to_pb(self._status())
+        return self._status()
 
     async def CheckIntegrity(  # noqa: N802
         self, request: kvnode_pb2.CheckIntegrityRequest, context: Context

@@ -1,7 +1,7 @@
-"""Proof that a worker's process is gone (I4), where the end of its attach socket is none.
+"""Proof that a worker's process is gone (I4), where the end of its attach socket is no proof.
 
-    socket ends --"detached" was said--> no step can run any more
-        '-- it was not --> the process died, or is dying --pidfd--> gone
+    socket ends --after DETACHED--> no step can run any more
+        '-- without --> the process died, or is dying --pidfd--> gone
 
 A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for memory of the
 host the socket's end is proof. A GPU is one more open file: a kernel that was launched may still store to the pool
@@ -15,21 +15,20 @@ import os
 import socket
 import struct
 
-# What a worker says last when it lets go of the pool and lives on.
-FAREWELL = b"detached\n"
 # Where the process cannot be seen (another PID namespace), a step's length and more passes before it counts as gone.
 UNSEEN_EXIT_S = 2.0
 _UNSEEN, _SELF = -1, -2
 
 
 class PeerProcess:
-    """The process at the other end of a Unix socket. Made while it is connected; closed by whoever made it."""
+    """The process at the other end of a connected Unix socket. Its maker closes it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._pidfd = _open(sock)
 
     async def gone(self) -> None:
-        """Returns when it has exited. This process itself counts as gone: it lives and dies with its memory."""
+        """Returns when the process has exited. This process itself counts as gone: it lives and dies with its
+        memory."""
         if self._pidfd == _SELF:
             return
         if self._pidfd == _UNSEEN:
@@ -43,7 +42,7 @@ class PeerProcess:
             loop.remove_reader(self._pidfd)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the process's descriptor. Idempotent."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = _UNSEEN

@@ -1,7 +1,7 @@
-"""A KV node's heart: the ledger and the waiting line, fed with real time and real callers.
+"""A KV node's pool: the slot ledger and the waiting queue, connected to real time and real callers.
 
-Every call that changes something ends in :meth:`Pool.changed`: who can be admitted now is, and the index hears the
-news. All of it runs on one asyncio loop and never waits in the middle, so no lock is needed.
+Every call that changes something ends in :meth:`Pool.changed`: callers that fit now are admitted, and the index is
+updated. All of it runs on one asyncio loop and never waits in the middle of a change, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy
+from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.pool_shape import PoolShape, slots_of
-from pillion.kvstore.ledger.records import FETCH, SESSION, IndexEvent
-from pillion.kvstore.ledger.tree import Block
-from pillion.kvstore.ledger.waiting_line import Grant, Waiter, WaitingLine
+from pillion.kvstore.ledger.records import FETCH, SESSION, Block, IndexEvent, PoolShape, slots_of
+from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
+from pillion.wire.attach import AttachHello
 from pillion.wire.kvnode import (
-    Adopted,
-    AttachHello,
-    Brought,
+    AdoptedTicket,
     CommitResult,
     CommitRun,
     HeartbeatReply,
     NodeStatus,
-    Ticket,
+    OpenTicketReply,
+    PrefetchReply,
 )
 
 log = logging.getLogger("pillion.kvnode")
@@ -45,21 +43,25 @@ MAX_CHAIN_WAITS = 4096
 
 
 class Pool:
-    """Everything a node does, without sockets.
+    """All that a node does with its slots, without sockets.
+
+    Calls raise NotFound for a void epoch, and Conflict for a fenced one where they would change something. A call by a
+    worker or a gateway counts as a sign of life.
 
     Args:
-        pool_bytes: memory to cut into slots once the first worker says how big a block is.
-        decode_reserve_percent: share of it that prompts leave to running decodes.
-        max_waiting: most OpenTicket calls that wait in line.
-        policy: what leaves the pool first.
+        pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
+        decode_reserve_percent: share of the pool that prompts leave to running decodes.
+        max_waiting: most OpenTicket calls of new prompts that may wait.
+        policy: decides which block is evicted first; LRU by default.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
-        announce: hears what came and went, after every change; maybe nothing.
-        shaped: hears of the pool's shape, once.
+        announce: called with the blocks that came and went, maybe none, after every change.
+        shaped: called once with the pool's shape.
 
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
-        meters: how long tickets and fetches took; the node adds its books.
+        meters: how long tickets and fetches took; the node adds its counts.
+        served_blocks: blocks that other nodes were allowed to read.
         chain_waits: calls that wait for a ticket's chain to grow.
     """
 
@@ -87,14 +89,14 @@ class Pool:
         self._block_bytes = 0
         self._judged_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
-        # By ticket: the epoch that waits for its chain, the blocks it waits for, and what wakes it.
+        # By ticket: the epoch that waits for its chain, the blocks it waits for, and the future that wakes it.
         self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
         self.chain_waits = 0
-        # Of workers that drained and went on: first epoch of the attachment, by today's epoch, and the other way round.
+        # For workers that drained and went on: current epoch -> first epoch of the attachment, and the other way round.
         self._first_epoch: dict[int, int] = {}
         self._last_epoch: dict[int, int] = {}
         self.ledger = Ledger(_new_id, decode_reserve_percent, policy)
-        self.line = WaitingLine(self.ledger, max_waiting)
+        self.waiting = WaitingQueue(self.ledger, max_waiting)
 
     # -- holders
 
@@ -104,7 +106,7 @@ class Pool:
         return self._block_bytes > 0
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
-        """Epoch and number of slots for a worker. The first one shapes the pool.
+        """Makes an epoch for a worker; returns it and the number of slots. The first worker decides the pool's shape.
 
         Raises Conflict for another block size than the pool's, InvalidRequest for a block that does not fit.
         """
@@ -134,12 +136,12 @@ class Pool:
         return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
     def open_session(self, name: str) -> int:
-        """An epoch for a gateway. Raises Overloaded beyond MAX_HOLDERS."""
+        """Makes an epoch for a gateway. Raises Overloaded beyond MAX_HOLDERS."""
         self._bound_holders()
         return self.ledger.attach(name, SESSION)
 
     def ended(self, epoch: int) -> None:
-        """A worker's death or a session's end is proven. Idempotent."""
+        """Frees everything of an epoch: its worker's death or its session's end is proven. Idempotent."""
         epoch = self._last_epoch.pop(epoch, epoch)
         self._first_epoch.pop(epoch, None)
         self.ledger.gone(epoch)
@@ -147,11 +149,11 @@ class Pool:
         self.changed()
 
     def reattach(self, epoch: int) -> int:
-        """A fenced worker woke and uses nothing of its old epoch any more: that is let go, and it gets a new one.
+        """Frees everything of a fenced epoch, whose worker woke and uses nothing of it any more; returns its new epoch.
 
         Raises Conflict for an epoch that is not fenced, NotFound for a void one.
         """
-        # Asking is no sign of life: whoever is not fenced is refused, and is to be fenced if it stays silent.
+        # This call is no sign of life: an epoch that is not fenced is refused, and is fenced if it stays silent.
         old = self.ledger.holders.get(epoch)
         if old is None:
             raise NotFound("the epoch is void: attach again")
@@ -165,13 +167,15 @@ class Pool:
         return fresh
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Raises NotFound for a void epoch."""
+        """Answers whether the epoch is fenced, and how many slots of its stock are wanted back."""
         holder = self.ledger.seen(epoch, time.monotonic())
-        return HeartbeatReply(holder.fenced, self.line.recall_blocks())
+        return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> None:
-        """Fences workers that were silent for too long. Called every ``interval_s``; if that was much longer ago, this
-        process itself slept, and nobody is judged by it."""
+        """Fences workers that were silent for too long. Called every ``interval_s``.
+
+        If the last call was much longer ago, this process itself slept, and nobody is judged by that time.
+        """
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
@@ -195,15 +199,16 @@ class Pool:
         resume: bool,
         priority: int = 0,
         expected_blocks: int = 0,
-    ) -> Ticket:
-        """Waits in line for memory. When the caller goes away meanwhile, neither a waiter nor a ticket is left.
+    ) -> OpenTicketReply:
+        """Opens a ticket, and waits in the queue while memory is short.
 
-        Where fewer than ``expected_blocks`` are here, the index hears that the others are not.
+        When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than ``expected_blocks``
+        are here, the index is told that the others are not.
         """
         now = time.monotonic()
         self.ledger.seen(epoch, now)
         hashes = tuple(split_hashes(block_hashes))
-        # A caller that names no nonce still needs a place in line that is its own.
+        # A caller that names no nonce still needs a place in the queue that is its own.
         waiter = Waiter(
             epoch=epoch,
             nonce=nonce or _new_id(),
@@ -213,13 +218,13 @@ class Pool:
             priority=priority,
             asked_s=now,
         )
-        grant = self.line.ask(waiter)
+        grant = self.waiting.ask(waiter)
         if grant is None:
             grant = await self._wait(waiter)
         self._ticket_wait.observe(time.monotonic() - now)
         if grant.pinned_blocks < expected_blocks:
             self._announce(self._missing(hashes[:expected_blocks], grant.pinned_blocks))
-        return Ticket(grant.ticket_id, grant.pinned_blocks)
+        return OpenTicketReply(ticket_id=grant.ticket_id, pinned_blocks=grant.pinned_blocks)
 
     async def prefetch(
         self,
@@ -230,12 +235,12 @@ class Pool:
         *,
         timeout_s: float,
         max_bytes: int,
-    ) -> Brought:
+    ) -> PrefetchReply:
         """Brings what it can of a ticket's chain here; see :class:`pillion.kvstore.transfer.fetch.Fetcher`."""
         self.ledger.seen(epoch, time.monotonic())
         hashes = split_hashes(block_hashes)
         if self.fetcher is None:
-            return Brought(self.ledger.extend(epoch, ticket_id, hashes).blocks)
+            return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
         began_s = time.monotonic()
@@ -248,10 +253,10 @@ class Pool:
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
     ) -> tuple[int, list[Block]]:
-        """For another node that wants to read: a ticket, and the blocks from ``first_block`` on that it pins.
+        """Pins a chain for another node that reads it; returns a ticket and its blocks from ``first_block`` on.
 
-        What is in a lower tier is brought up first, as far as there are room and time (0: this node's own bound). Where
-        nothing is here, or the caller goes away, there is no ticket (0).
+        Blocks in a lower tier are brought up first, as far as there are room and time (0: this node's own bound). If
+        there is no such block, or the caller goes away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
@@ -273,7 +278,7 @@ class Pool:
         return ticket.ticket_id, chain
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
+        """Returns the slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
         self.ledger.seen(epoch, time.monotonic())
         ticket = self.ledger.tickets.get(ticket_id)
         if ticket is None or epoch not in ticket.holders:
@@ -281,28 +286,26 @@ class Pool:
         return frozenset(block.slot for block in self.ledger.tree.chain(ticket.tail))
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
-        """Drops holds, by ticket or by the nonce of an OpenTicket call that is still in line or was granted."""
+        """Drops holds, named by ticket or by the nonce of an OpenTicket call that still waits or was granted."""
         self.ledger.seen(epoch, time.monotonic())
         for nonce in nonces:
-            if self.line.withdraw((epoch, nonce)):
+            if self.waiting.withdraw((epoch, nonce)):
                 self._fail((epoch, nonce), "the caller no longer waits")
         self.ledger.release(epoch, ticket_ids, nonces)
         self.changed()
 
-    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> Adopted:
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
         """See :meth:`Ledger.adopt`."""
         self._worker(epoch)
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
         self.changed()
         return adopted
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> Adopted:
-        """The chain of a ticket that the epoch holds, once it has ``blocks`` blocks or ``timeout_s`` is over.
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptedTicket:
+        """Waits until the chain of a ticket has ``blocks`` blocks or ``timeout_s`` is over, and returns the chain.
 
-        No slot is leased and nothing changes, so the caller may go away at any time.
-
-        Raises NotFound where the epoch does not hold the ticket, Overloaded beyond MAX_CHAIN_WAITS, Cancelled where the
-        epoch ends meanwhile.
+        No slot is leased and nothing changes, so the caller may go away at any time. Raises NotFound if the epoch does
+        not hold the ticket, Overloaded beyond MAX_CHAIN_WAITS, Cancelled if the epoch ends meanwhile.
         """
         self._worker(epoch)
         if self.ledger.held(epoch, ticket_id).blocks < blocks:
@@ -333,18 +336,21 @@ class Pool:
         self.changed()
         return results
 
-    # -- books
+    # -- status
 
     def status(self) -> NodeStatus:
-        """Everything but the node's name and boot epoch."""
-        books = replace(self.ledger.books(), block_bytes=self._block_bytes, waiting_tickets=len(self.line))
-        return replace(books, served_blocks=self.served_blocks)
+        """Returns the node's status as far as the pool knows it; name, boot epoch and storage are missing."""
+        status = self.ledger.status()
+        status.block_bytes = self._block_bytes
+        status.waiting_tickets = len(self.waiting)
+        status.served_blocks = self.served_blocks
+        return status
 
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict) with what does not add up."""
-        self.ledger.check_integrity()
-        if len(self._waiting) != len(self.line):
-            raise Conflict(f"{len(self._waiting)} calls wait, {len(self.line)} stand in line")
+        check_integrity(self.ledger)
+        if len(self._waiting) != len(self.waiting):
+            raise Conflict(f"{len(self._waiting)} calls wait, {len(self.waiting)} are in the queue")
         waits = sum(map(len, self._chain_waits.values()))
         if waits != self.chain_waits:
             raise Conflict(f"{waits} calls wait for chains, {self.chain_waits} are counted")
@@ -357,7 +363,7 @@ class Pool:
         try:
             return await future
         except asyncio.CancelledError:
-            self.line.withdraw(waiter.key)
+            self.waiting.withdraw(waiter.key)
             if future.done() and not future.cancelled() and future.exception() is None:
                 # Granted in the same moment in which the caller went away. A void epoch has let go of it already.
                 with contextlib.suppress(NotFound, Conflict):
@@ -394,8 +400,11 @@ class Pool:
                 woken.set_result(None)
 
     def _missing(self, hashes: Sequence[bytes], held: int) -> list[IndexEvent]:
-        """What the index believed in for nothing. The node says so itself, and not the gateway that was misled: so it
-        keeps its place among the node's other news, and a commit in the same moment is not taken back."""
+        """Returns events for the blocks that the index names here in vain.
+
+        The node reports them itself, and not the gateway that was misled: so they keep their place among the node's
+        other updates, and a commit in the same moment is not taken back.
+        """
         return [
             IndexEvent(hashes[at], here=False, segment=hashes[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
             for at in range(held, len(hashes))
@@ -403,34 +412,36 @@ class Pool:
         ]
 
     def _worker(self, epoch: int) -> None:
-        """A sign of life from one who mapped the pool. Raises InvalidRequest for a session: hashes are no secret, and
-        who never wrote a slot must not name what is in it."""
+        """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
+
+        Hashes are no secret, and a caller that never wrote a slot must not name what is in it.
+        """
         if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH):
             raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:
-        """Whoever changed the ledger calls this: the line moves on, and the index hears the news."""
-        for grant in self.line.poll():
+        """Admits waiters that fit now and updates the index. To be called after every change in the ledger."""
+        for grant in self.waiting.poll():
             future = self._waiting.pop(grant.key)
             if future.done():
-                # Cancelled, and its task has not run yet to say so; when it does, the next in line is looked at.
+                # Its caller was cancelled, but the task has not run since; when it does, the next waiter is looked at.
                 self.ledger.release(grant.key[0], [grant.ticket_id])
             else:
                 future.set_result(grant)
         self._announce(self.ledger.drain_events())
 
-    def _dismiss(self, epoch: int, words: str) -> None:
-        for key in self.line.withdraw_epoch(epoch):
-            self._fail(key, words)
+    def _dismiss(self, epoch: int, reason: str) -> None:
+        for key in self.waiting.withdraw_epoch(epoch):
+            self._fail(key, reason)
         for waits in self._chain_waits.values():
             for waiting, _, woken in waits:
                 if waiting == epoch and not woken.done():
-                    woken.set_exception(Cancelled(words))
+                    woken.set_exception(Cancelled(reason))
 
-    def _fail(self, key: tuple[int, int], words: str) -> None:
+    def _fail(self, key: tuple[int, int], reason: str) -> None:
         future = self._waiting.pop(key)
         if not future.done():
-            future.set_exception(Cancelled(words))
+            future.set_exception(Cancelled(reason))
 
     def _bound_holders(self) -> None:
         if len(self.ledger.holders) >= MAX_HOLDERS:
@@ -438,5 +449,5 @@ class Pool:
 
 
 def _new_id() -> int:
-    """Unguessable, and never 0."""
+    """Returns an unguessable id, never 0."""
     return secrets.randbits(62) + 1

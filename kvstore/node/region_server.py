@@ -1,11 +1,11 @@
-"""The node's side of shared regions (:mod:`pillion.kvstore.node.regions`): a connection each, over the attach socket.
+"""Connections of the attach socket that want a shared region (:mod:`pillion.kvstore.node.regions`).
 
 process                                node
   | -- RegionHello ------------------> |
   |        ... others fill it ...      |  at most WAIT_S
   | <-- RegionReply + descriptor ----- |  state "fill" or "ready" (or an error, then the end)
-  | -- RegionFilled -----------------> |  from who was to fill it
-  | ============ the end ============> |  it uses the region no more
+  | -- RegionFilled -----------------> |  after "fill"
+  | ============ the end ============> |  the process uses the region no more
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 from pillion.errors import ConfigError, DeadlineExceeded, InvalidRequest, PillionError
 from pillion.kvstore.memory.domain import AnySegment
 from pillion.kvstore.memory.node_memory import NodeMemory
-from pillion.kvstore.node.attach import read_line, until_end
+from pillion.kvstore.node.attach_server import read_line, until_end
 from pillion.kvstore.node.regions import FILL, Action, Dropped, Granted, Regions
-from pillion.wire.kvnode import RegionHello, RegionReply, line_to_bytes, region_filled_from_line
+from pillion.wire.attach import RegionHello, RegionReply, line_to_bytes, region_filled_from_line
 
 log = logging.getLogger("pillion.kvnode")
 
-# Longest time that somebody waits for a region to be filled: large weights may come from a slow disk.
+# Longest wait for a region to be filled: large weights may come from a slow disk.
 WAIT_S = 1800.0
 
 
 class RegionServer:
-    """Of one node. ``regions`` is for tests."""
+    """All region connections of one node. ``regions`` is for tests."""
 
     def __init__(self, node_id: str, memory: NodeMemory) -> None:
         self.regions = Regions()
@@ -42,7 +42,7 @@ class RegionServer:
         self._waiting: dict[int, asyncio.Future[str]] = {}
 
     async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
-        """One connection, until it ends. Raises OSError where that fails."""
+        """Serves one connection until it ends. Raises OSError if it breaks."""
         user = next(self._ids)
         try:
             state = await self._granted(sock, user, hello)
@@ -52,9 +52,9 @@ class RegionServer:
             log.info("%s has region %s: %s", hello.component_id, hello.region_key[:16], state)
             self._answer(sock, RegionReply(state=state, mapped_bytes=segment.size_bytes), [segment.fileno()])
             if state == FILL:
-                said = region_filled_from_line(await read_line(sock))
-                if said.filled_bytes != hello.size_bytes:
-                    raise InvalidRequest(f"{said.filled_bytes} of {hello.size_bytes} bytes were filled")
+                message = region_filled_from_line(await read_line(sock))
+                if message.filled_bytes != hello.size_bytes:
+                    raise InvalidRequest(f"{message.filled_bytes} of {hello.size_bytes} bytes were filled")
                 self._do(self.regions.filled(user))
             await until_end(sock)
         except PillionError as error:
@@ -65,13 +65,13 @@ class RegionServer:
             self._do(self.regions.gone(user))
 
     def close(self) -> None:
-        """Gives up the node's hold on all memory; no connection is served any more. Idempotent."""
+        """Closes the memory of all regions; no connection is served any more. Idempotent."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
 
     async def _granted(self, sock: socket.socket, user: int, hello: RegionHello) -> str:
-        """ "fill" or "ready"; empty where the other side went away first."""
+        """Waits for the region; returns FILL or READY, or an empty string if the other side went away first."""
         granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[user] = granted
         self._do(self.regions.ask(user, hello.region_key, hello.size_bytes))
@@ -81,7 +81,7 @@ class RegionServer:
                 both: set[asyncio.Future[Any]] = {granted, gone}
                 await asyncio.wait(both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
-                    # An error of the connection is its end too.
+                    # A broken connection is an end too.
                     gone.exception()
                     return ""
             finally:
@@ -92,7 +92,7 @@ class RegionServer:
         return granted.result()
 
     async def _segment(self, key: str, size_bytes: int) -> AnySegment:
-        """The region's memory, made for its first user. Whoever fills after a dead one gets the same."""
+        """Returns the region's memory, which is made for its first user. A second filler gets the same memory."""
         if key in self._segments:
             return self._segments[key]
         try:
@@ -126,7 +126,7 @@ class RegionServer:
             error=reply.error,
         )
         if reply.error and not fds:
-            # Also to one that was promised memory: it hears the end, and why.
+            # A process that was granted memory before gets this as well: it reads why the connection ends.
             sock.send(line_to_bytes(reply))
         else:
             socket.send_fds(sock, [line_to_bytes(reply)], fds)

@@ -1,12 +1,12 @@
-"""Regions: memory beside the pool that workers of one node share under a name, such as a model's weights. Sans-IO (I9).
+"""Regions: memory beside the pool that workers of one node share under a key, such as a model's weights. Sans-IO (I9).
 
     asked --first asker: fill--> filling --filled--> ready --last user goes--> idle --room is needed--> gone
                ^                   |  ^                ^--------- asked ---------+
                |                   |  +-- others wait --> ready, once it is filled
                +-- the next waiter +-- the filler ends before: the next waiter fills; nobody waits: gone
 
-A region is filled by exactly one, who proves by its connection that it lives. Nobody else sees a region that is not
-filled. An idle one stays: a worker that is started again need not load its weights again.
+A region is filled by exactly one user, whose connection proves that it lives. No other user gets a region that is not
+filled. An idle region stays: a worker that is started again need not load its weights again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from pillion.errors import Conflict, Overloaded
 
-# Kept at once, idle ones included.
+# Regions of a node, idle ones included.
 MAX_REGIONS = 64
-# For one region.
+# Users that wait for one region.
 MAX_WAITERS = 256
 
 FILL, READY = "fill", "ready"
@@ -26,7 +26,7 @@ FILL, READY = "fill", "ready"
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """``user`` may have the region: to fill it, or ready."""
+    """``user`` gets the region; ``state`` is FILL or READY."""
 
     user: int
     key: str
@@ -35,7 +35,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Nobody uses the region's memory: it can be given back."""
+    """Nobody uses the region's memory any more: it can be freed."""
 
     key: str
 
@@ -45,7 +45,7 @@ Action = Granted | Dropped
 
 @dataclass(slots=True)
 class _Region:
-    """``filler`` is None once it is filled. ``users`` have it; ``waiting`` want it, in order."""
+    """One region. ``filler`` is None once it is filled; ``users`` have it; ``waiting`` want it, in order."""
 
     size_bytes: int
     filler: int | None
@@ -54,16 +54,16 @@ class _Region:
 
 
 class Regions:
-    """All of a node's. A user is one connection, under a number that is never used again."""
+    """All regions of a node. A user is one connection, under a number that is never used again."""
 
     def __init__(self, max_regions: int = MAX_REGIONS, max_waiters: int = MAX_WAITERS) -> None:
         self._max_regions, self._max_waiters = max_regions, max_waiters
-        # Idle ones in the order in which they became so.
+        # Idle regions are in the order in which they became idle.
         self._regions: OrderedDict[str, _Region] = OrderedDict()
         self._key_of: dict[int, str] = {}
 
     def ask(self, user: int, key: str, size_bytes: int) -> list[Action]:
-        """``user`` wants a region. It is granted now or later.
+        """Requests a region for ``user``, who gets it now or later.
 
         Raises Conflict where a region of that name has another size, Overloaded where too many are kept or wait.
         """
@@ -87,7 +87,8 @@ class Regions:
         return actions
 
     def filled(self, user: int) -> list[Action]:
-        """What ``user`` was given to fill is filled: everybody who waits has it now. Raises Conflict for others."""
+        """Marks the region that ``user`` fills as filled: everybody who waits gets it now. Raises Conflict for another
+        user."""
         key = self._key_of.get(user, "")
         region = self._regions.get(key)
         if region is None or region.filler != user:
@@ -99,7 +100,7 @@ class Regions:
         return actions
 
     def gone(self, user: int) -> list[Action]:
-        """``user`` neither uses the region nor waits for it any more. Idempotent."""
+        """Removes ``user``, who neither uses its region nor waits for it any more. Idempotent."""
         key = self._key_of.pop(user, "")
         region = self._regions.get(key)
         if region is None:
@@ -118,7 +119,7 @@ class Regions:
         return []
 
     def drop_idle(self) -> list[Action]:
-        """Memory is short: what nobody uses goes."""
+        """Drops all idle regions, because memory is short."""
         keys = [key for key, region in self._regions.items() if not region.users]
         for key in keys:
             del self._regions[key]
@@ -130,7 +131,7 @@ class Regions:
         if len(self._regions) > self._max_regions:
             findings.append(f"{len(self._regions)} regions, at most {self._max_regions} may be")
         for key, region in self._regions.items():
-            named = {user for user, said in self._key_of.items() if said == key}
+            named = {user for user, its_key in self._key_of.items() if its_key == key}
             if named != region.users | region.waiting.keys() or region.users & region.waiting.keys():
                 findings.append(f"region {key}: its users and those who name it differ")
             if region.filler is not None and region.users != {region.filler}:

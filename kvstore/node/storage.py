@@ -1,9 +1,9 @@
-"""What a node has beside its books once its pool has a shape: memory, fetches, lower tiers, the way to other nodes.
+"""The bytes of a node's pool once it has a shape: memory, lower tiers, fetches from and reads by other nodes.
 
-    shaped --> memory mapped, fetches possible --> tiers open, what they kept is announced --> evicts ahead of need
+    shaped --> memory mapped, fetches possible --> tiers open, blocks in them announced --> evicts ahead of need
                           +-- another node lives, or the first reader asks --> the data plane is made, in a thread
 
-Whatever of it fails costs hits, never requests (I1).
+A failure here costs prefix hits, never requests (I1).
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Unavailable
-from pillion.kvstore.ledger.pool_shape import PoolShape
-from pillion.kvstore.ledger.records import IndexEvent
-from pillion.kvstore.ledger.tree import Block
+from pillion.kvstore.ledger.records import Block, IndexEvent, PoolShape
+from pillion.kvstore.memory.cuda_memory import PinnedMemory
 from pillion.kvstore.memory.memory import PoolMemory, until_over
-from pillion.kvstore.memory.pinned import PinnedMemory
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import News
+from pillion.kvstore.tiers.spill_plan import IndexFilter
 from pillion.kvstore.tiers.tiers import BlockName, Tier
 from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
 from pillion.kvstore.transfer.peers import Peers
-from pillion.kvstore.transfer.plane import BlockShape, DataPlane, PeerPool, Pinned, choose_plane
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane
+from pillion.kvstore.transfer.plane_factory import choose_plane
+from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
+from pillion.wire.common import hello_to_pb
 from pillion.wire.kvnode import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
@@ -43,16 +44,17 @@ LOOK_AROUND_S = 1.0
 
 
 class Storage:
-    """Made when the pool gets its shape; :meth:`run` does what goes on in the background.
+    """Owner of the pool's memory; made when the pool gets its shape. :meth:`run` does the background work.
+
+    It closes ``memory``, but not the segment behind it. It also serves as the :class:`SourcePool` of
+    kvstore/transfer/plane_servicer.py.
 
     Args:
         pinned: makes memory for the host tier. Raises ConfigError.
-        announce: tells the index.
-        addresses: of all nodes' gRPC services, by node id. Raises Unavailable.
-        boot_epoch: this node's, as the index knows it.
-        folder: the disk tier's, opened and locked when the node started; None without one.
-
-    The memory becomes this class's to close, not its segment.
+        announce: updates the index.
+        addresses: returns node id -> address of all nodes' gRPC services. Raises Unavailable.
+        boot_epoch: returns this node's boot epoch, as the index knows it.
+        folder: the disk tier's folder, opened and locked when the node started; None without one.
     """
 
     def __init__(
@@ -84,10 +86,10 @@ class Storage:
             self._tiers,
             flags.low_watermark_percent,
             flags.high_watermark_percent,
-            self._forgotten,
+            self._blocks_lost,
             pool.changed,
         )
-        self._news = News(pool.ledger.tree.by_hash.__contains__, self._spiller.keeps)
+        self._index_filter = IndexFilter(pool.ledger.tree.by_hash.__contains__, self._spiller.keeps)
         limits = FetchLimits(
             timeout_s=flags.fetch_timeout_ms / 1000, max_bytes=flags.max_fetch_bytes, verify=flags.verify_blocks
         )
@@ -102,9 +104,9 @@ class Storage:
         )
 
     async def run(self) -> None:
-        """Opens the tiers, then evicts ahead of need, until it is cancelled.
+        """Opens the tiers, then evicts ahead of need until it is cancelled.
 
-        Raises ConfigError for a bad disk, and where the host has not so much memory.
+        Raises ConfigError for a bad disk, or if the host has not enough memory.
         """
         if self._flags.host_bytes:
             pinned = await until_over(asyncio.to_thread(self._pinned, self._flags.host_bytes))
@@ -126,7 +128,8 @@ class Storage:
             group.create_task(self._look_around())
 
     async def close(self) -> None:
-        """No call is under way any more, and :meth:`run` has ended. What is in lower tiers stays there."""
+        """Closes everything. No call is under way any more, and :meth:`run` has ended. Blocks in lower tiers stay
+        there."""
         await self._peers.aclose()
         await self.fetcher.close()
         await self._spiller.close()
@@ -137,69 +140,69 @@ class Storage:
                 (await self._plane).close()
         self.memory.close()
 
-    # -- what the index hears
+    # -- updates of the index
 
-    def heard(self, events: list[IndexEvent]) -> list[IndexEvent]:
-        """The pool's news, without blocks that only moved to a lower tier. Called after every change."""
+    def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
+        """Returns the pool's events without blocks that only moved to a lower tier. Called after every change."""
         self._spiller.poke()
-        return self._news.changed(events)
+        return self._index_filter.pool_changed(events)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
-        """(hash, segment) of what is in lower tiers."""
+        """Returns (hash, segment) of the blocks in lower tiers."""
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
 
-    def _forgotten(self, names: Iterable[BlockName]) -> None:
-        events = self._news.forgotten(names)
+    def _blocks_lost(self, names: Iterable[BlockName]) -> None:
+        events = self._index_filter.blocks_lost(names)
         if events:
             self._announce(events)
 
     async def _announce_disk(self, disk: DiskTier) -> None:
         names = iter(disk.names())
         while batch := list(islice(names, ANNOUNCE_BLOCKS)):
-            # What was dropped meanwhile has been told as gone.
+            # A block that was dropped meanwhile was reported as gone already.
             self._announce([IndexEvent(each.hash, True, each.segment) for each in batch if each.hash in disk])
             await asyncio.sleep(0)
 
     # -- other nodes
 
     async def plane(self) -> DataPlane:
-        """This node's data plane; the first caller waits for a second or two."""
+        """Returns this node's data plane; the first caller waits for a second or two."""
         if self._plane is None:
             making = asyncio.to_thread(choose_plane, self._flags.kv_transport, self.memory)
             self._plane = asyncio.create_task(making, name="data plane")
         return await asyncio.shield(self._plane)
 
-    async def describe(self) -> tuple[PeerPool, BlockShape]:
-        """See :class:`pillion.kvstore.transfer.plane_servicer.Source`."""
+    async def describe(self) -> MeetReply:
+        """See :class:`pillion.kvstore.transfer.plane_servicer.SourcePool`."""
         plane, shape = await self.plane(), self._shape
-        pool = PeerPool(
-            node_id=self._flags.node_id,
+        return MeetReply(
+            hello=hello_to_pb(self._flags.node_id),
             boot_epoch=self._boot_epoch(),
             num_slots=shape.num_slots,
             block_bytes=shape.block_bytes,
+            kv_namespace=self._block_shape.namespace,
             pool_address=plane.pool_address,
             nixl_metadata=plane.nixl_metadata,
             memory_kind=self.memory.kind,
             device_index=self.memory.device_index,
         )
-        return pool, self._block_shape
 
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
-    ) -> Pinned:
-        """See :class:`pillion.kvstore.transfer.plane_servicer.Source`."""
+    ) -> PinBlocksReply:
+        """See :class:`pillion.kvstore.transfer.plane_servicer.SourcePool`."""
         ticket_id, chain = await self._pool.pin_chain(epoch, nonce, hashes, first_block, timeout_s)
         if not chain:
-            return Pinned(0, (), ())
+            return PinBlocksReply()
         sums = await self._checksums(chain)
-        return Pinned(ticket_id, tuple(block.slot for block in chain), sums)
+        return PinBlocksReply(ticket_id=ticket_id, slots=[block.slot for block in chain], checksums=sums)
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """See :class:`pillion.kvstore.transfer.plane_servicer.Source`."""
+        """See :class:`pillion.kvstore.transfer.plane_servicer.SourcePool`."""
         return self._pool.pinned_slots(epoch, ticket_id)
 
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:
-        """Of pinned blocks, which do not change; each is computed once."""
+        """Returns the checksums of pinned blocks, which do not change; each is computed once."""
         if not self._flags.verify_blocks:
             return (0,) * len(chain)
         unknown = [block for block in chain if not block.checksum]
@@ -209,7 +212,7 @@ class Storage:
         return tuple(block.checksum for block in chain)
 
     async def _look_around(self) -> None:
-        """Makes the data plane ready as soon as there is somebody to talk to: the first fetch should not wait."""
+        """Makes the data plane as soon as another node lives: the first fetch should not wait for it."""
         while self._plane is None:
             with contextlib.suppress(Unavailable):
                 others = set(await self._addresses()) - {self._flags.node_id}
@@ -221,25 +224,23 @@ class Storage:
         except ConfigError as error:
             log.warning("no blocks from and for other nodes: %s", error.message)
 
-    # -- books
+    # -- status
 
-    def complete(self, status: NodeStatus) -> NodeStatus:
-        """Adds what is counted here."""
+    def complete(self, status: NodeStatus) -> None:
+        """Sets the counts that are kept here."""
         counts = asdict(self.fetcher.counts)
         if self._disk is not None:
             counts["corrupt_blocks"] += self._disk.counts.corrupt
         if self._host is not None:
             counts["corrupt_blocks"] += self._host.counts.corrupt
-        return replace(
-            status,
-            **counts,
-            spilled_blocks=self._spiller.spilled_blocks,
-            host_blocks=0 if self._host is None else len(self._host),
-            disk_blocks=0 if self._disk is None else len(self._disk),
-            kv_transport=self._transport(),
-        )
+        for name, count in counts.items():
+            setattr(status, name, count)
+        status.spilled_blocks = self._spiller.spilled_blocks
+        status.host_blocks = 0 if self._host is None else len(self._host)
+        status.disk_blocks = 0 if self._disk is None else len(self._disk)
+        status.kv_transport = self._transport()
 
     def _transport(self) -> str:
-        """The plane's name; before there is one, what was asked for."""
+        """Returns the data plane's name; before there is one, ``--kv-transport``."""
         made = self._plane is not None and self._plane.done() and not self._plane.exception()
         return self._plane.result().name if made and self._plane is not None else self._flags.kv_transport

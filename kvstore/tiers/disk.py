@@ -1,13 +1,13 @@
-"""The disk tier: blocks that left the pool, as files (:mod:`pillion.kvstore.tiers.disk_files`), bounded, there again
-after a restart.
+"""The disk tier: blocks that left the pool, as files (:mod:`pillion.kvstore.tiers.disk_files`), bounded in size, found
+again after a restart.
 
     open --scan of headers--> serving --close--> writes under way end, the folder is free for another node
     a block     on its way --written--> kept --least recently used--> dropped
-                    +--------failed-----> told as gone     +--read: does not fit its checksum--> removed, counted
+                    +--------failed-----> reported gone    +--read: does not fit its checksum--> removed, counted
 
-The loop owns all books and never touches a file. One thread writes and removes, in the order in which it was asked, so
-a block that is dropped and kept again ends up kept; others read. Because blocks leave the pool tail first and are
-touched tail first, a chain's tail is older here than its head and goes first, as in the pool.
+The loop owns all state and never touches a file. One thread writes and removes files in the order of the
+calls, so a block that is dropped and kept again ends up kept; other threads read. Because blocks leave the pool tail
+first and are touched tail first, a chain's tail is older here than its head and goes first, as in the pool.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import errno
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
-from pillion.kvstore.tiers.disk_files import BlockFiles, Corrupt, DiskFolder, Layout
-from pillion.kvstore.tiers.tiers import BlockName, TierCounts
+from pillion.kvstore.tiers.disk_files import BlockFileLayout, BlockFiles, Corrupt, DiskFolder
+from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
 log = logging.getLogger("pillion.kvnode")
 
 READ_THREADS = 2
-# While the node starts: a disk that is asked for many headers at once finds them sooner.
+# Threads that read headers while the node starts: a disk serves many requests at once sooner.
 SCAN_THREADS = 4
-# Waiting to be written; what comes beyond is refused, and so forgotten.
+# Bytes that may wait to be written; further blocks are refused, and so forgotten.
 MAX_QUEUED_BYTES = 512 * 2**20
-# After an error nothing is written for so long: a full disk is not asked for every block.
+# After an error nothing is written for so long, so that a full disk is not tried for every block.
 PAUSE_S = 5.0
 # At most one warning of a kind in this time.
 WARN_EVERY_S = 30.0
@@ -41,16 +41,16 @@ WARN_EVERY_S = 30.0
 async def open_disk_tier(
     folder: DiskFolder, *, namespace: bytes, block_bytes: int, disk_bytes: int, verify: bool = True
 ) -> DiskTier:
-    """What earlier nodes left of this namespace is there when this returns, newest first as far as it fits.
-
-    Args:
-        namespace: 32 bytes that say what the blocks' bytes mean; others' files are left alone and not counted.
-        disk_bytes: most that the files of this namespace may take.
-        verify: whether what is read is checked against its checksum.
+    """Opens the tier. Blocks of this namespace that earlier nodes left are kept, the newest first as far as they fit.
 
     Raises ConfigError if the folder cannot be used.
+
+    Args:
+        namespace: 32 bytes that define what the blocks' bytes mean; files of other namespaces are ignored.
+        disk_bytes: most bytes that the files of this namespace may take.
+        verify: whether blocks that are read are checked against their checksum.
     """
-    layout = Layout(namespace, block_bytes)
+    layout = BlockFileLayout(namespace, block_bytes)
     tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes, verify=verify)
     await tier.restore()
     return tier
@@ -75,8 +75,8 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
         self._work: set[asyncio.Future[list[BlockName]]] = set()
-        # Lost when they were read; the next store tells.
-        self._unsaid: list[BlockName] = []
+        # Blocks that were lost when they were read; the next store reports them.
+        self._unreported: list[BlockName] = []
         self._stamp = 0
         self._paused_until_s = 0.0
         self._warned_s: dict[str, float] = {}
@@ -108,7 +108,7 @@ class DiskTier:
             self._writer.submit(self._stamp_files, stamps)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`. Goes on to its end when the caller is cancelled."""
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A store goes on to its end when the caller is cancelled."""
         work = asyncio.ensure_future(self._store(blocks))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
@@ -121,7 +121,7 @@ class DiskTier:
         if self._closed:
             return 0
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
-        # Of a chain the head must stay the newest.
+        # The head of a chain must stay its newest block.
         stamps = [self._next_stamp() for _ in names][::-1]
         jobs = list(zip(names, targets, stamps, strict=False))
         parts = [range(first, len(jobs), READ_THREADS) for first in range(min(READ_THREADS, len(jobs)))]
@@ -138,7 +138,7 @@ class DiskTier:
         return self._came(names, [found[index] for index in range(len(jobs))])
 
     async def restore(self) -> None:
-        """Reads the headers of what is there. Called once, before anything else."""
+        """Reads the headers of the files that are there. Called once, before anything else."""
         began_s = time.monotonic()
         loop = asyncio.get_running_loop()
         self._kept, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
@@ -162,7 +162,7 @@ class DiskTier:
     # -- on the loop
 
     async def _store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        gone, self._unsaid = self._unsaid, []
+        gone, self._unreported = self._unreported, []
         jobs: list[tuple[BlockName, memoryview, int]] = []
         for name, payload in blocks:
             if name.hash in self._kept:
@@ -193,15 +193,16 @@ class DiskTier:
             else:
                 gone.append(name)
                 self.counts.failed += 1
-                self._trouble("cannot write blocks to disk", failure)
+                self._paused_until_s = time.monotonic() + PAUSE_S
+                self._warn("cannot write blocks to disk", failure)
         return self._not_kept(gone)
 
     def _not_kept(self, names: list[BlockName]) -> list[BlockName]:
-        """Less what came again meanwhile."""
+        """Returns ``names`` without blocks that were stored again meanwhile."""
         return [name for name in names if name.hash not in self._kept]
 
     def _make_room(self) -> list[BlockName]:
-        """The least recently used, until what is kept and what is coming fits."""
+        """Drops the least recently used blocks until all kept and coming ones fit; returns the dropped ones."""
         surplus = []
         while self._kept and len(self._kept) + len(self._coming) > self._max_blocks:
             surplus.append(self._kept.popitem(last=False)[1])
@@ -209,19 +210,19 @@ class DiskTier:
         return surplus
 
     def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
-        """Books of a read: how many came before the first that did not, and what is not here any more."""
+        """Counts a read; returns how many blocks came before the first that did not. Broken blocks are removed."""
         good = len(list(takewhile(lambda failure: failure is None, failures)))
         for name, failure in reversed(list(zip(names, failures, strict=True))):
-            # Those behind one that failed too: their files are stamped as used, and a restart goes by that.
+            # Also those behind a failed one: their files are stamped as used, and a restart goes by the stamps.
             if failure is None and name.hash in self._kept:
                 self._kept.move_to_end(name.hash)
         self.counts.loaded += good
         for name, failure in zip(names, failures, strict=True):
-            # Dropped, and perhaps written again, while it was read: no news of what is there now.
+            # It was dropped, and perhaps written again, while it was read: the failure is not about the file of now.
             if failure is None or self._kept.get(name.hash) is not name:
                 continue
             del self._kept[name.hash]
-            self._unsaid.append(name)
+            self._unreported.append(name)
             if failure == _CORRUPT:
                 self.counts.corrupt += 1
             else:
@@ -231,15 +232,11 @@ class DiskTier:
                 self._writer.submit(self._remove_files, [name])
         return good
 
-    def _trouble(self, words: str, failure: str) -> None:
-        self._paused_until_s = time.monotonic() + PAUSE_S
-        self._warn(words, failure)
-
-    def _warn(self, words: str, failure: str) -> None:
+    def _warn(self, message: str, failure: str) -> None:
         now_s = time.monotonic()
-        if now_s - self._warned_s.get(words, -WARN_EVERY_S) >= WARN_EVERY_S:
-            self._warned_s[words] = now_s
-            log.warning("%s: %s (%s); %s", words, failure, self._files.root, self.counts)
+        if now_s - self._warned_s.get(message, -WARN_EVERY_S) >= WARN_EVERY_S:
+            self._warned_s[message] = now_s
+            log.warning("%s: %s (%s); %s", message, failure, self._files.root, self.counts)
 
     def _next_stamp(self) -> int:
         self._stamp = max(self._stamp + 1, time.time_ns())
@@ -250,8 +247,11 @@ class DiskTier:
     def _write(
         self, surplus: list[BlockName], old: list[bytes], jobs: list[tuple[BlockName, memoryview, int]]
     ) -> list[str | None]:
-        """What went wrong with each of ``jobs``, which take the files of ``old``: there are no more of these. When the
-        disk is full, the rest is not tried."""
+        """Writes ``jobs``, reusing the files of ``old``, of which there are no more; returns each job's failure or
+        None.
+
+        When the disk is full, the remaining jobs are not tried.
+        """
         self._remove_files(surplus)
         failures: list[str | None] = []
         full = ""
@@ -281,7 +281,7 @@ class DiskTier:
         return failures
 
     def _remove_files(self, names: Iterable[BlockName]) -> None:
-        """What cannot be removed comes back after a restart, and is as good then as it was."""
+        """Removes files. A block that cannot be removed comes back after a restart, and is as good then as it was."""
         for name in names:
             self._remove_file(name.hash)
 
@@ -295,7 +295,7 @@ class DiskTier:
                 self._files.stamp(block_hash, stamp)
 
     def _scan(self) -> tuple[OrderedDict[bytes, BlockName], list[BlockName], int]:
-        """What is kept, least recently used first; what does not fit; how many files were broken."""
+        """Returns the kept blocks, least recently used first; those that do not fit; the number of broken files."""
         with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
             found = [item for part in threads.map(self._scan_shard, self._files.shards()) for item in part]
         names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
@@ -318,23 +318,8 @@ class DiskTier:
 _CORRUPT = "it does not fit its header or checksum"
 
 
-def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
-    """All of ``kept``, each after its parent where that is kept too."""
-    said: set[bytes] = set()
-    # A picture of now: it is read bit by bit, while blocks come and go.
-    kept = dict(kept)
-    for name in kept.values():
-        line = []
-        at: BlockName | None = name
-        while at is not None and at.hash not in said:
-            said.add(at.hash)
-            line.append(at)
-            at = kept.get(at.parent)
-        yield from reversed(line)
-
-
 async def _all_over(work: Sequence[asyncio.Future[list[str | None]]]) -> None:
-    """Returns when all of ``work`` has ended; who is cancelled meanwhile hears of it only then."""
+    """Returns when all of ``work`` has ended; a cancel of the caller takes effect only then."""
     cancelled = False
     while left := [one for one in work if not one.done()]:
         try:

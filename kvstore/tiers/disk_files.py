@@ -1,6 +1,6 @@
-"""Blocks as files: the format, and the folder that one node owns.
+"""Blocks as files: the format of a file, and the folder that one node owns.
 
-    FOLDER/pillion-kv.lock                                   held (flock) as long as a node uses the folder
+    FOLDER/pillion-kv.lock                                   locked (flock) as long as a node uses the folder
     FOLDER/<namespace, 16 digits>/<hash, 2 digits>/<hash, 64 digits>.kv
     ...                                             .kv.part while it is written; renamed when it is whole
 
@@ -8,8 +8,8 @@
     segment 32, payload bytes 8, payload checksum 8, zero 24, checksum of all before 8; then the payload
 
 A file's modification time is the order of use, in nanoseconds. Nothing is synced: after a power cut a file may be
-short or damaged, and the header, the length or the payload's checksum says so. Only files of this name's shape inside
-this namespace's folder are ever removed. All functions here block.
+short or damaged, which the header, the length or the payload's checksum shows. Only files with such a name inside this
+namespace's folder are ever removed. All functions here block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from pillion.errors import ConfigError
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import block_checksum
 from pillion.kvstore.tiers.tiers import BlockName
 
 MAGIC = b"PILLIONB"
@@ -34,7 +34,7 @@ HEADER_BYTES = 192
 LOCK_NAME = "pillion-kv.lock"
 SUFFIX = ".kv"
 PART_SUFFIX = ".kv.part"
-# What a file takes from a disk is a whole number of these.
+# A file takes a whole number of these from a disk.
 PAGE_BYTES = 4096
 
 _FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
@@ -44,27 +44,27 @@ _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
 
 
 class Corrupt(Exception):  # noqa: N818
-    """A file of ours that is not what it should be."""
+    """The file is damaged, unfinished or of another block."""
 
 
 class Foreign(Exception):  # noqa: N818
-    """A sound file of another namespace."""
+    """The file is sound, but of another namespace."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What all files of one tier have in common. ``namespace`` has 32 bytes."""
+class BlockFileLayout:
+    """The layout that all files of one tier share. ``namespace`` has 32 bytes."""
 
     namespace: bytes
     block_bytes: int
 
     @property
     def file_bytes(self) -> int:
-        """Disk that one block takes."""
+        """Disk space of one block."""
         return -(-(HEADER_BYTES + self.block_bytes) // PAGE_BYTES) * PAGE_BYTES
 
     def pack(self, name: BlockName) -> bytes:
-        """The header of one block."""
+        """Returns the header of one block."""
         fields = _FIELDS.pack(
             MAGIC, VERSION, len(name.parent), self.namespace, name.hash, name.parent, name.segment,
             self.block_bytes, name.checksum,
@@ -72,8 +72,8 @@ class Layout:
         return fields + _CHECKSUM.pack(block_checksum(fields))
 
     def unpack(self, header: bytes, block_hash: bytes) -> BlockName:
-        """Raises Corrupt for what is no sound header of ``block_hash`` in this version and size, Foreign for another
-        namespace's."""
+        """Reads a header. Raises Foreign for one of another namespace, Corrupt for anything else but a sound header of
+        ``block_hash`` in this version and size."""
         if len(header) != HEADER_BYTES or _CHECKSUM.unpack(header[_FIELDS.size :])[0] != block_checksum(
             header[: _FIELDS.size]
         ):
@@ -89,7 +89,7 @@ class Layout:
 
 
 class DiskFolder:
-    """A folder that this process alone uses. Made where it is missing.
+    """A folder that this process alone uses; it is made if it is missing.
 
     Raises ConfigError if it cannot be written to, or if another node has it.
     """
@@ -109,7 +109,7 @@ class DiskFolder:
             raise ConfigError(f"--disk-path {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Another node may have the folder now. Idempotent."""
+        """Gives the folder up to other nodes. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -118,7 +118,7 @@ class DiskFolder:
 class BlockFiles:
     """The files of one namespace in a folder. Raises ConfigError if its subfolders cannot be made."""
 
-    def __init__(self, folder: DiskFolder, layout: Layout) -> None:
+    def __init__(self, folder: DiskFolder, layout: BlockFileLayout) -> None:
         self.layout = layout
         self.root = folder.path / layout.namespace.hex()[:16]
         try:
@@ -130,15 +130,16 @@ class BlockFiles:
         self._root = f"{self.root}{os.sep}"
 
     def path_of(self, block_hash: bytes) -> str:
-        """Where a block's file is, or would be."""
+        """Returns the path that a block's file has or would have."""
         digits = block_hash.hex()
         return f"{self._root}{digits[:2]}{os.sep}{digits}{SUFFIX}"
 
     def write(self, name: BlockName, payload: memoryview, stamp: int, old: bytes = b"") -> None:
-        """Makes a whole file, or none. Raises OSError.
+        """Writes a whole file, or none. Raises OSError.
 
-        ``stamp``: its place in the order of use. ``old``: a block whose file may be used for it, as nobody reads that
-        any more; making a file anew can cost more than filling it.
+        Args:
+            stamp: its place in the order of use.
+            old: a block whose file is reused, as nobody reads that any more; a new file can cost more than its bytes.
         """
         path = self.path_of(name.hash)
         part = path.removesuffix(SUFFIX) + PART_SUFFIX
@@ -161,7 +162,7 @@ class BlockFiles:
             raise
 
     def read(self, name: BlockName, target: memoryview, stamp: int, *, verify: bool) -> None:
-        """Fills ``target`` (one block). Raises Corrupt, or OSError (FileNotFoundError where it is gone)."""
+        """Reads one block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""
         header = bytearray(HEADER_BYTES)
         fd = os.open(self.path_of(name.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -186,19 +187,19 @@ class BlockFiles:
         os.utime(self.path_of(block_hash), ns=(stamp, stamp))
 
     def remove(self, block_hash: bytes) -> None:
-        """Raises OSError, but not for a file that is gone already."""
+        """Removes a file. Raises OSError, but not for a file that is gone already."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path_of(block_hash))
 
     def shards(self) -> list[str]:
-        """Subfolders, for :meth:`scan`."""
+        """Returns the subfolders, for :meth:`scan`."""
         return [f"{self._root}{shard:02x}" for shard in range(256)]
 
     def scan(self, shard: str) -> Iterator[tuple[int, BlockName | None]]:
-        """(stamp, name) of each block in a subfolder, by its header alone.
+        """Yields (stamp, name) of each block in a subfolder, by its header alone.
 
-        Half-written and broken files are removed; a broken one, and one that cannot be read, is told as (0, None).
-        Foreign files stay and are not told. Raises OSError if the subfolder cannot be listed.
+        Half-written and broken files are removed; a broken file, and one that cannot be read, is yielded as (0, None).
+        Foreign files stay and are skipped. Raises OSError if the subfolder cannot be listed.
         """
         with os.scandir(shard) as listing:
             files = [entry.name for entry in listing if _OUR_NAME.fullmatch(entry.name)]
@@ -232,7 +233,7 @@ class BlockFiles:
 
 
 def _write_all(fd: int, pieces: list[memoryview]) -> None:
-    """A short write is how a full disk or a file-size limit begins; the next one says which."""
+    """Writes everything. A short write is the first sign of a full disk or a file-size limit; the next one raises."""
     while pieces:
         done = os.writev(fd, pieces)
         while pieces and done >= len(pieces[0]):

@@ -1,12 +1,12 @@
 """The tier in host memory: blocks that left a GPU's pool, in pinned buffers that copies go straight into and out of.
 
-    a buffer   free --lend--> lent --store--> lent and kept --take_back--> kept --least recently used--> free
-                 ^             +--take_back, not stored--> free             | ^
-                 |                                                   borrow v | take_back
-                 +------------ did not fit its checksum ------------ kept and read
+    a buffer   free --acquire_empty--> in use --store--> in use, kept --release--> kept --least recently used--> free
+                 ^                       +--release, not stored--> free             | ^
+                 |                                                  acquire_blocks  v | release
+                 +-------------------- did not fit its checksum ------------------ kept, read
 
-The spiller's copy from the GPU is the block's only copy: where it landed, it stays, and the disk writes from there. A
-buffer that somebody reads or writes is never given to somebody else, whatever becomes of its block.
+The spiller's copy from the GPU is the block's only copy: it stays in its buffer, and the disk tier writes from there. A
+buffer in use is never given to another user, whatever becomes of its block.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from pillion.errors import ConfigError, Conflict
-from pillion.kvstore.memory.memory import copy_bytes, until_over
-from pillion.kvstore.tiers.checksum import block_checksum
-from pillion.kvstore.tiers.disk import heads_first
-from pillion.kvstore.tiers.tiers import BlockName, TierCounts
+from pillion.kvstore.memory.memory import block_checksum, copy_bytes, until_over
+from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -29,12 +27,12 @@ log = logging.getLogger("pillion.kvnode")
 class HostTier:
     """A :class:`pillion.kvstore.tiers.tiers.BufferTier`.
 
-    Args:
-        memory: where the buffers are.
-        release: called when the tier is closed and uses the memory no more.
-        verify: whether what is read is checked against its checksum.
+    Raises ConfigError if not even one block fits.
 
-    Raises ConfigError where not even one block fits.
+    Args:
+        memory: holds the buffers.
+        release: called when the tier is closed and uses the memory no more.
+        verify: whether blocks that are read are checked against their checksum.
     """
 
     name = "host"
@@ -51,14 +49,14 @@ class HostTier:
         self._buffers = [memory[start : start + block_bytes] for start in range(0, count * block_bytes, block_bytes)]
         self._place_of = {id(buffer): place for place, buffer in enumerate(self._buffers)}
         self._free = list(range(count))[::-1]
-        # How many use each buffer now.
+        # Number of users of each buffer.
         self._users = [0] * count
-        # Least recently used first; where each is, and what is where.
+        # Kept blocks, least recently used first; the buffer of each, and the block in each buffer.
         self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
         self._places: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * count
-        # Gone without a word; the next store tells.
-        self._unsaid: list[BlockName] = []
+        # Blocks that went without a report; the next store reports them.
+        self._unreported: list[BlockName] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -68,7 +66,7 @@ class HostTier:
         return block_hash in self._kept
 
     def room_bytes(self) -> int:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`: what nobody uses at the moment can be had."""
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`: any buffer without a user can be had."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
     def touch(self, hashes: Sequence[bytes]) -> None:
@@ -81,14 +79,14 @@ class HostTier:
         """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         return heads_first(self._kept)
 
-    def lend(self, count: int) -> list[memoryview]:
+    def acquire_empty(self, count: int) -> list[memoryview]:
         """See :class:`pillion.kvstore.tiers.tiers.BufferTier`. The least recently used blocks make room."""
-        lent: list[memoryview] = []
-        while len(lent) < count and (place := self._take()) is not None:
-            lent.append(self._buffers[place])
-        return lent
+        buffers: list[memoryview] = []
+        while len(buffers) < count and (place := self._acquire()) is not None:
+            buffers.append(self._buffers[place])
+        return buffers
 
-    def take_back(self, buffers: Sequence[memoryview]) -> None:
+    def release_buffers(self, buffers: Sequence[memoryview]) -> None:
         """See :class:`pillion.kvstore.tiers.tiers.BufferTier`."""
         for buffer in buffers:
             place = self._place_of.get(id(buffer))
@@ -97,7 +95,8 @@ class HostTier:
                 self._free_if_unused(place)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`. What lies in a lent buffer is kept there, uncopied."""
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A block in one of this tier's buffers is kept there,
+        uncopied."""
         refused = []
         for name, payload in blocks:
             place = self._place_of.get(id(payload))
@@ -110,12 +109,12 @@ class HostTier:
             elif not await self._copied(name, payload):
                 refused.append(name)
         self.counts.failed += len(refused)
-        gone, self._unsaid = self._unsaid + refused, []
+        gone, self._unreported = self._unreported + refused, []
         return [name for name in gone if name.hash not in self._kept]
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
         """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
-        buffers = await self.borrow(hashes)
+        buffers = await self.acquire_blocks(hashes)
 
         def copy() -> None:
             for buffer, target in zip(buffers, targets, strict=False):
@@ -124,10 +123,10 @@ class HostTier:
         try:
             await until_over(asyncio.to_thread(copy))
         finally:
-            self.take_back(buffers)
+            self.release_buffers(buffers)
         return len(buffers)
 
-    async def borrow(self, hashes: Sequence[bytes]) -> list[memoryview]:
+    async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
         """See :class:`pillion.kvstore.tiers.tiers.BufferTier`."""
         if self._closed:
             return []
@@ -145,14 +144,14 @@ class HostTier:
             if good < len(names):
                 self._broken(names[good])
         finally:
-            self.take_back(buffers[good:])
-        # Of a chain the head must stay the newest.
+            self.release_buffers(buffers[good:])
+        # The head of a chain must stay its newest block.
         self.touch([name.hash for name in names[:good]][::-1])
         self.counts.loaded += good
         return buffers[:good]
 
     async def close(self) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`: everything is forgotten. Nobody uses a buffer any more."""
+        """See :class:`pillion.kvstore.tiers.tiers.Tier`: everything is forgotten. No buffer has a user any more."""
         if not self._closed:
             self._closed = True
             for buffer in self._buffers:
@@ -176,8 +175,8 @@ class HostTier:
 
     # -- buffers
 
-    def _take(self) -> int | None:
-        """A buffer for one user; None where all are in use."""
+    def _acquire(self) -> int | None:
+        """Takes a buffer for one user; returns None if all are in use."""
         if self._closed:
             return None
         if not self._free:
@@ -186,7 +185,7 @@ class HostTier:
             if oldest is None:
                 return None
             self.counts.dropped += 1
-            self._unsaid.append(oldest)
+            self._unreported.append(oldest)
             self._forget(oldest.hash)
         place = self._free.pop()
         self._users[place] += 1
@@ -197,8 +196,8 @@ class HostTier:
         self.counts.stored += 1
 
     async def _copied(self, name: BlockName, payload: memoryview) -> bool:
-        """Keeps a block that lies elsewhere; False where no buffer is to be had."""
-        place = self._take()
+        """Copies a block from elsewhere into a buffer and keeps it; returns False if there is no buffer."""
+        place = self._acquire()
         if place is None:
             return False
         buffer = self._buffers[place]
@@ -207,14 +206,14 @@ class HostTier:
             if name.hash not in self._kept:
                 self._keep(name, place)
         finally:
-            self.take_back([buffer])
+            self.release_buffers([buffer])
         return True
 
     def _broken(self, name: BlockName) -> None:
         log.warning("a block in host memory does not fit its checksum; it is computed again")
         self.counts.corrupt += 1
         if self._kept.get(name.hash) is name:
-            self._unsaid.append(name)
+            self._unreported.append(name)
             self._forget(name.hash)
 
     def _forget(self, block_hash: bytes) -> None:

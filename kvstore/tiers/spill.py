@@ -1,12 +1,12 @@
-"""Evicts ahead of need, so that a lease finds free slots, and copies victims to the lower tiers before.
+"""Eviction ahead of need, so that a lease finds free slots; victims are copied to the lower tiers before.
 
     free < low --> next victims --copied, in a thread--> still unused? --evicted--> bytes go to the tiers
          ^                                                   | no: the copy is thrown away
          +------------- free < high ------------------------+
 
 No pin is needed while a victim is copied: a committed block never changes (I2), and it can only be evicted on this
-loop. So if the very same block is still there afterwards, the copy is good. An urgent lease evicts without asking; what
-it takes is lost to the tiers (I1). While no tier can take anything, nothing is evicted ahead of need: the pool is the
+loop. So if the very same block is still there afterwards, the copy is good. An urgent lease evicts at once; blocks that
+it evicts are lost to the tiers (I1). While no tier can take anything, nothing is evicted ahead of need: the pool is the
 best place left.
 """
 
@@ -20,30 +20,29 @@ from typing import Any
 import numpy as np
 
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.tree import Block
+from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.spill_plan import Watermarks, evict_still_unused, next_victims
 from pillion.kvstore.tiers.tiers import BlockName, BufferTier, Tier
 
 log = logging.getLogger("pillion.kvnode")
 
-# Copied between two looks at the pool.
+# Bytes that are copied between two looks at the pool.
 BATCH_BYTES = 16 * 2**20
-# Evicted before the loop does its other work.
+# Blocks that are evicted before the loop does its other work.
 BATCH_BLOCKS = 512
-# Copied, and not yet written or refused.
+# Bytes that are copied, and not yet written or refused.
 MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 
 class Spiller:
-    """Of one pool that has its shape.
+    """The spiller of one pool that has its shape. Only the node's loop calls it.
 
     Args:
         memory: the pool's.
-        tiers: each gets what is evicted here and is not there already, fastest first; may be none.
+        tiers: fastest first, maybe none; each gets the blocks that are evicted here and that it does not have yet.
         low_percent, high_percent: free share of the pool at which evicting begins and ends. Raises ConfigError.
-        forgotten: hears of blocks that a tier no longer keeps, or never did; for
-        :class:`pillion.kvstore.tiers.spill_plan.News`.
+        blocks_lost: called with blocks that a tier no longer keeps, or never kept.
         changed: to be called after every change in the ledger.
     """
 
@@ -54,7 +53,7 @@ class Spiller:
         tiers: Sequence[Tier],
         low_percent: int,
         high_percent: int,
-        forgotten: Callable[[Sequence[BlockName]], None] = lambda names: None,
+        blocks_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.spilled_blocks = 0
@@ -62,25 +61,25 @@ class Spiller:
         self._memory = memory
         self._tiers = tiers
         self._marks = Watermarks(low_percent, high_percent)
-        self._forgotten = forgotten
+        self._blocks_lost = blocks_lost
         self._changed = changed
         self._poked = asyncio.Event()
-        # Evicted, and not in all tiers yet; how often, as a block may come back and go again meanwhile.
+        # Blocks that are evicted and not in all tiers yet; how often, as one may come back and go again meanwhile.
         self._moving: dict[bytes, int] = {}
         self._work: set[asyncio.Future[Any]] = set()
         self._under_way_bytes = 0
 
     def poke(self) -> None:
-        """The ledger changed. O(1)."""
+        """Starts evicting if the ledger's last change made that necessary. O(1)."""
         if self._marks.reached(self._ledger):
             self._poked.set()
 
     def keeps(self, block_hash: bytes) -> bool:
-        """Whether it is in a tier or on its way there."""
+        """Whether a block is in a tier or on its way there."""
         return block_hash in self._moving or any(block_hash in tier for tier in self._tiers)
 
     async def run(self) -> None:
-        """Works whenever it is poked, until it is cancelled."""
+        """Evicts whenever it is poked, until it is cancelled."""
         while True:
             await self._poked.wait()
             self._poked.clear()
@@ -90,7 +89,7 @@ class Spiller:
                 await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Waits until nobody reads the pool, and what was evicted is in its tiers. ``run`` has ended before.
+        """Waits until nothing here reads the pool and evicted blocks are in their tiers. ``run`` has ended before.
         Idempotent."""
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
@@ -98,7 +97,7 @@ class Spiller:
     # -- one batch
 
     async def _evict_some(self, missing: int) -> bool:
-        """A batch of victims. False when there is none, or when none of them could go."""
+        """Evicts a batch of victims. Returns False if there was none, or if none of them could go."""
         victims = next_victims(self._ledger, min(missing, BATCH_BLOCKS))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0
@@ -113,12 +112,15 @@ class Spiller:
         wanted = [block for block in victims if any(block.hash not in tier for tier in open_tiers)]
         copies = dict(zip(wanted, await self._copied(wanted) if wanted else [], strict=True))
         evicted = self._evict(victims, copies)
-        # What is left was used again meanwhile.
-        self._give_back([data for data, _ in copies.values()])
+        # The remaining copies are of blocks that were used again meanwhile.
+        self._release([data for data, _ in copies.values()])
         return evicted > 0
 
     def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
-        """Evicts what is still unused, tells the tiers, and returns how many went. Takes their copies out."""
+        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went.
+
+        Used copies are removed from ``copies``.
+        """
         moved: list[tuple[BlockName, memoryview]] = []
         stayed: list[bytes] = []
         evicted = 0
@@ -153,37 +155,38 @@ class Spiller:
             log.exception("a lower tier failed")
         finally:
             self._under_way_bytes -= sum(data.nbytes for _, data in moved)
-            self._give_back([data for _, data in moved])
+            self._release([data for _, data in moved])
             for name, _ in moved:
                 self._moving[name.hash] -= 1
                 if not self._moving[name.hash]:
                     del self._moving[name.hash]
             gone += [name for name, _ in moved if not self.keeps(name.hash)]
             if gone:
-                self._forgotten(list(dict.fromkeys(gone)))
+                self._blocks_lost(list(dict.fromkeys(gone)))
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        """Bytes and checksums: in a tier's own buffers as far as it has some free, so that it need not copy again."""
-        lent = [] if self._buffers is None else self._buffers.lend(len(blocks))
-        fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(lent))]
-        targets = lent + fresh
+        """Returns copies and checksums, in a tier's own buffers as far as there are some, so that it need not copy
+        again."""
+        acquired = [] if self._buffers is None else self._buffers.acquire_empty(len(blocks))
+        fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(acquired))]
+        targets = acquired + fresh
         slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
         copying = asyncio.ensure_future(self._memory.copy_out(slots, targets, sums))
         self._begin(copying)
         try:
             return list(zip(targets, await asyncio.shield(copying), strict=True))
         except BaseException:
-            # Nobody takes the copies; the buffers go back once they are not written to any more.
-            copying.add_done_callback(lambda _: self._give_back(lent))
+            # Nobody uses the copies; the buffers are released once they are not written to any more.
+            copying.add_done_callback(lambda _: self._release(acquired))
             raise
 
-    def _give_back(self, buffers: Sequence[memoryview]) -> None:
+    def _release(self, buffers: Sequence[memoryview]) -> None:
         if self._buffers is not None and buffers:
-            self._buffers.take_back(buffers)
+            self._buffers.release_buffers(buffers)
 
     @property
     def _buffers(self) -> BufferTier | None:
-        """The tier that lends buffers, where there is one."""
+        """The tier in memory, if there is one."""
         return next((tier for tier in self._tiers if isinstance(tier, BufferTier)), None)
 
     def _begin(self, work: asyncio.Future[Any]) -> None:

@@ -1,23 +1,25 @@
-"""Lower tiers: where blocks go when they leave the pool, and where they come back from.
+"""The contract of lower tiers: places to which blocks go when they leave the pool, and from which they come back.
 
-Each is a target of eviction and a source of blocks, in order: pool, pinned host memory, disk, object store.
+Each tier is a target of eviction and a source of blocks, in this order: pool, pinned host memory, disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+from pillion.kvstore.memory.memory import PoolMemory
 
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """What a block is called wherever it is kept.
+    """The identity of a block outside the pool.
 
     Attributes:
         hash: its chain hash (32 bytes).
         parent: hash of the block before it, empty for a chain's first.
-        segment: hash of its segment's first block (:class:`pillion.kvstore.ledger.tree.Block`).
+        segment: hash of its segment's first block (:class:`pillion.kvstore.ledger.records.Block`).
         checksum: XXH3-64 of its bytes.
     """
 
@@ -29,13 +31,13 @@ class BlockName:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks, since the node started.
+    """Counts of blocks since the node started.
 
     Attributes:
-        stored, loaded: that went in and came back whole.
-        dropped: that made room for others.
-        corrupt: that did not fit their header or checksum, and were removed.
-        failed: that the medium could not write or read.
+        stored, loaded: blocks that went in and came back whole.
+        dropped: blocks that made room for others.
+        corrupt: blocks that did not fit their header or checksum, and were removed.
+        failed: blocks that the medium could not write or read.
     """
 
     stored: int = 0
@@ -46,26 +48,29 @@ class TierCounts:
 
 
 class Tier(Protocol):
-    """Owned by the node's loop; the work itself runs in threads. Never raises for a medium's trouble: what cannot be
-    written is forgotten, what cannot be read or does not fit its checksum is removed, counted and missing (I1)."""
+    """A lower tier. The node's loop makes all calls, so it needs no lock; the work itself runs in threads.
+
+    It never raises for a medium's trouble: a block that cannot be written is forgotten, and one that cannot be read or
+    does not fit its checksum is removed, counted and missing (I1).
+    """
 
     name: str
     counts: TierCounts
 
     def __len__(self) -> int:
-        """Blocks that are kept."""
+        """Returns the number of blocks that are kept."""
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether it is believed to be here. Costs no input or output."""
+        """Whether the block is believed to be here. Costs no input or output."""
 
     def room_bytes(self) -> int:
-        """What a store may bring now without being refused: bounds what waits to be written; 0 in times of trouble."""
+        """Returns how many bytes a store may bring now without being refused; 0 after an error of the medium."""
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """They were used elsewhere, the last one last; what is not here is ignored."""
+        """Marks blocks as used, in the order given; blocks that are not here are ignored."""
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Keeps whole blocks. Returns what is not kept any more: older ones that made room, and those that failed."""
+        """Keeps whole blocks. Returns those not kept any more: older ones that made room, and those that failed."""
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
         """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole.
@@ -74,22 +79,70 @@ class Tier(Protocol):
         """
 
     def names(self) -> Iterable[BlockName]:
-        """All that is kept, for the index; of a chain the head before its tail where both are."""
+        """Returns all blocks that are kept, each after its parent if that is kept too."""
 
     async def close(self) -> None:
-        """Waits for writes under way. What is kept stays. Idempotent."""
+        """Waits for writes under way. Blocks on a medium that lasts stay there. Idempotent."""
 
 
 @runtime_checkable
 class BufferTier(Tier, Protocol):
-    """A tier in memory: copies can be made straight into it and out of it. A buffer that it lent, or whose block it
-    holds for a reader, stays what it is until it is taken back."""
+    """A tier in memory: copies can be made straight into it and out of it.
 
-    def lend(self, count: int) -> list[memoryview]:
-        """Up to ``count`` buffers of one block each, to be filled, handed to :meth:`store` or not, and taken back."""
+    A buffer stays its user's, and its bytes stay what they are, until it is released.
+    """
 
-    async def borrow(self, hashes: Sequence[bytes]) -> list[memoryview]:
-        """The bytes of blocks, in order, until one is missing or broken; to be read only, and taken back."""
+    def acquire_empty(self, count: int) -> list[memoryview]:
+        """Returns up to ``count`` buffers of one block each, to be filled, passed to :meth:`store` or not, and
+        released."""
 
-    def take_back(self, buffers: Sequence[memoryview]) -> None:
-        """Whoever had them neither reads nor writes them any more. Buffers of others are ignored."""
+    async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
+        """Returns the bytes of blocks, in order, until one is missing or broken; only to be read, and released."""
+
+    def release_buffers(self, buffers: Sequence[memoryview]) -> None:
+        """Ends the caller's use of buffers. Buffers of other owners are ignored."""
+
+
+def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
+    """Yields all of ``kept``, each block after its parent if that is kept too."""
+    done: set[bytes] = set()
+    # A copy, because it is read lazily while blocks come and go.
+    kept = dict(kept)
+    for name in kept.values():
+        chain = []
+        at: BlockName | None = name
+        while at is not None and at.hash not in done:
+            done.add(at.hash)
+            chain.append(at)
+            at = kept.get(at.parent)
+        yield from reversed(chain)
+
+
+async def load_into(memory: PoolMemory, tier: Tier, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+    """Loads blocks into slots of the pool, in order, until one is missing or broken; returns how many came whole.
+
+    A tier in memory is copied from its buffers straight into the slots; another one writes to the slots, or to buffers
+    that stand for them. When the call ends, however it ends, nobody writes to the slots any more. Raises Unavailable if
+    a GPU fails.
+    """
+    came = 0
+    while came < len(hashes):
+        part = slice(came, came + memory.batch_blocks)
+        if isinstance(tier, BufferTier):
+            count = await _load_buffers(memory, tier, hashes[part], slots[part])
+        else:
+            async with memory.writing(slots[part]) as targets:
+                count = await tier.load(hashes[part], targets)
+        came += count
+        if count < len(hashes[part]):
+            break
+    return came
+
+
+async def _load_buffers(memory: PoolMemory, tier: BufferTier, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+    buffers = await tier.acquire_blocks(hashes)
+    try:
+        await memory.copy_in(slots[: len(buffers)], buffers)
+    finally:
+        tier.release_buffers(buffers)
+    return len(buffers)

@@ -2,16 +2,15 @@
 
     bring --> what is here already goes under the ticket
        ^          |
-       |          +-- somebody else is bringing the next block --> wait for that
-       |          +-- a lower tier has it --> lend slots, load, commit
-       |          +-- another node has it --> pin it there, lend slots, read, verify, commit
-       |          +-- nobody, no slots, no time, no bytes left --> the end, maybe short
+       |          +-- another fetch is bringing the next block --> wait for that
+       |          +-- a lower tier has it --> lease slots, load, commit
+       |          +-- another node has it --> pin it there, lease slots, read, verify, commit
+       |          +-- no source, slots, time or bytes left --> the end, maybe short
        +----------+
 
-Every fetch is a holder of the ledger's with an epoch of its own. Slots are lent from the ticket's reservation first,
-and what comes is committed like a worker's block: as a replica under its hash, pinned to the ticket. Whatever fails
-brings less, never something wrong (I1). A read that outlives its fetch keeps its slots until it has ended, because
-until then somebody may write to them.
+Every fetch is a holder in the ledger with an epoch of its own. It leases slots from the ticket's reservation first, and
+commits blocks as a worker does: as a replica under its hash, pinned to the ticket. A failure brings fewer blocks, never
+wrong ones (I1). A read that outlives its fetch keeps its slots until it has ended, because it may write to them.
 """
 
 from __future__ import annotations
@@ -28,32 +27,31 @@ from pillion.errors import PillionError
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.tier_load import load_into
-from pillion.kvstore.tiers.tiers import Tier
-from pillion.kvstore.transfer.plane import Pinned
-from pillion.wire.kvnode import Brought, CommitRun
+from pillion.kvstore.tiers.tiers import Tier, load_into
+from pillion.v1.kvplane_pb2 import PinBlocksReply
+from pillion.wire.kvnode import CommitRun, PrefetchReply
 
 log = logging.getLogger("pillion.kvnode")
 
-# Of one read: enough to keep the transport busy, little enough that what came is soon of use.
+# Size of one read: enough to keep the transport busy, little enough that its blocks are soon of use.
 BATCH_BYTES = 32 * 2**20
-# At once; a further one brings nothing, and its prompt is computed.
+# Fetches that may run at once; a further one brings nothing, and its prompt is computed.
 MAX_FETCHES = 64
 
 
-class SourceNode(Protocol):
-    """Another node, as :mod:`pillion.kvstore.transfer.peers` reaches it. Raises PillionErrors."""
+class BlockSource(Protocol):
+    """Another node, as :mod:`pillion.kvstore.transfer.peers` reaches it. Calls raise PillionErrors."""
 
     node_id: str
 
-    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> Pinned: ...
+    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply: ...
     def release(self, ticket_id: int) -> None: ...
     async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None: ...
 
 
 @dataclass(slots=True)
 class FetchCounts:
-    """Since the node started; see NodeStatus."""
+    """Counts since the node started; see NodeStatus."""
 
     fetched_blocks: int = 0
     restored_blocks: int = 0
@@ -63,7 +61,7 @@ class FetchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """Bounds of one fetch that a caller can lower but not raise, and whether checksums are checked."""
+    """Bounds of one fetch, which a caller can lower but not raise, and whether checksums are checked."""
 
     timeout_s: float
     max_bytes: int
@@ -72,7 +70,7 @@ class FetchLimits:
 
 @dataclass(slots=True)
 class _Fetch:
-    """One call's state. ``hashes`` from the chain's first block; ``until_s`` is the loop's clock."""
+    """The state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's clock."""
 
     epoch: int
     caller: int
@@ -80,8 +78,8 @@ class _Fetch:
     hashes: list[bytes]
     until_s: float
     left_blocks: int
-    sources: list[SourceNode]
-    pinned: Pinned | None = None
+    sources: list[BlockSource]
+    pinned: PinBlocksReply | None = None
     pinned_from: int = 0
     restored_blocks: int = 0
     fetched_blocks: int = 0
@@ -89,13 +87,13 @@ class _Fetch:
 
 
 class Fetcher:
-    """Of one pool that has its shape.
+    """All fetches into one pool that has its shape. The node's loop makes all calls.
 
     Args:
-        memory: the pool's.
-        changed: to be called after every change in the ledger.
-        source: a node by its name. Raises PillionErrors.
-        tiers: the node's own, fastest first.
+        memory: the pool's memory.
+        changed: called after every change in the ledger.
+        source: returns a node by its id. Raises PillionErrors.
+        tiers: the node's own lower tiers, fastest first.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Fetcher:
         *,
         memory: PoolMemory,
         changed: Callable[[], None],
-        source: Callable[[str], SourceNode],
+        source: Callable[[str], BlockSource],
         tiers: Sequence[Tier] = (),
     ) -> None:
         self.counts = FetchCounts()
@@ -119,7 +117,7 @@ class Fetcher:
         self._batch_blocks = max(1, BATCH_BYTES // block_bytes)
         self._most_blocks = max(1, limits.max_bytes // block_bytes)
         self._block_bytes = block_bytes
-        # What some fetch is bringing right now: whoever wants it too waits for that instead.
+        # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = 0
         self._lingering: set[asyncio.Task[None]] = set()
@@ -133,15 +131,15 @@ class Fetcher:
         *,
         timeout_s: float = 0.0,
         max_bytes: int = 0,
-    ) -> Brought:
+    ) -> PrefetchReply:
         """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
 
-        Raises NotFound without such a ticket, InvalidRequest for a ticket of another chain.
+        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain.
         """
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
-            return Brought(blocks)
+            return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._limits.timeout_s) if timeout_s > 0 else self._limits.timeout_s
         most_blocks = min(max_bytes // self._block_bytes, self._most_blocks) if max_bytes else self._most_blocks
         fetch = _Fetch(
@@ -160,10 +158,10 @@ class Fetcher:
             self._fetches -= 1
             self._end(fetch)
         self.counts.short_fetches += blocks < len(hashes)
-        return Brought(blocks, fetch.fetched_blocks, fetch.restored_blocks)
+        return PrefetchReply(blocks=blocks, fetched_blocks=fetch.fetched_blocks, restored_blocks=fetch.restored_blocks)
 
     async def close(self) -> None:
-        """Waits for reads that are still under way. No fetch may begin any more."""
+        """Waits for reads that are still under way. No fetch begins any more."""
         await asyncio.gather(*self._lingering, return_exceptions=True)
 
     # -- one fetch
@@ -185,12 +183,12 @@ class Fetcher:
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
 
     async def _bring_some(self, fetch: _Fetch, at: int, left_s: float) -> bool:
-        """The next blocks, from whoever has them; False when nobody has or no slot is left."""
+        """Brings the next blocks from the first source that has them; returns False if none has or no slot is left."""
         wanted = self._free_to_bring(fetch, at)
         for tier in self._tiers:
             here = list(takewhile(tier.__contains__, wanted))
             if here:
-                slots = self._lend(fetch, len(here))
+                slots = self._lease(fetch, len(here))
                 return bool(slots) and await self._from_tier(fetch, tier, here[: len(slots)], slots)
         while fetch.sources:
             left_s = fetch.until_s - asyncio.get_running_loop().time()
@@ -203,8 +201,8 @@ class Fetcher:
                 if not wanted:
                     return True
                 first = at - fetch.pinned_from
-                remote = pinned.slots[first : first + len(wanted)]
-                slots = self._lend(fetch, len(remote))
+                remote = tuple(pinned.slots[first : first + len(wanted)])
+                slots = self._lease(fetch, len(remote))
                 if not slots:
                     return False
                 sums = pinned.checksums[first : first + len(slots)]
@@ -221,7 +219,7 @@ class Fetcher:
     async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes], slots: tuple[int, ...]) -> bool:
         self._announce_coming(hashes)
         try:
-            # Not cancelled: threads write to the slots.
+            # A cancel does not end it: threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading)
             count = loading.result() if came else 0
@@ -268,14 +266,14 @@ class Fetcher:
             self._linger(fetch, work)
         return bool(done)
 
-    async def _count_good(self, source: SourceNode, slots: tuple[int, ...], sums: Sequence[int]) -> int:
-        """Leading slots whose bytes are what the source said."""
+    async def _count_good(self, source: BlockSource, slots: tuple[int, ...], sums: Sequence[int]) -> int:
+        """Returns how many leading slots fit the checksums that the source sent."""
         if not self._limits.verify:
             return len(slots)
         found = await self._memory.checksums(slots)
         good = 0
-        for said, really in zip(sums, found, strict=True):
-            if said not in (0, really):
+        for sent, actual in zip(sums, found, strict=True):
+            if sent not in (0, actual):
                 self.counts.corrupt_blocks += 1
                 log.warning("a block from node %s does not fit its checksum; it is computed again", source.node_id)
                 break
@@ -284,9 +282,9 @@ class Fetcher:
 
     # -- with the ledger
 
-    def _lend(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
-        """Slots for the next blocks; none when memory is short or the caller let go of its ticket (I8)."""
-        slots = self._ledger.lend(fetch.epoch, fetch.ticket_id, blocks)
+    def _lease(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
+        """Leases slots for the next blocks; none if memory is short or the caller released its ticket (I8)."""
+        slots = self._ledger.lease_some(fetch.epoch, fetch.ticket_id, blocks)
         fetch.left_blocks -= len(slots)
         self._changed()
         return slots
@@ -298,7 +296,7 @@ class Fetcher:
         if good:
             run = CommitRun(fetch.ticket_id, slots[:good], b"".join(hashes[:good]))
             (result,) = ledger.commit(fetch.epoch, [run])
-            # Refused, or another committer was first: no step of anybody's reads the own slot, so it goes back at once.
+            # Refused, or another committer was first: no step reads the own slot, so it goes back at once.
             back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]
             count = len(result.slots)
             if result.refusal:
@@ -308,7 +306,7 @@ class Fetcher:
         return count
 
     def _end(self, fetch: _Fetch) -> None:
-        """Lets go of everything, at the sources too; of the slots only when nothing writes to them any more."""
+        """Releases everything, at the sources too; the slots only when nothing writes to them any more."""
         self._drop_source(fetch)
 
         def gone(_: object = None) -> None:
@@ -322,7 +320,7 @@ class Fetcher:
 
     # -- small things
 
-    def _known(self, names: Sequence[str]) -> list[SourceNode]:
+    def _known(self, names: Sequence[str]) -> list[BlockSource]:
         found = []
         for name in dict.fromkeys(names):
             try:
@@ -331,8 +329,8 @@ class Fetcher:
                 log.debug("no blocks from node %s: %s", name, error.message)
         return found
 
-    async def _pin(self, fetch: _Fetch, at: int, left_s: float) -> Pinned | None:
-        """What the first source has from block ``at`` on; None when it has nothing or cannot be asked."""
+    async def _pin(self, fetch: _Fetch, at: int, left_s: float) -> PinBlocksReply | None:
+        """Pins the first source's blocks from ``at`` on; returns None if it has none or does not answer."""
         if fetch.pinned is None:
             try:
                 packed = b"".join(fetch.hashes)
@@ -344,7 +342,7 @@ class Fetcher:
         return fetch.pinned if at - fetch.pinned_from < len(fetch.pinned.slots) else None
 
     def _drop_source(self, fetch: _Fetch) -> None:
-        """The first source is of no use any more. What it pinned is let go once nothing reads it."""
+        """Drops the first source, which is of no use any more. Its pins are released once nothing reads them."""
         if not fetch.sources:
             return
         source, pinned = fetch.sources.pop(0), fetch.pinned
@@ -358,7 +356,7 @@ class Fetcher:
             source.release(pinned.ticket_id)
 
     def _linger(self, fetch: _Fetch, work: asyncio.Future[int] | asyncio.Future[None]) -> None:
-        # Whoever reads ends soon, and not before nobody writes any more.
+        # After the cancel the read ends soon, and not before nobody writes any more.
         work.cancel()
         task = asyncio.ensure_future(_ended(work))
         for tasks in (fetch.lingering, self._lingering):
@@ -366,7 +364,7 @@ class Fetcher:
         task.add_done_callback(self._lingering.discard)
 
     def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
-        """The next blocks of one batch, up to one that somebody else is bringing."""
+        """Returns the next blocks of one batch, up to one that another fetch is bringing."""
         batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
         return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
 
@@ -376,7 +374,7 @@ class Fetcher:
 
     def _no_longer_coming(self, hashes: list[bytes]) -> None:
         for block_hash in hashes:
-            # A chain that names a block twice has one event for both.
+            # A chain that names a block twice has one event for both places.
             if (event := self._coming.pop(block_hash, None)) is not None:
                 event.set()
 

@@ -1,7 +1,7 @@
 """NIXL's agent with one registered pool: the few calls that the data plane needs, without NIXL's types.
 
-NIXL is an optional package (extra "nixl"); it is imported when an agent is made, which takes about a second. Whoever
-makes an agent makes all calls to it, one at a time: it has no lock.
+NIXL is an optional package (extra "nixl"); it is imported when an agent is made, which takes about a second. An agent
+has no lock: the thread that makes it makes all calls to it, or hands it over to another thread for good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
-from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
 from pillion.kvstore.transfer.plane import PeerPool
 
@@ -28,8 +28,8 @@ log = logging.getLogger("pillion.kvnode")
 SELF_CHECK_S = 10.0
 PROBE_BYTES = 64
 
-# Where the user has not decided. Emulated reads are no one-sided reads: see pillion.kvstore.transfer.nixl_plane.
-# Logs belong to stderr.
+# Defaults for what the user has not set. Emulated reads are not one-sided (pillion.kvstore.transfer.nixl_plane), and
+# logs belong on stderr.
 _ENVIRONMENT = {
     "UCX_PROTO_EMULATION_ENABLE": "n",
     "UCX_LOG_LEVEL": "fatal",
@@ -40,14 +40,14 @@ _ENVIRONMENT = {
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _BUILDS_BEFORE_13 = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _CUDA_13 = 13000
-# NIXL's words for where a pool is.
+# NIXL's names of memory kinds.
 _KINDS = {HOST: "DRAM", CUDA: "VRAM"}
 _OWN = "NIXL_INIT_AGENT"
 _BACKEND = "UCX"
 
 
 def nixl_trouble() -> str:
-    """Why NIXL cannot be used here, empty where it can: imports it and reads one block of own memory through it."""
+    """Imports NIXL and reads one block of own memory through it; returns why it cannot be used, or an empty string."""
     if sys.platform != "linux":
         return f"there is none for {sys.platform}"
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
@@ -68,15 +68,16 @@ def nixl_trouble() -> str:
 
 
 class NixlAgent:
-    """One agent and its pool, which may be on a GPU. Raises ConfigError if NIXL does not import, or cannot register the
-    memory.
+    """One agent and its pool, which may be on a GPU.
+
+    Raises ConfigError if NIXL does not import, or cannot register the memory.
     """
 
     def __init__(self, memory: PoolMemory) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._block_bytes = memory.block_bytes
-        # Mapped for as long as it is registered.
+        # The memory stays mapped as long as it is registered.
         self._held: Any = memory.hold()
         self.address = memory.address
         self._own = PeerPool(
@@ -99,7 +100,7 @@ class NixlAgent:
             raise ConfigError(f"NIXL cannot use the pool: {error!r}") from None
 
     def add(self, pool: PeerPool) -> tuple[str, Any]:
-        """Makes a source known: its agent's name, and all its slots as one list."""
+        """Makes a source known; returns its agent's name, and all its slots as one list."""
         name = _text(self._nixl.add_remote_agent(pool.nixl_metadata))
         try:
             return name, self._prepare(name, pool)
@@ -108,18 +109,18 @@ class NixlAgent:
             raise
 
     def probe(self, agent_name: str, pool: PeerPool) -> tuple[Any, bool]:
-        """Starts to read a few bytes of the source into memory that nothing else uses."""
+        """Starts to read a few bytes of the source into memory that nothing else uses; returns as :meth:`post`."""
         size = min(PROBE_BYTES, self._block_bytes)
         here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
         there = self._nixl.get_xfer_descs([(pool.pool_address, size, pool.device_index)], _KINDS[pool.memory_kind])
         return self._start(self._nixl.initialize_xfer("READ", here, there, agent_name, b"", [_BACKEND]))
 
     def own_blocks(self) -> Any:
-        """The own slots as if they were a source's."""
+        """Returns the own slots as if they were a source's."""
         return self._prepare(self.name, self._own)
 
     def post(self, local: tuple[int, ...], blocks: Any, remote: tuple[int, ...]) -> tuple[Any, bool]:
-        """Starts one transfer; says whether it is over already."""
+        """Starts one transfer; returns its handle and whether it is over already."""
         array, int32 = self._numpy.array, self._numpy.int32
         handle = self._nixl.make_prepped_xfer(
             "READ", self.blocks, array(local, dtype=int32), blocks, array(remote, dtype=int32), b"", [_BACKEND]
@@ -127,32 +128,32 @@ class NixlAgent:
         return self._start(handle)
 
     def state(self, handle: Any) -> str:
-        """DONE, PROC or ERR; raises what NIXL raises when a peer is lost."""
+        """Returns a transfer's state, DONE, PROC or ERR; raises NIXL's error when a peer is lost."""
         return _text(self._nixl.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """A transfer that is over, or a list that nothing uses."""
+        """Frees the handle of a transfer that is over, or of a list that nothing uses."""
         try:
             handle.release()
         except Exception as error:  # noqa: BLE001
             log.warning("NIXL keeps a handle: %r", error)
 
     def disconnect(self, agent_name: str) -> None:
-        """Closes the peer's endpoint by force."""
+        """Closes a peer's endpoint by force."""
         try:
             self._nixl.remove_remote_agent(agent_name)
         except Exception as error:  # noqa: BLE001
             log.debug("NIXL could not disconnect: %r", error)
 
     def progress(self) -> None:
-        """Lets UCX answer those who want to connect, and see that a peer is lost."""
+        """Lets UCX answer peers that connect, and notice lost ones."""
         try:
             self._nixl.get_new_notifs([_BACKEND])
         except Exception as error:  # noqa: BLE001
             log.debug("NIXL: %r", error)
 
     def close(self) -> None:
-        """The memory may be unmapped then."""
+        """Ends the registration; the memory may be unmapped afterwards."""
         self.release(self.blocks)
         for registered in self._registered:
             with contextlib.suppress(Exception):
@@ -193,20 +194,20 @@ class NixlAgent:
 
 
 def _builds() -> Sequence[str]:
-    """The build that fits the CUDA driver first, where there is one; for blocks in host memory any of them does."""
+    """Returns NIXL's builds, the one that fits the CUDA driver first; for host memory any of them does."""
     try:
-        version = Driver().version
+        version = CudaDriver().version
     except ConfigError:
         return _BUILDS
     return _BUILDS if version >= _CUDA_13 else _BUILDS_BEFORE_13
 
 
 def _import_api() -> Any:
-    """One of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose between them."""
+    """Imports one of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose one."""
     for build in _builds():
         try:
             api = importlib.import_module(f"{build}._api")
-            # It greets on standard output, which is not its own.
+            # NIXL logs a greeting to standard output, which belongs to the caller.
             logging.getLogger("nixl").setLevel(logging.WARNING)
             return api
         except ModuleNotFoundError as error:
@@ -227,5 +228,5 @@ def _read_own(agent: NixlAgent) -> None:
     agent.release(blocks)
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

@@ -5,8 +5,8 @@ A source, at its first read:  unknown --probe--> one-sided | streamed (no one-si
 A read, on the agent's thread:
 
     queued --> parts of it posted, one after the other --> done
-                 |-- UCX says error --> failed
-                 +-- no part done for too long --> failing --> failed, once UCX says that the part is over
+                 |-- UCX reports an error --> failed
+                 +-- no part done for too long --> failing --> failed, once UCX reports the part's end
 
 One thread owns the agent and makes every call to it; the agent needs no lock then, and the event loop never waits for
 it. NIXL's own progress thread stays off: it spins, and would burn a core of an idle node. The thread looks at the
@@ -19,7 +19,7 @@ one-sided path is read by :class:`pillion.kvstore.transfer.grpc_plane.GrpcPlane`
 
 When a read has ended nobody writes to its slots: "cma" copies inside this thread's own calls, and nothing is posted
 before a probe, into memory of its own, has shown that the connection stands. An RDMA transfer that is given up is
-waited for until UCX says that it is over; its slots stay busy so long.
+waited for until UCX reports its end; its slots stay busy until then.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from typing import Any
 
 from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.transfer.grpc_plane import MAX_READS, READ_TIMEOUT_S, GrpcPlane, check_slots
+from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.nixl_agent import NixlAgent
-from pillion.kvstore.transfer.plane import BlockStream, PeerPool
+from pillion.kvstore.transfer.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, PeerPool, check_slots
 
 log = logging.getLogger("pillion.kvnode")
 
 # Longest time without a finished part of a read, and for the probe of a source.
 STALL_TIMEOUT_S = 2.0
-# One part of a read: readers take turns after so much.
+# Size of one part of a read; after it the next reader's turn comes.
 MAX_PART_BYTES = 4 * 2**20
 # Longest time that closing waits for transfers under way.
 CLOSE_TIMEOUT_S = 5.0
-# A source that had to be streamed from is tried again after so long.
+# A source whose blocks had to be streamed is probed again after so long.
 PROBE_AGAIN_S = 60.0
 # Sources that are remembered.
 MAX_REMOTES = 256
-# How often the agent's thread looks: while nothing happens, and while it reads.
+# Pauses of the agent's thread between two looks: while nothing happens, and while it reads.
 IDLE_POLL_S = 0.005
 BUSY_POLL_S = 20e-6
 
@@ -63,10 +63,10 @@ class _Remote:
     """A source that the agent knows.
 
     Attributes:
-        blocks: its slots as NIXL's list; None where they have to be streamed.
+        blocks: its slots as NIXL's list; None if they have to be streamed.
         probe: the probe's handle while it is under way, until ``probe_until_s`` at most.
-        probe_again_s: when a streamed one is tried again.
-        cut: it is forgotten, and lives on until its reads are over.
+        probe_again_s: time from which a streamed source is probed again.
+        cut: whether it is forgotten; it lives on until its reads are over.
     """
 
     pool: PeerPool
@@ -81,9 +81,12 @@ class _Remote:
 
 @dataclass(slots=True)
 class _Read:
-    """One transfer after the other, on the agent's thread. ``over``: True; False: it has to be streamed.
+    """One read: part after part, on the agent's thread.
 
-    ``at``: blocks that are here; ``size``: blocks of the part under way.
+    Attributes:
+        over: True once everything came; False if the blocks have to be streamed.
+        at: number of blocks that came.
+        size: number of blocks of the part under way.
     """
 
     source: PeerPool
@@ -132,7 +135,7 @@ class NixlPlane:
     async def read(
         self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
-        """A caller that is cancelled still waits for the end: its slots are being written to."""
+        """See :class:`pillion.kvstore.transfer.plane.DataPlane`."""
         check_slots(source, self._memory, remote, local)
         if self._closing or self._under_way >= MAX_READS:
             raise Unavailable(f"{self._under_way} reads are under way already, at most {MAX_READS} may be")
@@ -144,11 +147,11 @@ class NixlPlane:
             self._under_way -= 1
 
     def forget(self, node_id: str) -> None:
-        """The next read begins with a probe again."""
+        """Makes the next read begin with a probe again."""
         self._inbox.put(lambda: self._cut(self._remotes.get(node_id)))
 
     def close(self) -> None:
-        """Ends the thread, and with it the registration of the memory. A transfer that does not end keeps both."""
+        """Ends the thread and the registration of the memory. A transfer that does not end keeps both."""
         if self._closing:
             return
         self._closing = True
@@ -161,7 +164,7 @@ class NixlPlane:
         self._streamed.close()
 
     async def _one_sided(self, source: PeerPool, remote: tuple[int, ...], local: tuple[int, ...]) -> bool:
-        """False, and nothing has happened, where the source has to be streamed from."""
+        """Reads one-sided; returns False, with nothing changed, if the source's blocks have to be streamed."""
         read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
         self._inbox.put(lambda: self._reads.append(read))
         over = asyncio.wrap_future(read.over)
@@ -194,7 +197,7 @@ class NixlPlane:
         return BUSY_POLL_S if any(not read.failure for read in self._reads) else IDLE_POLL_S
 
     def _advance(self, read: _Read, now: float) -> None:
-        """One look at one read."""
+        """Advances one read as far as it goes without waiting."""
         try:
             peer = read.peer or self._begin(read, now)
             if peer.probe is not None:
@@ -230,12 +233,12 @@ class NixlPlane:
         read.size = len(local)
         read.handle, done = self._agent.post(local, peer.blocks, remote)
         if done:
-            self._component_done(read, now)
+            self._part_done(read, now)
 
     def _poll(self, read: _Read, now: float) -> None:
         state = self._agent.state(read.handle)
         if state == "DONE":
-            self._component_done(read, now)
+            self._part_done(read, now)
         elif state == "ERR":
             raise Unavailable("the transfer failed")
         elif not read.failure and now > min(read.stalled_s, read.deadline_s):
@@ -244,7 +247,7 @@ class NixlPlane:
             read.warned = True
             log.warning("a transfer from %s does not end: its slots stay busy", read.source.node_id)
 
-    def _component_done(self, read: _Read, now: float) -> None:
+    def _part_done(self, read: _Read, now: float) -> None:
         self._agent.release(read.handle)
         read.handle = None
         read.stalled_s = now + self._stall_timeout_s
@@ -256,7 +259,7 @@ class NixlPlane:
         if read.handle is not None:
             self._agent.release(read.handle)
             read.handle = None
-        read.failure = read.failure or _words(error)
+        read.failure = read.failure or _message(error)
         self._cut(read.peer)
 
     def _end(self, read: _Read) -> None:
@@ -284,14 +287,14 @@ class NixlPlane:
             if done:
                 self._probed(peer, "")
         except Exception as error:  # noqa: BLE001
-            self._probed(peer, _words(error))
+            self._probed(peer, _message(error))
         return peer
 
     def _look_at_probe(self, peer: _Remote, now: float) -> None:
         try:
             state = self._agent.state(peer.probe)
         except Exception as error:  # noqa: BLE001
-            self._probed(peer, _words(error))
+            self._probed(peer, _message(error))
             return
         if state == "DONE":
             self._probed(peer, "")
@@ -300,7 +303,8 @@ class NixlPlane:
             self._probed(peer, "it does not answer")
 
     def _probed(self, peer: _Remote, trouble: str) -> None:
-        """A source that is merely lost fails the stream too."""
+        """Ends a probe; after ``trouble`` the source's blocks are streamed. If the source is lost, the stream fails
+        too."""
         if peer.probe is not None:
             self._agent.release(peer.probe)
             peer.probe = None
@@ -321,7 +325,7 @@ class NixlPlane:
     def _drop_if_over(self, peer: _Remote) -> None:
         if peer.cut and not peer.reads and peer.blocks is not None:
             self._release_list(peer)
-            # The same agent may have been met anew meanwhile; NIXL knows it by its name.
+            # The same agent may have been added again meanwhile; NIXL knows it by its name.
             if not any(other.agent_name == peer.agent_name for other in self._remotes.values()):
                 self._agent.disconnect(peer.agent_name)
 
@@ -330,5 +334,5 @@ class NixlPlane:
         peer.blocks = None
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return error.message if isinstance(error, PillionError) else repr(error)

@@ -1,4 +1,4 @@
-"""This node's side towards the nodes that it reads from.
+"""The reader's side of the data plane: this node's connections to the nodes that it reads from.
 
     get --> channel, session, Meet --> met --pin, read, release--> met
                                         |-- the session ends (the source died, restarted, or dropped us) --> gone
@@ -21,26 +21,27 @@ from typing import Any
 import grpc
 
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
-from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, Session, call_unary, typed
-from pillion.kvstore.transfer.plane import BlockShape, DataPlane, PeerPool, Pinned
+from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, NodeSession, call_unary, typed
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane, PeerPool
 from pillion.v1 import kvplane_pb2_grpc
-from pillion.wire import kvplane as wire
+from pillion.v1.kvplane_pb2 import MeetReply, MeetRequest, PinBlocksReply, PinBlocksRequest, ReadBlocksRequest
+from pillion.wire.common import check_hello, hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
 
 MAX_PEERS = 256
-# A peer that nobody used for so long is closed when another one is asked for.
+# A peer that was not used for so long is closed when another one is wanted.
 PEER_IDLE_S = 300.0
-# How old the directory's answer may be.
+# Greatest age of a list of nodes' addresses.
 ADDRESSES_TTL_S = 1.0
 # Longest silence of a source in the middle of a stream.
 STREAM_STALL_S = 2.0
 # Slots per ReadBlocks call; a longer list is several calls, one after the other.
 MAX_SLOTS_PER_STREAM = 4096
-# Releases wait in line while a source does not answer; beyond this the oldest are left to the session's end.
+# Releases wait while a source does not answer; beyond this number the oldest are left to the session's end.
 MAX_RELEASES = 4096
 RELEASE_RETRY_DELAY_S = 0.1
-# After a failure a source is left alone for so long. One that was given less than FAIR_TIMEOUT_S has not failed.
+# After a failure a source is avoided for so long. A source that had less than FAIR_TIMEOUT_S has not failed.
 AVOID_S = 1.0
 FAIR_TIMEOUT_S = 0.2
 
@@ -48,13 +49,15 @@ Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Peer:
-    """One source, met. It serves as the plane's :class:`pillion.kvstore.transfer.plane.BlockStream`.
+    """A connection to one source, with a session there. It is the plane's
+    :class:`pillion.kvstore.transfer.plane.BlockStream`.
 
     Attributes:
-        pool: what the source said of its pool.
+        pool: the source's pool.
+        used_s: time of the last use.
     """
 
-    def __init__(self, client: NodeClient, session: Session, pool: PeerPool) -> None:
+    def __init__(self, client: NodeClient, session: NodeSession, pool: PeerPool) -> None:
         self.pool = pool
         self.used_s = time.monotonic()
         self._client = client
@@ -66,22 +69,26 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether the session lives, and with it every pin."""
+        """Whether the session is open, and with it every pin is valid."""
         return not self._ended.done()
 
-    async def pin(self, block_hashes: bytes, first_block: int, timeout_s: float) -> Pinned:
-        """Pins the longest prefix of a chain that is there; names its slots from ``first_block`` on.
+    async def pin(self, block_hashes: bytes, first_block: int, timeout_s: float) -> PinBlocksReply:
+        """Pins the longest prefix of a chain that the source has; returns its slots from ``first_block`` on.
+
+        When this call ends without an answer, it is released at the source. Raises the source's errors.
 
         Args:
             block_hashes: the chain from its first block, 32 bytes each.
-
-        When this call ends without an answer the source is told to forget it. Raises what the source raises.
         """
         nonce = secrets.randbits(62) + 1
-        request = wire.pin_to_pb(self._session.epoch, nonce, block_hashes, first_block)
+        request = PinBlocksRequest(
+            epoch=self._session.epoch, nonce=nonce, block_hashes=block_hashes, first_block=first_block
+        )
         self.used_s = time.monotonic()
         try:
-            pinned = wire.pinned_from_pb(await call_unary(self._plane.PinBlocks, request, timeout_s))
+            pinned: PinBlocksReply = await call_unary(self._plane.PinBlocks, request, timeout_s)
+            if len(pinned.slots) != len(pinned.checksums):
+                raise Conflict(f"the source names {len(pinned.slots)} slots and {len(pinned.checksums)} checksums")
             if any(slot >= self.pool.num_slots for slot in pinned.slots):
                 raise Conflict(f"{self.pool.node_id} names a slot that it does not have")
         except (asyncio.CancelledError, PillionError):
@@ -90,25 +97,25 @@ class Peer:
         return pinned
 
     def release(self, ticket_id: int) -> None:
-        """Lets go of pinned blocks soon; never fails, never waits."""
+        """Starts to release pinned blocks; it never fails and never waits."""
         if ticket_id:
             self._let_go(ticket_id, 0)
 
     async def read(self, plane: DataPlane, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
-        """:meth:`DataPlane.read`, and that the blocks were pinned all the while: Unavailable if not."""
+        """Reads blocks (:meth:`DataPlane.read`). Raises Unavailable also if they were not pinned all the time."""
         await plane.read(self.pool, self, ticket_id, remote, local)
         self.used_s = time.monotonic()
         if not self.alive:
             raise Unavailable(f"the session at {self.pool.node_id} ended during the read")
 
     async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
-        """Fills ``targets`` with pinned blocks. Nobody writes to them any more when this ends, however it does.
+        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more.
 
-        Raises Unavailable if the source is silent for STREAM_STALL_S or ends early, and what the source raises.
+        Raises Unavailable if the source is silent for STREAM_STALL_S or ends early, and the source's errors.
         """
         for start in range(0, len(slots), MAX_SLOTS_PER_STREAM):
             part = slots[start : start + MAX_SLOTS_PER_STREAM]
-            request = wire.read_to_pb(self._session.epoch, ticket_id, part)
+            request = ReadBlocksRequest(epoch=self._session.epoch, ticket_id=ticket_id, slots=part)
             await self._stream(request, targets[start : start + len(part)])
 
     async def aclose(self) -> None:
@@ -164,14 +171,15 @@ class Peer:
 
 
 class SourceNode:
-    """A node to read from, met when it is first asked. What one peer pinned is read and released at that peer."""
+    """A node to read from in one fetch; it is met when something is pinned. A peer's pins are read and released
+    there."""
 
     def __init__(self, node_id: str, peers: Peers) -> None:
         self.node_id = node_id
         self._peers = peers
         self._pinned_at: dict[int, Peer] = {}
 
-    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> Pinned:
+    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
         """See :meth:`Peer.pin`; the time includes meeting the node. Raises Unavailable, Conflict, DeadlineExceeded."""
         until_s = time.monotonic() + timeout_s
         try:
@@ -186,7 +194,7 @@ class SourceNode:
         return pinned
 
     def release(self, ticket_id: int) -> None:
-        """Never fails, never waits."""
+        """Starts to release a ticket; it never fails and never waits."""
         peer = self._pinned_at.pop(ticket_id, None)
         if peer is not None:
             peer.release(ticket_id)
@@ -204,13 +212,13 @@ class SourceNode:
 
 
 class Peers:
-    """All of them, by node id.
+    """All peers of this node, by node id.
 
     Args:
         node_id: this node's name, for the sources' logs.
-        shape: of this node's pool.
-        addresses: the directory: node id -> address of its gRPC service. Asked at most every ADDRESSES_TTL_S.
-        plane: this node's data plane, which may be made when it is first asked for.
+        shape: shape of this node's blocks.
+        addresses: returns node id -> address of all nodes' gRPC services; called at most every ADDRESSES_TTL_S.
+        plane: returns this node's data plane, which may be made at the first call.
     """
 
     def __init__(
@@ -230,7 +238,8 @@ class Peers:
         self._closed = False
 
     def source(self, node_id: str) -> SourceNode:
-        """For one fetch. Raises Unavailable for this node itself, and for one that failed within AVOID_S."""
+        """Returns a source for one fetch. Raises Unavailable for this node itself, and for one that failed within
+        AVOID_S."""
         if self._closed or node_id == self._node_id:
             raise Unavailable(f"{node_id} is no source for this node")
         if time.monotonic() < self._avoided_until_s.get(node_id, 0.0):
@@ -238,18 +247,18 @@ class Peers:
         return SourceNode(node_id, self)
 
     async def plane(self) -> DataPlane:
-        """This node's."""
+        """Returns this node's data plane."""
         self._made_plane = await self._make_plane()
         return self._made_plane
 
     def avoid(self, node_id: str) -> None:
-        """It just failed: nobody waits for it again during AVOID_S."""
+        """Makes fetches avoid a node that just failed, during AVOID_S."""
         now = time.monotonic()
         self._avoided_until_s = {name: until for name, until in self._avoided_until_s.items() if until > now}
         self._avoided_until_s[node_id] = now + AVOID_S
 
     async def get(self, node_id: str, timeout_s: float = CALL_TIMEOUT_S) -> Peer:
-        """A peer that is met; several callers share one meeting.
+        """Returns a connected peer; several callers share one meeting.
 
         Raises Unavailable for a node that is unknown or does not answer in time, Conflict where the pools do not fit.
         """
@@ -263,7 +272,7 @@ class Peers:
         if task is None:
             task = self._meeting[node_id] = asyncio.create_task(self._meet(node_id), name=f"meeting {node_id}")
             task.add_done_callback(lambda _: self._meeting.pop(node_id, None))
-            # Nobody may be left to hear of its failure.
+            # Perhaps no caller is left that retrieves its failure.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(timeout_s):
@@ -272,7 +281,7 @@ class Peers:
             raise Unavailable(f"KV node {node_id} does not answer") from None
 
     def drop(self, node_id: str) -> None:
-        """Ends what is known of a peer; the next :meth:`get` meets it anew. Reads under way there fail."""
+        """Ends a peer; the next :meth:`get` meets it again. Reads under way there fail."""
         peer = self._peers.pop(node_id, None)
         if peer is not None:
             if self._made_plane is not None:
@@ -282,7 +291,7 @@ class Peers:
             task.add_done_callback(self._closing.discard)
 
     async def aclose(self) -> None:
-        """Leaves everybody. Idempotent."""
+        """Ends all peers. Idempotent."""
         self._closed = True
         for task in list(self._meeting.values()):
             task.cancel()
@@ -292,20 +301,25 @@ class Peers:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _meet(self, node_id: str) -> Peer:
-        # Whatever was there is over; a restarted source has a new boot epoch, and everything of the old one is void.
+        # An earlier peer is over: a restarted source has a new boot epoch, and everything of the old one is void.
         self.drop(node_id)
         address = await self._address(node_id)
         self._make_room()
         client = NodeClient(address, self._node_id)
-        session: Session | None = None
+        session: NodeSession | None = None
         try:
             session = await client.open_session()
             stub: Any = kvplane_pb2_grpc.KVPlaneStub(client.channel)
-            reply = await call_unary(stub.Meet, wire.meet_to_pb(self._node_id, self._shape), CALL_TIMEOUT_S)
-            pool, theirs = wire.met_from_pb(reply)
+            request = MeetRequest(
+                hello=hello_to_pb(self._node_id),
+                block_bytes=self._shape.block_bytes,
+                kv_namespace=self._shape.namespace,
+            )
+            reply: MeetReply = await call_unary(stub.Meet, request, CALL_TIMEOUT_S)
+            pool = _pool_of(reply)
             if pool.node_id != node_id:
                 raise Unavailable(f"{address} is KV node {pool.node_id}, not {node_id}")
-            self._shape.check(theirs, node_id)
+            self._shape.check(BlockShape(reply.block_bytes, reply.kv_namespace), node_id)
         except BaseException:
             if session is not None:
                 await session.aclose()
@@ -331,5 +345,22 @@ class Peers:
             self._known_until_s = now + ADDRESSES_TTL_S
         address = self._known.get(node_id, "")
         if not address:
-            raise Unavailable(f"nobody knows where KV node {node_id} is")
+            raise Unavailable(f"the registry has no address of KV node {node_id}")
         return address
+
+
+def _pool_of(reply: MeetReply) -> PeerPool:
+    """Raises Conflict for a foreign protocol or an unknown kind of memory."""
+    pool = PeerPool(
+        node_id=check_hello(reply.hello),
+        boot_epoch=reply.boot_epoch,
+        num_slots=reply.num_slots,
+        block_bytes=reply.block_bytes,
+        pool_address=reply.pool_address,
+        nixl_metadata=reply.nixl_metadata,
+        memory_kind=reply.memory_kind or "host",
+        device_index=reply.device_index,
+    )
+    if pool.memory_kind not in ("host", "cuda"):
+        raise Conflict(f"{pool.node_id} has its pool in memory of kind {pool.memory_kind!r}, which is not known here")
+    return pool

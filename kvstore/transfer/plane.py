@@ -1,38 +1,80 @@
-"""The data plane: how blocks of another node's pool come into this one's. Two implementations pass the same tests.
+"""The contract of data planes, which bring blocks of another node's pool into this one's.
 
-    nixl    one-sided: this node reads the other's memory (UCX: shared memory, RDMA, CUDA); the other's CPU is not asked
-    grpc    the other node streams the bytes; works everywhere
+    nixl_plane.py  one-sided: this node reads the other's memory (UCX: shared memory, RDMA, CUDA) without its CPU
+    grpc_plane.py  the other node streams the bytes; works everywhere
 
-Nothing here decides anything: which blocks, from whom and what becomes of them is
-:mod:`pillion.kvstore.transfer.fetch`'s business.
+Both pass the same tests; plane_factory.py chooses one. A plane decides nothing: which blocks are read, from which node,
+and what becomes of them is :mod:`pillion.kvstore.transfer.fetch`'s business.
 """
 
 from __future__ import annotations
 
-import logging
+from dataclasses import dataclass
 from typing import Protocol
 
-from pillion.errors import ConfigError
+from pillion.errors import Conflict
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.wire.kvplane import BlockShape, PeerPool, Pinned
 
-__all__ = ["BlockShape", "BlockStream", "DataPlane", "PeerPool", "Pinned", "choose_plane", "choose_transport"]
+# Reads of one plane that may be under way at once; one more is refused.
+MAX_READS = 64
+# Longest time that one read may last.
+READ_TIMEOUT_S = 30.0
 
-log = logging.getLogger("pillion.kvnode")
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The properties that two pools must share before a block of one means anything in the other.
+
+    Attributes:
+        namespace: 32 bytes.
+    """
+
+    block_bytes: int
+    namespace: bytes
+
+    def check(self, other: BlockShape, other_id: str) -> None:
+        """Raises Conflict unless ``other`` is the same."""
+        if other.block_bytes != self.block_bytes:
+            raise Conflict(f"blocks have {self.block_bytes} bytes here, {other.block_bytes} at {other_id}")
+        if other.namespace != self.namespace:
+            raise Conflict(f"{other_id} holds blocks of another namespace: model, dtype, layout or block size differ")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPool:
+    """A source's pool, as its MeetReply describes it. Void once the source's boot epoch differs.
+
+    Attributes:
+        pool_address: address of the pool's first byte in the source's address space.
+        nixl_metadata: empty if the source has no NIXL.
+        memory_kind, device_index: "host" or "cuda", and the GPU's number in the source's process.
+    """
+
+    node_id: str
+    boot_epoch: int
+    num_slots: int
+    block_bytes: int
+    pool_address: int
+    nixl_metadata: bytes
+    memory_kind: str = "host"
+    device_index: int = 0
 
 
 class BlockStream(Protocol):
-    """A source's ReadBlocks call, for the plane that needs it: fills ``targets``, one whole block each, in order."""
+    """A source's ReadBlocks call, for the plane that needs it."""
 
-    async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None: ...
+    async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
+        """Fills ``targets`` with pinned blocks, one whole block each, in order."""
 
 
 class DataPlane(Protocol):
-    """Of one node. Raises ConfigError when made with a pool that it cannot use.
+    """The data plane of one node. The node's loop makes all calls, so callers need no lock.
+
+    Making one raises ConfigError for a pool that it cannot use.
 
     Attributes:
         name: "nixl" or "grpc".
-        nixl_metadata, pool_address: what MeetReply tells readers; empty and 0 without NIXL.
+        nixl_metadata, pool_address: for readers, in MeetReply; empty and 0 without NIXL.
     """
 
     name: str
@@ -44,53 +86,26 @@ class DataPlane(Protocol):
     ) -> None:
         """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair.
 
-        When it ends, however it ends, nobody writes to the local slots any more; so a caller that is cancelled is held
-        until then, and it ends by itself when the source is lost. Raises Unavailable when not everything came, Conflict
-        where the lists of slots do not fit the pools.
+        The caller owns the ``local`` slots: they are leased to it. When the call ends, however it ends, nobody writes
+        to them any more; so a caller that is cancelled is held until then, and the call ends by itself when the source
+        is lost. Raises Unavailable if not everything came (the slots may hold anything then), Conflict if the lists of
+        slots do not fit the pools.
         """
 
     def forget(self, node_id: str) -> None:
-        """A source is gone or has restarted: what is known of it is void."""
+        """Drops what is known of a source that is gone or has restarted."""
 
     def close(self) -> None:
-        """No read is under way any more. Idempotent."""
+        """Frees everything; no read is under way any more. Idempotent."""
 
 
-def choose_transport(kv_transport: str) -> str:
-    """What ``--kv-transport`` comes to on this machine: "nixl" or "grpc"; says it in one line.
-
-    Importing NIXL and trying it takes about a second: not for the event loop's thread. Raises ConfigError where "nixl"
-    is asked for and does not work.
-    """
-    from pillion.kvstore.transfer.nixl_agent import nixl_trouble
-
-    if kv_transport == "grpc":
-        log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
-        return "grpc"
-    trouble = nixl_trouble()
-    if not trouble:
-        log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
-        return "nixl"
-    if kv_transport == "nixl":
-        raise ConfigError(f"--kv-transport=nixl: {trouble}")
-    log.info("blocks move between nodes by gRPC (--kv-transport=%s; no NIXL: %s)", kv_transport, trouble)
-    return "grpc"
-
-
-def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
-    """The plane of a pool.
-
-    Takes about a second with NIXL, as :func:`choose_transport`. Raises ConfigError as that does.
-    """
-    from pillion.kvstore.transfer.grpc_plane import GrpcPlane
-    from pillion.kvstore.transfer.nixl_plane import NixlPlane
-
-    if choose_transport(kv_transport) == "nixl":
-        try:
-            return NixlPlane(memory)
-        except ConfigError as error:
-            # A big pool may meet limits that two pages do not.
-            if kv_transport == "nixl":
-                raise
-            log.warning("blocks move between nodes by gRPC: %s", error.message)
-    return GrpcPlane(memory)
+def check_slots(source: PeerPool, own: PoolMemory, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+    """Raises Conflict if the two pools or the two lists do not fit, or if a slot is outside its pool."""
+    if source.block_bytes != own.block_bytes:
+        raise Conflict(f"blocks have {own.block_bytes} bytes here, {source.block_bytes} at {source.node_id}")
+    if len(remote) != len(local) or len(set(local)) != len(local):
+        raise Conflict(f"{len(remote)} slots cannot be read into {len(set(local))} others, pair by pair")
+    if any(not 0 <= slot < source.num_slots for slot in remote):
+        raise Conflict(f"{source.node_id} has {source.num_slots} slots, another was named")
+    if any(not 0 <= slot < own.num_slots for slot in local):
+        raise Conflict("a slot outside the own pool was named")

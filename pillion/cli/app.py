@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,9 @@ import click
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.cli.bench_command import bench
-from pillion.cli.flags import flag_options
-from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
+from pillion.cli.flags import flag_option, flag_options, option_name
+from pillion.cli.options import CA, CERT, KEY, options
+from pillion.config import CommonFlags, ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 
 EXIT_FAILED = 1
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     except click.Abort:
         code = EXIT_INTERRUPTED
     except click.ClickException as error:
-        # Names the command too: `pillion serve: ...` says whose --help to read.
+        # The line names the command whose --help to read.
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pillion"
         fail(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away, as `| head` does. Nothing more can be said there.
+        # The reader of our output went away, as `| head` does. Nothing more can be written there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     sys.exit(code if isinstance(code, int) else 0)
@@ -63,64 +65,62 @@ cli.add_command(bench)
 
 
 def takes_model(function: F) -> F:
-    """The positional MODEL: the same as --model, and one of the two only."""
+    """Adds the positional argument MODEL, which may be given instead of --model, or beside it with the same value."""
 
     def choose(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        said_too = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
-        if value and said_too and ctx.params.get("model") != value:
-            raise click.UsageError("say the model once: MODEL or --model", ctx)
+        has_option = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
+        if value and has_option and ctx.params.get("model") != value:
+            raise click.UsageError("give the model once: MODEL or --model", ctx)
         return value
 
     return click.argument("model_argument", metavar="[MODEL]", required=False, callback=choose)(function)
 
 
-def with_model(cls: Any, said: dict[str, Any]) -> Any:
+def with_model(cls: Any, values: dict[str, Any]) -> Any:
     """The flags object, its model taken from MODEL, --model or the default, in this order."""
-    model = said.pop("model_argument") or said["model"] or "demo"
-    return cls(**said | {"model": model})
+    model = values.pop("model_argument") or values["model"] or "demo"
+    return cls(**values | {"model": model})
 
 
 @cli.command()
 @takes_model
-@flag_options(ServeFlags)
-def serve(**said: Any) -> int:
+@flag_options(ServeFlags, placement=False)
+def serve(**values: Any) -> int:
     """Run the whole cluster on this machine until Ctrl-C.
 
     MODEL is a Hugging Face folder, a GGUF file, a hub id, or 'demo' (the default).
     """
     from pillion.supervisor.serve import run_serve
 
-    return run_serve(with_model(ServeFlags, said))
+    return run_serve(with_model(ServeFlags, values))
 
 
 @cli.command()
 @takes_model
-@flag_options(ServeFlags)
-def demo(**said: Any) -> int:
+@flag_options(ServeFlags, placement=False)
+def demo(**values: Any) -> int:
     """Start the cluster, ask it three things, show where each prompt's tokens went, stop it."""
     from pillion.supervisor.demo import run_demo
 
     for name in ("api_keys", "tls_cert"):
-        if said[name]:
-            raise ConfigError(
-                f"pillion demo asks its own cluster and takes no {name.replace('_', '-')}: use pillion serve"
-            )
+        if values[name]:
+            raise ConfigError(f"pillion demo asks its own cluster and takes no {option_name(name)}: use pillion serve")
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
     # A demonstration must not meet another cluster's ports, nor hide its answers behind logs.
     for name, value in {"http_port": 0, "grpc_port": 0, "log_level": "warning", "max_model_len": 4096}.items():
         if ctx.get_parameter_source(name) is default:
-            said[name] = value
-    return run_demo(with_model(ServeFlags, said))
+            values[name] = value
+    return run_demo(with_model(ServeFlags, values))
 
 
 def component_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
-    """Adds the command that runs one part."""
+    """Adds the command that runs one component."""
 
-    def run(**said: Any) -> int:
-        from pillion.supervisor.components import run_component
+    def run(**values: Any) -> int:
+        from pillion.supervisor.component_process import run_component
         from pillion.supervisor.gateway_processes import run_gateways
 
-        flags = with_model(cls, said) if has_model else cls(**said)
+        flags = with_model(cls, values) if has_model else cls(**values)
         return run_gateways(flags) if getattr(flags, "gateway_workers", 1) > 1 else run_component(role, flags)
 
     run.__doc__ = about
@@ -137,21 +137,21 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @cli.command()
 @takes_model
 @flag_options(ComputeFlags)
-def prepare(**said: Any) -> None:
-    """Make MODEL ready in the cache, so that parts start at once."""
-    from pillion.supervisor.components import require_server_packages
+def prepare(**values: Any) -> None:
+    """Make MODEL ready in the cache, so that components start at once."""
+    from pillion.supervisor.component_process import require_server_packages
 
     require_server_packages()
     from pillion.engine.backends.loading import make_ready
 
-    prepared = make_ready(with_model(ComputeFlags, said), click.echo)
+    prepared = make_ready(with_model(ComputeFlags, values), click.echo)
     click.echo(f"{prepared.name} is ready at {prepared.folder}")
 
 
-def bias_by_id(ctx: click.Context, param: click.Parameter, said: tuple[str, ...]) -> dict[int, float]:
-    """ID=VALUE, said any number of times."""
+def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
+    """Parses ID=VALUE, given any number of times."""
     biases = {}
-    for text in said:
+    for text in texts:
         token_id, _, value = text.partition("=")
         try:
             biases[int(token_id)] = float(value)
@@ -160,18 +160,7 @@ def bias_by_id(ctx: click.Context, param: click.Parameter, said: tuple[str, ...]
     return biases
 
 
-def options(*made: Callable[[F], F]) -> Callable[[F], F]:
-    """One decorator of several; the help lists them in this order."""
-
-    def add(function: F) -> F:
-        for option in reversed(made):
-            function = option(function)
-        return function
-
-    return add
-
-
-# Of the commands that are clients. The API key is the environment's PILLION_API_KEY: everybody can read arguments.
+# Options of the client commands. The API key is the environment's PILLION_API_KEY: everybody can read arguments.
 talks_to_gateway = options(
     click.option(
         "--target",
@@ -180,20 +169,20 @@ talks_to_gateway = options(
         show_default=True,
         help="Address of the gateway; grpcs://HOST:PORT for TLS.",
     ),
-    click.option("--ca", envvar="PILLION_CA", help="PEM of the authorities that are trusted. Default: the system's."),
-    click.option("--cert", envvar="PILLION_CERT", help="PEM of a client certificate, for a gateway that asks for one."),
-    click.option("--key", envvar="PILLION_KEY", help="PEM of its private key."),
+    CA,
+    CERT,
+    KEY,
 )
 REACH = ("target", "ca", "cert", "key")
 
 
-def reach_of(said: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of ``said`` what :class:`pillion.Client` is told about the gateway."""
-    reach = {name: said.pop(name) for name in REACH}
+def pop_reach(values: dict[str, Any]) -> dict[str, Any]:
+    """Takes :class:`pillion.Client`'s arguments out of ``values``: where the gateway is, and certificates."""
+    reach = {name: values.pop(name) for name in REACH}
     return {name: value for name, value in reach.items() if value}
 
 
-# What is not said is the gateway's default.
+# The gateway has the defaults of these.
 samples = options(
     click.option("--model", default="", help="Served model name; may be left out where one model is served."),
     click.option("--max-tokens", type=int, help="Most tokens to generate."),
@@ -210,12 +199,16 @@ samples = options(
         metavar="ID=VALUE",
         multiple=True,
         callback=bias_by_id,
-        help="Added to a token's logit. May be said more than once.",
+        help="Added to a token's logit. Repeat it for more.",
     ),
     click.option("--seed", type=int, help="Makes sampling repeatable."),
-    click.option("--stop", multiple=True, help="Text that ends the answer. May be said more than once."),
+    click.option("--stop", multiple=True, help="Text that ends the answer. Repeat it for more."),
     click.option(
-        "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Id that ends the answer. Again for more."
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        help="Id that ends the answer. Repeat it for more.",
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end-of-text token."),
     click.option("--logprobs", type=int, help="Show each token's log probability and so many alternatives."),
@@ -232,34 +225,34 @@ answers = options(
 @talks_to_gateway
 @samples
 @answers
-def generate(prompt: str, **said: Any) -> None:
+def generate(prompt: str, **values: Any) -> None:
     """Continue PROMPT ('-' reads it from standard input) and stream the text."""
     from pillion.cli.talk import run_generate
 
-    reach = reach_of(said)
-    run_generate(sys.stdin.read() if prompt == "-" else prompt, reach, said)
+    reach = pop_reach(values)
+    run_generate(sys.stdin.read() if prompt == "-" else prompt, reach, values)
 
 
 @cli.command()
 @click.option("--system", default="", help="System message of the conversation.")
 @talks_to_gateway
 @samples
-def chat(system: str, **said: Any) -> None:
+def chat(system: str, **values: Any) -> None:
     """Talk with the model; each line is a message, Ctrl-D ends. Reads standard input where it is no terminal."""
     from pillion.cli.talk import run_chat
 
-    reach = reach_of(said)
-    run_chat(system, reach, said)
+    reach = pop_reach(values)
+    run_chat(system, reach, values)
 
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @talks_to_gateway
-def status(as_json: bool, **said: Any) -> None:
-    """Show the parts of a running cluster, their load, the pool and the hit rate."""
+def status(as_json: bool, **values: Any) -> None:
+    """Show the components of a running cluster, their load, the pool and the hit rate."""
     from pillion.cli.talk import run_status
 
-    run_status(reach_of(said), as_json)
+    run_status(pop_reach(values), as_json)
 
 
 @cli.command()
@@ -267,7 +260,7 @@ def status(as_json: bool, **said: Any) -> None:
     "--pages",
     metavar="PLACE",
     multiple=True,
-    help="Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Again for more. `pillion "
+    help="Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Repeat it for more. `pillion "
     "serve --metrics-port 9500` has its pages from 9500 on: the gateways', the KV node's, the workers'. Default: the "
     "gateway's own, http://HOST:8000/metrics, HOST being the target's.",
 )
@@ -281,32 +274,24 @@ def status(as_json: bool, **said: Any) -> None:
 )
 @click.option("--once", is_flag=True, help="Print one frame, with the rates of one interval, and exit.")
 @talks_to_gateway
-def top(pages: tuple[str, ...], interval_s: float, once: bool, **said: Any) -> int:
-    """Watch a running cluster: parts, queues, step budgets, pool, hits, latencies.
+def top(pages: tuple[str, ...], interval_s: float, once: bool, **values: Any) -> int:
+    """Watch a running cluster: components, queues, step budgets, pool, hits, latencies.
 
     Without pages of metrics it shows what `pillion status` knows, and a dash for the rest. Ctrl-C ends it.
     """
     from pillion.top.top import run_top
 
-    return run_top(reach_of(said), pages, interval_s, once)
+    return run_top(pop_reach(values), pages, interval_s, once)
 
 
 @cli.command()
 @click.argument("address")
-@options(
-    click.option(
-        "--ca", envvar="PILLION_CA", help="PEM of the authorities that are trusted, for a public port with TLS."
-    ),
-    *(
-        click.option(f"--internal-tls-{name}", envvar=f"PILLION_INTERNAL_TLS_{name.upper()}", default="", help=about)
-        for name, about in (("cert", "As of the part itself."), ("key", "Likewise."), ("ca", "Likewise."))
-    ),
-)
+@options(CA, *(flag_option(field) for field in fields(CommonFlags) if field.name.startswith("internal_tls_")))
 def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str) -> int:
-    """Ask one part's gRPC health service at ADDRESS; the exit status is the answer.
+    """Ask one component's gRPC health service at ADDRESS; the exit status is the answer.
 
-    ADDRESS is host:port or unix:path, and grpcs://host:port for a public port with TLS. A part that has TLS between
-    parts is asked with the part's own certificate.
+    ADDRESS is host:port or unix:path, and grpcs://host:port for a public port with TLS. A component that has TLS
+    between components is asked with the component's own certificate.
     """
     import asyncio
 
@@ -322,11 +307,11 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
 @cli.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--host", "hosts", multiple=True, help="Name or address that clients use, besides localhost's. Again for more."
+    "--host", "hosts", multiple=True, help="Name or address that clients use, besides localhost's. Repeat it for more."
 )
 @click.option("--days", type=int, default=365, show_default=True, help="How long the certificates are valid.")
 def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make certificates for development in FOLDER: for the edge, a client, and between parts. Needs openssl."""
+    """Make certificates for development in FOLDER: for the edge, a client, and between components. Needs openssl."""
     from pillion.cli.certs import make_certs
 
     for path in make_certs(folder, hosts, days):
@@ -335,7 +320,7 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
     between = " ".join(
         f"--internal-tls-{kind}={folder}/internal.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
     )
-    click.echo(f"parts: {between} --internal-tls-ca={folder}/internal-ca.pem")
+    click.echo(f"components: {between} --internal-tls-ca={folder}/internal-ca.pem")
 
 
 @cli.group()
@@ -347,7 +332,7 @@ def keys() -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--tenant", required=True, help="Whose key it is; a new tenant is added, without quotas.")
 def keys_add(file: Path, tenant: str) -> None:
-    """Add a new key to FILE and print it. It is shown this once: the file has its hash alone."""
+    """Add a new key to FILE and print it. The key is shown this once: FILE holds its hash alone."""
     from pillion.cli.keys import add_key
 
     click.echo(add_key(file, tenant))
@@ -355,7 +340,7 @@ def keys_add(file: Path, tenant: str) -> None:
 
 @keys.command("hash")
 def keys_hash() -> None:
-    """Read a key that exists from standard input and print the hash that a keys file has of it."""
+    """Read an existing key from standard input and print the hash that a keys file has of it."""
     from pillion.cli.keys import hash_key
 
     click.echo(hash_key(sys.stdin.readline()))

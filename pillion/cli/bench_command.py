@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pillion.cli.options import CA, CERT, KEY, options
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,22 +23,22 @@ TABLE_WIDTH = 100
 
 
 class RunByDefault(click.Group):
-    """``pillion bench --rate 2`` is ``pillion bench run --rate 2``."""
+    """A command group whose options alone mean ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Puts the command's name in where it was left out."""
+        """Inserts ``run`` where the command's name is left out."""
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
-def token_range(ctx: click.Context, param: click.Parameter, said: str) -> tuple[int, int]:
-    """LOW,HIGH."""
-    low, _, high = said.partition(",")
+def token_range(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
+    """Parses LOW,HIGH."""
+    low, _, high = text.partition(",")
     try:
         return int(low), int(high)
     except ValueError:
-        raise click.BadParameter(f"{said!r} is not LOW,HIGH, such as 1000,30000", ctx, param) from None
+        raise click.BadParameter(f"{text!r} is not LOW,HIGH, such as 1000,30000", ctx, param) from None
 
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
@@ -56,9 +57,7 @@ WHOM = (
     option("--endpoint", "Prompts as token ids or as messages.", "completions", type=ENDPOINTS),
     option("--temperature", "0 is greedy.", 0.0),
     option("--ignore-eos/--no-ignore-eos", "Whether answers go on to the length that was asked for.", True),
-    option("--ca", "PEM of the authorities that are trusted.", envvar="PILLION_CA"),
-    option("--cert", "PEM of a client certificate.", envvar="PILLION_CERT"),
-    option("--key", "PEM of its private key.", envvar="PILLION_KEY"),
+    *(CA, CERT, KEY),
     option("--api-key-variable", "Environment's variable with the API key.", "PILLION_API_KEY"),
     option("--timeout-s", "Longest time of one request.", 600.0),
 )  # fmt: skip
@@ -90,17 +89,6 @@ OUTPUT = (
 )  # fmt: skip
 
 
-def options(*groups: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
-    """In the order of the help."""
-
-    def add(function: F) -> F:
-        for one in reversed([one for group in groups for one in group]):
-            function = one(function)
-        return function
-
-    return add
-
-
 @click.group(cls=RunByDefault)
 def bench() -> None:
     """Measure a running service under load: latencies, goodput, the highest rate that meets objectives.
@@ -110,15 +98,15 @@ def bench() -> None:
 
 
 @bench.command()
-@options(WHOM, LOAD)
+@options(*WHOM, *LOAD)
 @option("--concurrency", "Sessions at any time (closed loop), instead of a rate.", type=int)
-@options(OUTPUT)
+@options(*OUTPUT)
 @click.option("--records", is_flag=True, help="With --json: one object for each request too.")
-def run(**said: Any) -> int:
+def run(**values: Any) -> int:
     """One run. The exit status is 1 if a request failed."""
     from pillion.loadgen import report
 
-    plan, path, picture = plan_of(said), said["json"], said["plot"]
+    plan, path, picture = plan_of(values), values["json"], values["plot"]
     if picture:
         from pillion.loadgen.plots import check_plot, plot_run
 
@@ -129,36 +117,35 @@ def run(**said: Any) -> int:
     requests = sum(len(session.turns) for session in sessions)
 
     async def measure() -> Any:
-
         async with opened(plan.server) as (target, about):
-            with _bar(said["progress"]) as begin:
+            with _bar(values["progress"]) as begin:
                 found, result = await run_plan(target, plan, begin("requests", requests), sessions)
         return found, with_environment(result, about)
 
     found, result = asyncio.run(measure())
     console.print(report.tables(result))
     if path:
-        report.write_json(path, result | ({"records": report.records_of(found)} if said["records"] else {}))
+        report.write_json(path, result | ({"records": report.records_of(found)} if values["records"] else {}))
     if picture:
         plot_run(picture, found.records, plan.objectives, title_of(plan))
     return 0 if result["summary"]["ok"] == result["summary"]["requests"] else EXIT_FAILED
 
 
 @bench.command()
-@options(WHOM, LOAD)
+@options(*WHOM, *LOAD)
 @option("--attainment", "Share of the requests that must meet all objectives.", 0.9)
 @option("--run-s", "Seconds of arrivals in each run, at least.", 30.0)
 @option("--max-runs", "Most runs.", 8, type=click.IntRange(1, 50))
 @option("--tolerance", "How near the answer is to be; 0.1 is 10 %.", 0.1)
-@options(OUTPUT)
-def sweep(**said: Any) -> int:
+@options(*OUTPUT)
+def sweep(**values: Any) -> int:
     """Find the highest rate that meets --slo.
 
     From --rate by doubling, then bisection, each run with its own seed. The exit status is 1 if no rate met them.
     """
     from pillion.loadgen import report
 
-    plan, path, picture = plan_of(said), said["json"], said["plot"]
+    plan, path, picture = plan_of(values), values["json"], values["plot"]
     if picture:
         from pillion.loadgen.plots import check_plot, plot_sweep
 
@@ -168,17 +155,17 @@ def sweep(**said: Any) -> int:
     check_sweep(plan)
     console = _console()
 
-    def tell(row: dict[str, Any]) -> None:
+    def show(row: dict[str, Any]) -> None:
         goodput, word = row["goodput"], "passed" if row["passed"] else "failed"
         line = f"{row['rate']:.3g}/s: {goodput['attainment']:.1%} good, {goodput['requests_per_s']:.2f}/s: {word}"
         console.print(f"{line}\n{row['warning']}" if row["warning"] else line, highlight=False)
 
     async def measure() -> Any:
-        search = {name: said[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
+        search = {name: values[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
         async with opened(plan.server) as (target, about):
-            with _bar(said["progress"]) as begin:
+            with _bar(values["progress"]) as begin:
                 found = await run_sweep(
-                    target, plan, on_run=lambda rate, count: begin(f"{rate:.3g}/s", count), on_result=tell, **search
+                    target, plan, on_run=lambda rate, count: begin(f"{rate:.3g}/s", count), on_result=show, **search
                 )
         return with_environment(found, about)
 
@@ -189,36 +176,36 @@ def sweep(**said: Any) -> int:
     if path:
         report.write_json(path, result)
     if picture:
-        plot_sweep(picture, result["runs"], said["attainment"], f"{title_of(plan)}: {said['slo']}")
+        plot_sweep(picture, result["runs"], values["attainment"], f"{title_of(plan)}: {values['slo']}")
     return 0 if best else EXIT_FAILED
 
 
-def plan_of(said: dict[str, Any]) -> Plan:
-    """What the options ask for. Raises ConfigError."""
+def plan_of(values: dict[str, Any]) -> Plan:
+    """The runs that the options ask for. Raises ConfigError."""
     from dataclasses import fields
 
     from pillion.loadgen.load import LoadConfig
     from pillion.loadgen.run import Plan, Server
     from pillion.loadgen.slo import parse_slo
 
-    def part(cls: type) -> dict[str, Any]:
-        return {f.name: said[f.name] for f in fields(cls) if f.name in said and said[f.name] is not None}
+    def fields_of(cls: type) -> dict[str, Any]:
+        return {f.name: values[f.name] for f in fields(cls) if f.name in values and values[f.name] is not None}
 
     try:
-        objectives = parse_slo(said["slo"])
+        objectives = parse_slo(values["slo"])
     except ValueError as error:
         raise ConfigError(f"--slo: {error}") from None
     return Plan(
-        server=Server(**part(Server)),
-        load=LoadConfig(**part(LoadConfig)),
+        server=Server(**fields_of(Server)),
+        load=LoadConfig(**fields_of(LoadConfig)),
         objectives=objectives,
-        max_concurrency=said["max_concurrency"],
-        warm_up_requests=said["warm_up"],
+        max_concurrency=values["max_concurrency"],
+        warm_up_requests=values["warm_up"],
     )
 
 
 def title_of(plan: Plan) -> str:
-    """Of a picture."""
+    """A picture's title."""
     load = plan.load
     pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"
     pace = f"{load.concurrency} at a time" if load.concurrency else pace
@@ -236,12 +223,12 @@ def _console() -> Any:
 
 @contextmanager
 def _bar(wanted: bool) -> Iterator[Callable[[str, int], Callable[[Record], None]]]:
-    """Gives what begins a bar of a title and a length, which gives what moves it on."""
+    """A progress bar, if wanted. Yields ``begin(title, total)``, which shows a new bar and returns its advance."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Once a second: what draws it shares a core with what measures.
+    # Drawn once a second: drawing shares a core with measuring.
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, disable=not wanted) as progress:
 
         def begin(title: str, total: int) -> Callable[[Record], None]:

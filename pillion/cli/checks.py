@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pillion.cli.flags import option_name
+from pillion.config import parse_split_policy
 from pillion.cores import MAX_CPU_THREADS, parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
@@ -80,23 +81,9 @@ def check_flags(flags: Any) -> None:
     if "also_model" in said:
         other_models(flags)
     if "split_policy" in said:
-        check_split_policy(said["split_policy"], said.get("prefill_workers"))
-
-
-def check_split_policy(text: str, prefill_workers: int | None) -> None:
-    """Raises ConfigError unless ``text`` is a policy that ``prefill_workers`` (None: not known here) can serve."""
-    name, _, share = text.partition(":")
-    if name == "fraction":
-        try:
-            good = 0.0 <= float(share) <= 1.0
-        except ValueError:
-            good = False
-        if not good:
-            raise ConfigError(f"--split-policy {text!r}: write fraction:x with x from 0 to 1")
-    elif text not in ("auto", "disaggregated", "colocated"):
-        raise ConfigError(f"--split-policy {text!r} is not auto, disaggregated, colocated or fraction:x")
-    if prefill_workers == 0 and text not in ("auto", "colocated"):
-        raise ConfigError("--prefill-workers 0 needs --split-policy colocated or auto")
+        share = parse_split_policy(said["split_policy"])
+        if share and said.get("prefill_workers") == 0:
+            raise ConfigError("--prefill-workers 0 needs --split-policy colocated or auto")
 
 
 def _check_tls(said: dict[str, Any]) -> None:

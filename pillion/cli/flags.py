@@ -1,13 +1,17 @@
-"""The frozen dataclasses of :mod:`pillion.config` as click options, and back into an argv.
+"""The flags of :mod:`pillion.config` as click options, from the environment and a file, and back into an argv.
 
-A field ``max_num_seqs`` is ``--max-num-seqs``, ``PILLION_MAX_NUM_SEQS`` and the key ``max-num-seqs`` (or
-``max_num_seqs``) of one optional TOML file. One that may be said several times is a tuple, and a list in the file. The
-command line wins over the environment, that over the file, and the file over the default. One file may serve all parts:
-a key that another part knows is ignored, one that no part knows is an error.
+    --max-num-seqs 32  >  PILLION_MAX_NUM_SEQS=32  >  max-num-seqs = 32 in the --config file  >  default
+                                      |
+                       frozen dataclass --to_argv--> a component's command line
+
+A flag that may be repeated is a tuple, a list in the file, and words in the environment. One file and one environment
+may serve all components: a name that only another component knows is ignored, a name that none knows is an error.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
@@ -19,13 +23,24 @@ from pillion import config
 from pillion.errors import ConfigError
 
 ENV_PREFIX = "PILLION_"
-ALL_FLAGS = (
-    config.KVNodeFlags,
-    config.PrefillFlags,
-    config.DecodeFlags,
-    config.GatewayFlags,
-    config.ServeFlags,
-)
+# One file and one environment may serve all of these.
+ALL_FLAGS = (config.KVNodeFlags, config.PrefillFlags, config.DecodeFlags, config.GatewayFlags, config.ServeFlags)
+# Every variable that begins with PILLION_ and is no flag, by who reads it.
+OTHER_VARIABLES = {
+    "PILLION_CONFIG": "commands that take flags: the config file",
+    "PILLION_CACHE": "workers and gateways: the folder of prepared models and compiled kernels",
+    "PILLION_CHECK_KERNELS": "workers: bounds checks in CPU kernels",
+    "PILLION_PARENT_PID": "components: the supervisor that started them",
+    "PILLION_TARGET": "client commands: the gateway's address",
+    "PILLION_CA": "client commands: authorities",
+    "PILLION_CERT": "client commands: a client's certificate",
+    "PILLION_KEY": "client commands: the certificate's private key",
+    "PILLION_API_KEY": "clients: the API key",
+    "PILLION_TAG": "docker-compose.yml: the image's tag",
+    "PILLION_FUZZ": "tests: the number of malformed requests",
+    "PILLION_VLLM": "benchmarks: vLLM's program",
+    "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
+}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,7 +56,7 @@ def env_name(field_name: str) -> str:
 
 
 def known_names() -> frozenset[str]:
-    """Field names of every part's flags."""
+    """Field names of every command's flags."""
     return frozenset(f.name for cls in ALL_FLAGS for f in fields(cls))
 
 
@@ -56,7 +71,7 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         self.name = {config.parse_size: "size", int: "integer", float: "number"}.get(kind, "text")
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """What stands behind the option in the help."""
+        """The word behind the option in the help."""
         return "[" + "|".join(self.choices) + "]" if self.choices else self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -73,17 +88,17 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         return parsed
 
 
-def flag_options(cls: type, leave_out: Iterable[str] = ()) -> Callable[[F], F]:
+def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
     """Decorates a click command with one option per field of ``cls``, and ``--config``.
 
-    The command's function receives every field as a keyword argument, parsed.
+    The command's function receives every field as a keyword argument, parsed. ``placement=False`` leaves out the flags
+    that name or place one process: the command chooses them for each of its components.
     """
-    left_out = frozenset(leave_out)
 
     def decorate(function: F) -> F:
         for field in reversed(fields(cls)):
-            if field.name not in left_out:
-                function = _option(field)(function)
+            if placement or not field.metadata["placement"]:
+                function = flag_option(field)(function)
         return click.option(
             "--config",
             "config_path",
@@ -91,14 +106,15 @@ def flag_options(cls: type, leave_out: Iterable[str] = ()) -> Callable[[F], F]:
             metavar="PATH",
             is_eager=True,
             expose_value=False,
-            callback=_read_config,
+            callback=_read_environment_and_file,
             help="TOML file with any of these flags as keys.",
         )(function)
 
     return decorate
 
 
-def _option(field: Field[Any]) -> Callable[[F], F]:
+def flag_option(field: Field[Any]) -> Callable[[F], F]:
+    """The click option of one flag."""
     name, about = option_name(field.name), field.metadata
     common: dict[str, Any] = {
         "envvar": env_name(field.name),
@@ -109,34 +125,54 @@ def _option(field: Field[Any]) -> Callable[[F], F]:
     if about["kind"] is bool:
         return click.option(f"{name}/--no-{name[2:]}", field.name, type=bool, **common)
     if isinstance(field.default, tuple):
-        # In the environment several are separated by white space.
+        # In the environment, white space separates values.
         common |= {"multiple": True, "show_default": False}
     return click.option(name, field.name, type=FlagType(about["kind"], about["choices"]), **common)
 
 
-def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+def _read_environment_and_file(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+    check_variables(os.environ)
     if path:
         ctx.default_map = {**(ctx.default_map or {}), **read_config(path)}
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for the first ``PILLION_*`` variable that nothing reads."""
+    known = {*map(env_name, known_names()), *OTHER_VARIABLES}
+    # Kubernetes describes each service of the namespace to every container; ours may be called pillion-something.
+    services = [name.removesuffix("SERVICE_HOST") for name in environ if name.endswith("_SERVICE_HOST")]
+    links = tuple(prefix + kind for prefix in services for kind in ("SERVICE_", "PORT"))
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(links):
+            # What all names begin with says nothing about which of them is meant.
+            hint = _did_you_mean(name, known, len(ENV_PREFIX))
+            raise ConfigError(f"unknown environment variable {name}{hint}")
+
+
+def _did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
+    close = difflib.get_close_matches(name[skip:], [one[skip:] for one in known], 1)
+    return f"; did you mean {name[:skip]}{close[0]}?" if close else ""
 
 
 def read_config(path: str) -> dict[str, Any]:
     """Field name -> value of a TOML file. Raises ConfigError, in one line, for a file that cannot be used."""
     try:
         with open(path, "rb") as file:
-            said = tomllib.load(file)
+            table = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
-    several = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
-    for key, value in said.items():
+    repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
+    for key, value in table.items():
         name = key.replace("-", "_")
         if name not in known:
-            raise ConfigError(f"config file {path}: unknown key {key!r}")
+            hint = _did_you_mean(key, [one.replace("_", "-") for one in known])
+            raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
         if name in values:
-            raise ConfigError(f"config file {path}: {key!r} is said twice")
-        if name in several:
+            raise ConfigError(f"config file {path}: {key!r} is there twice")
+        if name in repeatable:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise ConfigError(f"config file {path}: {key!r} must be a list of texts")
         elif not isinstance(value, str | int | float):
@@ -146,7 +182,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
-    """Every field of ``flags`` as an argument, defaults too: what the child reads depends on nothing around it."""
+    """Every field of ``flags`` as an argument, defaults too, so that a child's flags depend on nothing around it."""
     left_out, argv = frozenset(leave_out), []
     for field in fields(flags):
         if field.name in left_out:
@@ -162,9 +198,9 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
 
 
 def without_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` less every variable that is a flag: what was meant for the parent is not said to a child again."""
-    ours = {env_name(name) for name in known_names()} | {ENV_PREFIX + "CONFIG"}
-    return {name: value for name, value in environ.items() if name not in ours}
+    """``environ`` less every variable that is a flag: a child gets the parent's flags by its command line alone."""
+    flags = {*map(env_name, known_names()), ENV_PREFIX + "CONFIG"}
+    return {name: value for name, value in environ.items() if name not in flags}
 
 
 def subset(cls: type, source: Any, **changes: Any) -> Any:

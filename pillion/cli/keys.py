@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.supervisor.components import require_server_packages
+from pillion.supervisor.component_process import require_server_packages
 
 
 def add_key(path: Path, tenant: str) -> str:

@@ -1,7 +1,7 @@
-"""Many requests side by side, never more than a bound at once, results in the order of the prompts.
+"""Batches of the clients: many requests side by side, at most ``concurrency`` at once, results in the prompts' order.
 
 prompts --> [ concurrency streams at once ] --> results, by index          a bar in the terminal, if wanted
-              Overloaded --waits as told, then asks again, OVERLOAD_RETRIES times
+              Overloaded --waits as long as the server says, then sends again, OVERLOAD_RETRIES times
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from pillion.client.outputs import Collector, RequestOutput
+from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.types import Delta, GenerateRequest, SamplingParams
 
 DEFAULT_CONCURRENCY = 32
 MAX_CONCURRENCY = 1024
-# How often an item that was refused for load is asked again.
+# How often a request that was refused for load is sent again.
 OVERLOAD_RETRIES = 10
 MAX_OVERLOAD_WAIT_MS = 10_000
 
@@ -27,13 +27,13 @@ Result = RequestOutput | PillionError
 
 
 def check_concurrency(concurrency: int) -> None:
-    """Raises ValueError."""
+    """Raises ValueError for a concurrency out of bounds."""
     if not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ValueError(f"concurrency {concurrency} is not in [1, {MAX_CONCURRENCY}]")
 
 
 def one_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    """The sampling of each of ``count`` prompts. Raises ValueError where there are as many as fit no prompts."""
+    """The sampling of each of ``count`` prompts. Raises ValueError for a list of another length."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling] * count
     if len(sampling) != count:
@@ -41,14 +41,26 @@ def one_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: 
     return list(sampling)
 
 
-class ThreadBatch:
-    """A batch of the blocking client: one thread for each stream under way.
+def run_batch(
+    start: Callable[[GenerateRequest], Any],
+    read: Callable[[Any], Iterator[Delta]],
+    requests: Sequence[GenerateRequest],
+    concurrency: int,
+    progress: bool,
+    raise_errors: bool,
+) -> list[Result]:
+    """Runs the blocking client's batch, one thread for each stream in flight.
 
     Args:
         start: begins a request's call, which has ``cancel()``.
         read: the deltas of a call; raises PillionError.
+        progress: whether a bar is shown.
+        raise_errors: whether the first PillionError ends the batch; otherwise it is the request's result.
     """
+    return _ThreadBatch(start, read, raise_errors).run(requests, concurrency, progress)
 
+
+class _ThreadBatch:
     def __init__(
         self, start: Callable[[GenerateRequest], Any], read: Callable[[Any], Iterator[Delta]], raise_errors: bool
     ) -> None:
@@ -61,7 +73,7 @@ class ThreadBatch:
         self._done: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
 
     def run(self, requests: Sequence[GenerateRequest], concurrency: int, progress: bool) -> list[Result]:
-        """Returns when no thread of it lives; an error, or Ctrl-C, cancels what runs."""
+        """Returns when all threads have ended; an error, or Ctrl-C, cancels the calls in flight."""
         results: list[Result | None] = [None] * len(requests)
         todo = iter(enumerate(requests))
         threads = [
@@ -95,12 +107,12 @@ class ThreadBatch:
             if request is None:
                 return
             try:
-                result: Result | BaseException = self._ask(request)
-            except BaseException as error:  # noqa: BLE001  (whoever waits for it is to hear it)
+                result: Result | BaseException = self._answer(request)
+            except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
                 result = error
             self._done.put((index, result))
 
-    def _ask(self, request: GenerateRequest) -> RequestOutput:
+    def _answer(self, request: GenerateRequest) -> RequestOutput:
         for attempt in range(OVERLOAD_RETRIES + 1):
             collector = collector_of(request)
             call = self._start(request)
@@ -129,21 +141,23 @@ class ThreadBatch:
                 call.cancel()
 
 
-async def run_async(
-    stream: Callable[[GenerateRequest], AsyncIterator[Delta]],
+async def run_batch_async(
+    start: Callable[[GenerateRequest], Any],
+    read: Callable[[Any], AsyncIterator[Delta]],
     requests: Sequence[GenerateRequest],
     concurrency: int,
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """The same on an event loop; cancelling it cancels what runs."""
+    """Runs the asyncio client's batch; the arguments are those of :func:`run_batch`. Cancelling it cancels the calls in
+    flight."""
     results: list[Result | None] = [None] * len(requests)
     todo = iter(enumerate(requests))
 
     async def work() -> None:
         for index, request in todo:
             try:
-                results[index] = await _ask(stream, request)
+                results[index] = await _answer(start, read, request)
             except PillionError as error:
                 if raise_errors:
                     raise
@@ -161,11 +175,13 @@ async def run_async(
     return [result for result in results if result is not None]
 
 
-async def _ask(stream: Callable[[GenerateRequest], AsyncIterator[Delta]], request: GenerateRequest) -> RequestOutput:
+async def _answer(
+    start: Callable[[GenerateRequest], Any], read: Callable[[Any], AsyncIterator[Delta]], request: GenerateRequest
+) -> RequestOutput:
     for attempt in range(OVERLOAD_RETRIES + 1):
         collector = collector_of(request)
         try:
-            async for delta in stream(request):
+            async for delta in read(start(request)):
                 collector.add(delta)
             return collector.output()
         except Overloaded as error:
@@ -175,19 +191,19 @@ async def _ask(stream: Callable[[GenerateRequest], AsyncIterator[Delta]], reques
     raise AssertionError("the last attempt returns or raises")
 
 
-def collector_of(request: GenerateRequest) -> Collector:
-    """Empty, for its deltas."""
-    return Collector(request.text or None, request.token_ids or None, request.sampling.logprobs is not None)
+def collector_of(request: GenerateRequest) -> OutputCollector:
+    """An empty collector for the request's deltas."""
+    return OutputCollector(request.text or None, request.token_ids or None, request.sampling.logprobs is not None)
 
 
 def wait_s(error: Overloaded) -> float:
-    """As long as the server says, within bounds."""
+    """Seconds to wait before a refused request is sent again: as the server says, within bounds."""
     return min(max(error.retry_after_ms, 100), MAX_OVERLOAD_WAIT_MS) / 1000
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    """A bar on standard error while the block runs; gives what to call for each item that is done."""
+    """A bar on standard error while the block runs; yields what to call for each finished item."""
     if not wanted:
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""The SDK: :class:`Client` and :class:`AsyncClient`, the same calls blocking and not.
+"""The SDK's blocking client, generated from async_client.py by `make client`: edit that file.
 
     from pillion import Client
 
@@ -6,7 +6,7 @@
         for delta in client.chat([{"role": "user", "content": "Hello!"}], max_tokens=64):
             print(delta.text, end="", flush=True)
 
-Several answers to one prompt come mixed; ``delta.index`` says which one a delta continues:
+Several answers to one prompt come mixed; ``delta.index`` says which answer a delta continues:
 
     texts = ["", "", ""]
     for delta in client.generate("Once upon a time", n=3, max_tokens=64):
@@ -17,23 +17,24 @@ Many prompts at once, and their whole answers:
     for output in client.batch(["Once", "Twice"], max_tokens=64, concurrency=8, progress=True):
         print(output.outputs[0].text)
 
-Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and everything that worked for it
-is freed. Errors are those of :mod:`pillion.errors`. A call made inside an OpenTelemetry span carries its context along.
+Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and the cluster frees everything
+that worked for it. Errors are those of :mod:`pillion.errors`. A call made inside an OpenTelemetry span carries the
+span's context to the gateway.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
+import threading
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
 import grpc
-import grpc.aio
 from opentelemetry import trace
 
 from pillion.client import client_spans
-from pillion.client.batch import DEFAULT_CONCURRENCY, Result, ThreadBatch, check_concurrency, one_each, run_async
-from pillion.client.client_requests import Ask, Item, Message, Prompt, to_pb
+from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch
+from pillion.client.client_requests import Item, Message, Prompt, RequestOptions, to_pb
 from pillion.client.connection import Pem, connect
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
@@ -53,7 +54,7 @@ class Client:
         tls, ca, cert, key: TLS, the trusted authorities, and the client's own certificate; see
             :func:`pillion.client.connection.connect`.
         api_key: sent with every call; default: PILLION_API_KEY of the environment.
-        max_message_bytes: largest message that is taken or sent.
+        max_message_bytes: largest message that is received or sent.
 
     Raises ConfigError for options that cannot work.
     """
@@ -72,8 +73,9 @@ class Client:
         self._connection = connect(
             target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
         )
-        self._channel = self._connection.open()
-        self._stub: Any = gateway_pb2_grpc.GatewayStub(self._channel)
+        self._opening = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._gateway: Any = None
 
     def generate(
         self,
@@ -98,14 +100,14 @@ class Client:
             sampling: how tokens are chosen. Its fields may be given by keyword instead: ``temperature=0``.
             cache_salt: only requests with the same salt share KV.
             request_id: a label for logs and traces.
-            priority: smaller is more urgent, from -100 to 100; who waits gains urgency with time.
+            priority: smaller is more urgent, from -100 to 100; a waiting request gains urgency with time.
             timeout_s: time for the whole stream; None for no limit.
 
         Raises:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, or ``sampling`` and keywords together.
         """
-        ask = Ask(
+        options = RequestOptions(
             model=model,
             sampling=sampling,
             cache_salt=cache_salt,
@@ -113,7 +115,7 @@ class Client:
             priority=priority,
             fields=fields,
         )
-        return self._stream(ask.of_prompt(prompt), timeout_s)
+        return _deltas(self._call(options.of_prompt(prompt), timeout_s))
 
     def chat(
         self,
@@ -129,9 +131,9 @@ class Client:
     ) -> Generator[Delta, None, None]:
         """Streams the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
 
-        The rest is as in :meth:`generate`.
+        The other arguments are those of :meth:`generate`.
         """
-        ask = Ask(
+        options = RequestOptions(
             model=model,
             sampling=sampling,
             cache_salt=cache_salt,
@@ -139,7 +141,7 @@ class Client:
             priority=priority,
             fields=fields,
         )
-        return self._stream(ask.of_chat(messages), timeout_s)
+        return _deltas(self._call(options.of_chat(messages), timeout_s))
 
     def batch(
         self,
@@ -155,42 +157,46 @@ class Client:
         raise_errors: bool = True,
         **fields: Any,
     ) -> list[Result]:
-        """All answers to many prompts, in the prompts' order, ``concurrency`` of them asked at once.
+        """All answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
 
         Args:
             prompts: texts, token ids or conversations, mixed as you like.
-            sampling: one for all, or one for each.
-            timeout_s: time for each of them.
+            sampling: one for all prompts, or one for each.
+            timeout_s: time for each prompt.
             progress: show a bar.
             raise_errors: the first error cancels the rest and is raised; else it stands in its prompt's place.
 
-        A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is asked again after the time
+        A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is sent again after the time
         that the gateway names, up to :data:`pillion.client.batch.OVERLOAD_RETRIES` times.
 
         Raises:
-            PillionError: of any prompt. ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
+            PillionError: of any prompt.
+            ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
         """
         check_concurrency(concurrency)
-        samplings = one_each(sampling, len(prompts))
         requests = [
-            Ask(model=model, sampling=said, cache_salt=cache_salt, priority=priority, fields=fields).of_item(prompt)
-            for prompt, said in zip(prompts, samplings, strict=True)
+            RequestOptions(model=model, sampling=each, cache_salt=cache_salt, priority=priority, fields=fields).of_item(
+                prompt
+            )
+            for prompt, each in zip(prompts, one_each(sampling, len(prompts)), strict=True)
         ]
-        batch = ThreadBatch(lambda request: self._call(request, timeout_s), _deltas, raise_errors)
-        return batch.run(requests, concurrency, progress)
+        return run_batch(
+            lambda request: self._call(request, timeout_s), _deltas, requests, concurrency, progress, raise_errors
+        )
 
     def models(self) -> list[ModelInfo]:
         """Models that live workers serve. Raises PillionError."""
-        reply = self._unary(self._stub.ListModels, gateway_pb2.ListModelsRequest())
+        reply = self._unary(self._stub().ListModels, gateway_pb2.ListModelsRequest())
         return [model_from_pb(model) for model in reply.models]
 
     def status(self) -> ClusterStatus:
-        """Parts, their load, and totals. Raises PillionError."""
-        return status_from_pb(self._unary(self._stub.GetStatus, gateway_pb2.GetStatusRequest()))
+        """The cluster's components, their load, and totals. Raises PillionError."""
+        return status_from_pb(self._unary(self._stub().GetStatus, gateway_pb2.GetStatusRequest()))
 
     def close(self) -> None:
         """Ends the connection, and with it all streams of this client."""
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -200,14 +206,19 @@ class Client:
     ) -> None:
         self.close()
 
-    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> Generator[Delta, None, None]:
-        return _deltas(self._call(request, timeout_s))
+    def _stub(self) -> Any:
+        # The first call opens the channel; threads share it.
+        with self._opening:
+            if self._channel is None:
+                self._channel = self._connection.open()
+                self._gateway = gateway_pb2_grpc.GatewayStub(self._channel)
+        return self._gateway
 
     def _call(self, request: GenerateRequest, timeout_s: float | None) -> Any:
-        span = client_spans.begin(request)
+        stub, span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
             metadata = self._connection.metadata()
-        call = self._stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
+        call = stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
         client_spans.end_with(span, call)
         return call
 
@@ -218,164 +229,11 @@ class Client:
             raise rpc.from_rpc_error(error) from None
 
 
-class AsyncClient:
-    """The asyncio twin of :class:`Client`; one per event loop.
-
-    Args:
-        target: ``host:port`` or ``unix:path`` of the gateway's gRPC port, ``grpcs://host:port`` for TLS.
-        tls, ca, cert, key: TLS, the trusted authorities, and the client's own certificate; see
-            :func:`pillion.client.connection.connect`.
-        api_key: sent with every call; default: PILLION_API_KEY of the environment.
-        max_message_bytes: largest message that is taken or sent.
-
-    Raises ConfigError for options that cannot work.
-    """
-
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        tls: bool = False,
-        ca: Pem | None = None,
-        cert: Pem | None = None,
-        key: Pem | None = None,
-        api_key: str = "",
-        max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
-    ) -> None:
-        self._connection = connect(
-            target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
-        )
-        self._channel: grpc.aio.Channel | None = None
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: SamplingParams | None = None,
-        cache_salt: str = "",
-        request_id: str = "",
-        priority: int = 0,
-        timeout_s: float | None = None,
-        **fields: Any,
-    ) -> AsyncGenerator[Delta, None]:
-        """As :meth:`Client.generate`, to be iterated with ``async for``."""
-        ask = Ask(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
-        )
-        return self._stream(ask.of_prompt(prompt), timeout_s)
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str = "",
-        sampling: SamplingParams | None = None,
-        cache_salt: str = "",
-        request_id: str = "",
-        priority: int = 0,
-        timeout_s: float | None = None,
-        **fields: Any,
-    ) -> AsyncGenerator[Delta, None]:
-        """As :meth:`Client.chat`, to be iterated with ``async for``."""
-        ask = Ask(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
-        )
-        return self._stream(ask.of_chat(messages), timeout_s)
-
-    async def batch(
-        self,
-        prompts: Sequence[Item],
-        *,
-        model: str = "",
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        timeout_s: float | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        progress: bool = False,
-        raise_errors: bool = True,
-        **fields: Any,
-    ) -> list[Result]:
-        """As :meth:`Client.batch`."""
-        check_concurrency(concurrency)
-        samplings = one_each(sampling, len(prompts))
-        requests = [
-            Ask(model=model, sampling=said, cache_salt=cache_salt, priority=priority, fields=fields).of_item(prompt)
-            for prompt, said in zip(prompts, samplings, strict=True)
-        ]
-        return await run_async(
-            lambda request: self._stream(request, timeout_s), requests, concurrency, progress, raise_errors
-        )
-
-    async def models(self) -> list[ModelInfo]:
-        """Models that live workers serve. Raises PillionError."""
-        reply = await self._unary(self._stub().ListModels, gateway_pb2.ListModelsRequest())
-        return [model_from_pb(model) for model in reply.models]
-
-    async def status(self) -> ClusterStatus:
-        """Parts, their load, and totals. Raises PillionError."""
-        return status_from_pb(await self._unary(self._stub().GetStatus, gateway_pb2.GetStatusRequest()))
-
-    async def close(self) -> None:
-        """Ends the connection, and with it all streams of this client."""
-        if self._channel is not None:
-            await self._channel.close()
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    def _stub(self) -> Any:
-        # A channel belongs to the loop that runs when it is made, so it is made with the first call.
-        if self._channel is None:
-            self._channel = self._connection.open_async()
-        return gateway_pb2_grpc.GatewayStub(self._channel)
-
-    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Delta, None]:
-        stub, span = self._stub(), client_spans.begin(request)
-        with trace.use_span(span, end_on_exit=False):
-            metadata = self._connection.metadata()
-        call = stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
-        client_spans.end_with_async(span, call)
-        return _async_deltas(call)
-
-    async def _unary(self, method: Any, message: Any) -> Any:
-        try:
-            return await method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
-        except grpc.aio.AioRpcError as error:
-            raise rpc.from_rpc_error(error) from None
-
-
 def _deltas(call: Any) -> Generator[Delta, None, None]:
     try:
         for message in call:
             yield delta_from_pb(message)
     except grpc.RpcError as error:
-        raise rpc.from_rpc_error(error) from None
-    finally:
-        call.cancel()
-
-
-async def _async_deltas(call: Any) -> AsyncGenerator[Delta, None]:
-    try:
-        async for message in call:
-            yield delta_from_pb(message)
-    except grpc.aio.AioRpcError as error:
         raise rpc.from_rpc_error(error) from None
     finally:
         call.cancel()

@@ -1,4 +1,4 @@
-"""From what people type to a request: shared by the clients, their batches and :class:`pillion.LLM`."""
+"""Builds requests from what callers pass: shared by the clients, their batches and :class:`pillion.LLM`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Item = Prompt | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What every call takes beside its prompt; ``fields`` are those of the sampling, given by keyword."""
+class RequestOptions:
+    """What every call takes besides its prompt; ``fields`` are sampling parameters given by keyword."""
 
     model: str = ""
     sampling: SamplingParams | None = None
@@ -29,18 +29,18 @@ class Ask:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def of_prompt(self, prompt: Prompt) -> GenerateRequest:
-        """Raises TypeError for unknown fields."""
+        """The request of one prompt. Raises TypeError for unknown fields."""
         if isinstance(prompt, str):
             return replace(self._request(), text=prompt)
         return replace(self._request(), token_ids=tuple(prompt))
 
     def of_chat(self, messages: Sequence[Message]) -> GenerateRequest:
-        """Raises TypeError for unknown fields, InvalidRequest for what is no message."""
-        said = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
-        return replace(self._request(), messages=tuple(said))
+        """The request of one conversation. Raises TypeError for unknown fields, InvalidRequest for a bad message."""
+        checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
+        return replace(self._request(), messages=tuple(checked))
 
     def of_item(self, item: Item) -> GenerateRequest:
-        """Whatever it is. Raises as the others do."""
+        """The request of a batch's item. Raises what :meth:`of_prompt` and :meth:`of_chat` raise."""
         if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
             return self.of_chat(item)  # type: ignore[arg-type]
         return self.of_prompt(item)  # type: ignore[arg-type]
@@ -56,17 +56,17 @@ class Ask:
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
-    """Raises TypeError for an unknown field, or for both ways at once."""
+    """The sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown keyword."""
     if sampling is not None and fields:
         raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
-    said = sampling if sampling is not None else SamplingParams(**fields)
-    stop: Any = said.stop
-    # Else every letter of it would be a stop string.
-    return replace(said, stop=(stop,)) if isinstance(stop, str) else said
+    chosen = sampling if sampling is not None else SamplingParams(**fields)
+    stop: Any = chosen.stop
+    # A bare text would be read as a sequence: every letter a stop string.
+    return replace(chosen, stop=(stop,)) if isinstance(stop, str) else chosen
 
 
 def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """Raises InvalidRequest for what fits no field of the message: it never leaves this machine."""
+    """The request as a message. Raises InvalidRequest for a value that fits no field; nothing is sent then."""
     try:
         return request_to_pb(request)
     except (ValueError, TypeError) as error:
@@ -74,7 +74,7 @@ def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
 
 
 def message_of(message: Message, where: str) -> ChatMessage:
-    """Raises InvalidRequest, naming ``where``, for what is no message of role and text."""
+    """The message as a ChatMessage. Raises InvalidRequest, naming ``where``, for anything but a role and a text."""
     if isinstance(message, ChatMessage):
         return message
     if not isinstance(message, Mapping) or set(message) != {"role", "content"}:

@@ -1,8 +1,8 @@
-"""A call as its client sees it: a span of kind CLIENT around it, by the conventions for generative AI.
+"""Client-side tracing: a span of kind CLIENT around each call, by OpenTelemetry's conventions for generative AI.
 
-begin --> its context travels with the call --> the call ends, however it does --> the span ends
+begin --> the span's context travels with the call --> the call ends, well or not --> the span ends
 
-Where nobody records, nothing is made but the API's no-op span.
+Where no tracer provider records, the API's no-op span is all that is made.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from opentelemetry import trace
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 
-# Longest model name that a span shows; it is the caller's own word.
+# Longest model name that a span shows: the caller may send any text.
 MAX_NAME_CHARS = 100
-# Of calls under way: a task that nobody holds may vanish.
+# Tasks that end a span with its call; the event loop itself keeps only weak references to tasks.
 _ending: set[asyncio.Task[None]] = set()
 _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
@@ -38,13 +38,13 @@ def begin(request: GenerateRequest) -> trace.Span:
 
 
 def end_with(span: trace.Span, call: Any) -> None:
-    """The span ends when the blocking ``call`` does."""
+    """Ends ``span`` when the blocking ``call`` ends."""
     if span.is_recording() and not call.add_callback(lambda: _end(span, call.code())):
         _end(span, call.code())
 
 
 def end_with_async(span: trace.Span, call: grpc.aio.Call) -> None:
-    """The same for an asyncio call, whose status is told on its loop."""
+    """Ends ``span`` when the asyncio ``call`` ends."""
     if span.is_recording():
         task = asyncio.create_task(_end_after(span, call), name="client span")
         _ending.add(task)

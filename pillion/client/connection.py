@@ -1,8 +1,8 @@
 """How the SDK reaches a gateway: address, TLS, API key, limits, and which calls gRPC may send again by itself.
 
-What is retried (in gRPC itself, by a service config): ListModels and GetStatus, which only read, and Generate, which
-gRPC retries only while nothing of the answer has come. Only UNAVAILABLE is: nobody was there, or the gateway is
-stopping. A gateway that answers and has no worker says not to (see :mod:`pillion.wire.errors`).
+gRPC itself retries, by a service config: ListModels and GetStatus, which only read, and Generate as long as nothing of
+the answer has come. It retries only the status UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway
+that answers and has no worker forbids the retry (see :mod:`pillion.wire.errors`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Pem = str | os.PathLike[str] | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """Where to, and how. ``credentials`` None: plain text."""
+class GatewayConnection:
+    """A gateway's address and how to call it. ``credentials`` None: plain text."""
 
     target: str
     credentials: grpc.ChannelCredentials | None
@@ -44,13 +44,13 @@ class Connection:
         return grpc.secure_channel(self.target, self.credentials, options=self._options())
 
     def open_async(self) -> grpc.aio.Channel:
-        """The same for asyncio; it belongs to the loop that runs."""
+        """An asyncio channel, which belongs to the running event loop. It connects as a blocking one does."""
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.target, options=self._options())
         return grpc.aio.secure_channel(self.target, self.credentials, options=self._options())
 
     def metadata(self) -> list[tuple[str, str]]:
-        """Of every call: the API key, and the trace context of the caller."""
+        """Metadata of every call: the API key, and the trace context of the caller."""
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
         return key + telemetry.inject()
 
@@ -67,8 +67,8 @@ def connect(
     key: Pem | None = None,
     api_key: str = "",
     max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
-) -> Connection:
-    """Nothing is connected yet.
+) -> GatewayConnection:
+    """Checks the options and reads the files; the first call connects.
 
     Args:
         target: ``host:port`` or ``unix:path``; ``grpcs://host:port`` for TLS, ``grpc://host:port`` for none.
@@ -76,7 +76,7 @@ def connect(
         ca: PEM of the authorities that are trusted, as a path or as bytes; default: the system's.
         cert, key: PEM of the client's own certificate chain and private key, for a server that asks for them.
         api_key: sent as ``authorization: Bearer``; default: the environment's PILLION_API_KEY.
-        max_message_bytes: largest message that is taken or sent.
+        max_message_bytes: largest message that is received or sent.
 
     Raises:
         ConfigError: options that cannot work together, or files that cannot be read.
@@ -84,22 +84,22 @@ def connect(
     scheme, separator, rest = target.partition("://")
     if separator and scheme in ("grpc", "grpcs"):
         target = rest
-    encrypted = tls or scheme == "grpcs" or any(said is not None for said in (ca, cert, key))
+    encrypted = tls or scheme == "grpcs" or any(file is not None for file in (ca, cert, key))
     if encrypted and separator and scheme == "grpc":
         raise ConfigError(f"grpc://{rest} is plain text, and TLS was asked for: write grpcs://{rest}")
     if (cert is None) != (key is None):
         raise ConfigError("cert and key belong together: give both or none")
-    said_key = api_key or os.environ.get(API_KEY_VARIABLE, "")
-    if not (said_key.isascii() and said_key.isprintable()) or said_key != said_key.strip():
+    key_text = api_key or os.environ.get(API_KEY_VARIABLE, "")
+    if not (key_text.isascii() and key_text.isprintable()) or key_text != key_text.strip():
         raise ConfigError("the API key must be printable ASCII without spaces around it")
     credentials = None
     if encrypted:
         credentials = grpc.ssl_channel_credentials(_pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert"))
-    return Connection(target, credentials, said_key, max_message_bytes)
+    return GatewayConnection(target, credentials, key_text, max_message_bytes)
 
 
 def service_config() -> str:
-    """The JSON that gRPC reads."""
+    """gRPC's service config as JSON: which calls are retried, and how."""
     policy = {
         "maxAttempts": RETRY_ATTEMPTS,
         "initialBackoff": f"{RETRY_FIRST_BACKOFF_S}s",
@@ -108,15 +108,15 @@ def service_config() -> str:
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     names = [{"service": SERVICE, "method": method} for method in ("ListModels", "GetStatus", "Generate")]
-    # A gateway that is really gone is not asked again and again by everybody: half of the tokens must be there.
+    # Retries stop while fewer than half of the tokens are left, so that a lost gateway is not flooded with them.
     throttling = {"maxTokens": 100, "tokenRatio": 0.5}
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}], "retryThrottling": throttling})
 
 
-def _pem(said: Pem | None, name: str) -> bytes | None:
-    if said is None or isinstance(said, bytes):
-        return said
+def _pem(source: Pem | None, name: str) -> bytes | None:
+    if source is None or isinstance(source, bytes):
+        return source
     try:
-        return Path(said).read_bytes()
+        return Path(source).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name}: {said}: {error.strerror}") from None
+        raise ConfigError(f"{name}: {source}: {error.strerror}") from None

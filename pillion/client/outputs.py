@@ -1,4 +1,4 @@
-"""Finished answers in vLLM's shape, gathered from a stream of deltas: what LLM and Client.batch give back."""
+"""Finished answers in vLLM's shape, gathered from a stream of deltas: what LLM and Client.batch return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompletionOutput:
     Attributes:
         finish_reason: "stop" or "length".
         logprobs: for each token, the sampled one first, then the alternatives; None where they were not asked for.
-        cumulative_logprob: the sum of the sampled tokens' log probabilities; None likewise.
+        cumulative_logprob: the sum of the sampled tokens' log probabilities; None where they were not asked for.
     """
 
     index: int
@@ -46,11 +46,11 @@ class RequestOutput:
     """All answers to one prompt.
 
     Attributes:
-        prompt: its text; None where token ids were given. Of a conversation, what the template made of it (LLM), or
-            None (Client).
-        prompt_token_ids: what the model read; None where only the gateway knows it.
+        prompt: the prompt's text; None where token ids were given. A conversation's is what the chat template made of
+            it (LLM), or None (Client).
+        prompt_token_ids: the prompt as the model read it; None where only the gateway knows the ids.
         num_cached_tokens: tokens of the prompt whose KV was found.
-        usage, timings: as the last delta of the stream had them.
+        usage, timings: those of the stream's last delta.
     """
 
     request_id: str
@@ -63,7 +63,7 @@ class RequestOutput:
     timings: Timings | None = None
 
 
-class _Growing:
+class _PartialAnswer:
     __slots__ = ("finish_reason", "logprobs", "texts", "token_ids")
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class _Growing:
         self.finish_reason: FinishReason | None = None
 
 
-class Collector:
-    """Takes one stream's deltas; ``output`` may be asked for at any time.
+class OutputCollector:
+    """Gathers one stream's deltas; :meth:`output` may be called at any time.
 
     Args:
         prompt, prompt_token_ids: as in :class:`RequestOutput`.
-        with_logprobs: whether they were asked for.
-        decode: a token's text.
+        with_logprobs: whether log probabilities were asked for.
+        decode: gives a token's text, or None where it is not known.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Collector:
         self._prompt_token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
         self._with_logprobs = with_logprobs
         self._decode = decode
-        self._answers: dict[int, _Growing] = {}
+        self._answers: dict[int, _PartialAnswer] = {}
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
-        """The next one of the stream."""
-        answer = self._answers.setdefault(delta.index, _Growing())
+        """Adds the stream's next delta."""
+        answer = self._answers.setdefault(delta.index, _PartialAnswer())
         answer.texts.append(delta.text)
         answer.token_ids += delta.token_ids
         answer.logprobs += delta.logprobs
@@ -106,7 +106,7 @@ class Collector:
         self._last = delta
 
     def output(self) -> RequestOutput:
-        """All that came so far."""
+        """The answers so far; ``finished`` once the last delta came."""
         usage = self._last.usage if self._last else None
         return RequestOutput(
             request_id=self._last.request_id if self._last else "",
@@ -119,20 +119,22 @@ class Collector:
             timings=self._last.timings if self._last else None,
         )
 
-    def _completion(self, index: int, answer: _Growing) -> CompletionOutput:
-        said = answer.logprobs if self._with_logprobs else None
+    def _completion(self, index: int, answer: _PartialAnswer) -> CompletionOutput:
+        logprobs = answer.logprobs if self._with_logprobs else None
         return CompletionOutput(
             index=index,
             text="".join(answer.texts),
             token_ids=answer.token_ids,
             finish_reason=answer.finish_reason.value if answer.finish_reason else None,
-            logprobs=None if said is None else [self._position(one) for one in said],
-            cumulative_logprob=None if said is None else sum(one.logprob for one in said),
+            logprobs=None if logprobs is None else [self._position(one) for one in logprobs],
+            cumulative_logprob=None if logprobs is None else sum(one.logprob for one in logprobs),
         )
 
-    def _position(self, said: TokenLogprob) -> dict[int, Logprob]:
-        ranks = {token_id: rank for rank, token_id in enumerate(said.top_ids, 1)}
-        found = {said.token_id: Logprob(said.logprob, ranks.get(said.token_id), self._decode(said.token_id))}
-        for token_id, logprob in zip(said.top_ids, said.top_logprobs, strict=True):
+    def _position(self, sampled: TokenLogprob) -> dict[int, Logprob]:
+        ranks = {token_id: rank for rank, token_id in enumerate(sampled.top_ids, 1)}
+        found = {
+            sampled.token_id: Logprob(sampled.logprob, ranks.get(sampled.token_id), self._decode(sampled.token_id))
+        }
+        for token_id, logprob in zip(sampled.top_ids, sampled.top_logprobs, strict=True):
             found.setdefault(token_id, Logprob(logprob, ranks[token_id], self._decode(token_id)))
         return found

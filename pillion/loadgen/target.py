@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from pillion.client.client import AsyncClient
+from pillion.client.async_client import AsyncClient
 from pillion.errors import PillionError
 from pillion.types import SamplingParams
 

@@ -7,19 +7,18 @@ every MIN_PING_INTERVAL_MS, so no load balancer's idle timeout above that ends a
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from pillion.errors import Internal, InvalidRequest, PillionError, Unavailable
-from pillion.net import tls
+from pillion.errors import InvalidRequest, PillionError, Unavailable
+from pillion.net import in_process, tls
+from pillion.net.addresses import OFF_NETWORK
+from pillion.wire.errors import as_pillion_error
 from pillion.wire.errors import from_rpc_error as from_rpc_error
 from pillion.wire.errors import to_status as to_status
-
-log = logging.getLogger("pillion.net.rpc")
 
 # A 128K-token prompt is 0.5 MB of varints; a megabyte of text tokenizes to less than that.
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -86,11 +85,13 @@ def use_identity(identity: tls.Identity | None) -> None:
 
 def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
     """What a service for other parts has on this address; None is plain text, as on every Unix socket."""
-    return None if _identity is None or listen.startswith("unix:") else tls.server_credentials(_identity)
+    return None if _identity is None or listen.startswith(OFF_NETWORK) else tls.server_credentials(_identity)
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
     """A channel to another part at ``host:port`` or ``unix:path``. The caller closes it."""
+    if target.startswith(in_process.SCHEME):
+        return in_process.InProcessChannel(target)
     if _identity is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=client_options())
     return tls.ComponentChannel(target, _identity, client_options())
@@ -190,12 +191,7 @@ def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(error, grpc.aio.AioRpcError):
-        error = from_rpc_error(error)
-    if not isinstance(error, PillionError):
-        log.exception("%s failed", method, exc_info=error)
-        error = Internal("internal error; the server's log says more")
-    status = to_status(error)
+    status = to_status(as_pillion_error(error, method))
     # Trailers that the handler has set stay, beside the error's own.
     trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
     await context.abort(status.code, status.details, trailers)
@@ -207,8 +203,8 @@ class RunningServer:
 
     server: grpc.aio.Server
     address: str
-    health: Any
-    services: tuple[str, ...]
+    services: tuple[str, ...] = ()
+    health: Any = None
 
     async def tell(self, serving: bool) -> None:
         """What health says from now on, of every service."""
@@ -220,7 +216,8 @@ class RunningServer:
 
     async def not_serving(self) -> None:
         """Health says NOT_SERVING from now on, of every service; calls are still taken."""
-        await self.health.enter_graceful_shutdown()
+        if self.health is not None:
+            await self.health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Says NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Those that watch the health
@@ -255,6 +252,8 @@ async def start_server(
     Raises:
         OSError: the address cannot be bound.
     """
+    if listen.startswith(in_process.SCHEME):
+        return _start_in_process(listen, services)
     from grpc_health.v1 import health, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 
@@ -276,6 +275,14 @@ async def start_server(
         raise OSError(f"cannot listen on {listen}: {error}") from None
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
-    running = RunningServer(server, address, checker, names)
+    running = RunningServer(server, address, names, checker)
     await running.tell(serving)
     return running
+
+
+def _start_in_process(listen: str, services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]) -> RunningServer:
+    server: Any = in_process.InProcessServer(listen)
+    for _, add in services:
+        add(server)
+    server.start()
+    return RunningServer(server, listen)

@@ -95,7 +95,7 @@ REQUESTS = _counter(
     "pillion.requests", "{request}", "Ended requests: stop, length, cancelled, or the error's code.", MODEL, "outcome"
 )
 REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests refused at the edge.", "reason")
-REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a part was lost.", MODEL)
+REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a component was lost.", MODEL)
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 

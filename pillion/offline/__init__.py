@@ -1,1 +1,7 @@
-"""Map of this package."""
+"""Offline use: :class:`pillion.LLM`, the whole engine in the caller's process.
+
+- `llm`: the class that users see, in vLLM's call shape. Open it first.
+- `offline_cluster`: the KV node, decode worker and gateway behind it, on one event loop in a thread of their own.
+
+No behaviour of the service comes in here: the components are the ones that `pillion serve` runs.
+"""

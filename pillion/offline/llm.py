@@ -6,8 +6,8 @@
         for output in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0, max_tokens=32)):
             print(output.prompt, output.outputs[0].text)
 
-What differs from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
-Pillion's flags; what is not supported (LoRA, guided decoding, images, pooling) is not accepted in silence.
+Differences from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
+Pillion's flags; what is not supported (LoRA, guided decoding, images, pooling) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from types import TracebackType
 from typing import Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Ask, Message, to_pb
-from pillion.client.outputs import Collector, RequestOutput
+from pillion.client.client_requests import Message, RequestOptions, to_pb
+from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
-from pillion.offline.offline_line import Line, LineThread
-from pillion.types import GenerateRequest, SamplingParams
+from pillion.offline.offline_cluster import OfflineCluster, OfflineThread
+from pillion.types import ClusterStatus, GenerateRequest, SamplingParams
 from pillion.wire.public import request_from_pb
 
 # A text, token ids, or vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" if you like.
@@ -58,11 +58,11 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.flags = read_options(model, options)
-        from pillion.supervisor.components import require_server_packages
+        from pillion.supervisor.component_process import require_server_packages
 
         require_server_packages()
-        self._thread = LineThread(self.flags)
-        # A method of the thread's, not of ours: it must not keep this object alive.
+        self._thread = OfflineThread(self.flags)
+        # The finalizer holds the thread's method, not one of ours: it must not keep this object alive.
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._finalizer.atexit = False
 
@@ -100,15 +100,25 @@ class LLM:
     ) -> list[RequestOutput]:
         """The assistant's next message in one conversation or many; the model's own template makes the prompts.
 
-        ``messages``: ``{"role": ..., "content": ...}`` or ChatMessage. The rest is as in :meth:`generate`.
+        ``messages``: ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` has the other arguments.
         """
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
-        requests = [Ask().of_chat(conversation) for conversation in conversations]
+        requests = [RequestOptions().of_chat(conversation) for conversation in conversations]
         return self._run(requests, sampling_params, use_tqdm, priority)
 
+    def status(self) -> ClusterStatus:
+        """The components, their load, and totals, as :meth:`pillion.Client.status` gives them. Raises PillionError."""
+
+        async def read() -> Any:
+            assert self._thread.cluster is not None
+            return self._thread.cluster.gateway.status()
+
+        found: ClusterStatus = self._thread.submit(read()).result()
+        return found
+
     def close(self) -> None:
-        """Cancels what runs, ends all threads, processes and sockets, and frees the memory. Idempotent."""
+        """Cancels all calls, ends all threads, processes and sockets, and frees the memory. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -130,8 +140,8 @@ class LLM:
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         complete = [
-            _checked(replace(request, priority=urgency), said)
-            for request, said, urgency in zip(requests, one_each(sampling, len(requests)), priorities, strict=True)
+            _checked(replace(request, priority=urgency), each)
+            for request, each, urgency in zip(requests, one_each(sampling, len(requests)), priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
         work = self._thread.submit(_answer_all(self._thread, complete, done))
@@ -146,32 +156,34 @@ class LLM:
         except concurrent.futures.CancelledError:
             raise Cancelled("the LLM was closed") from None
         finally:
-            # Ctrl-C, too: nothing of this call runs on.
+            # After Ctrl-C too, nothing of this call runs on.
             work.cancel()
         return [outputs[n] for n in range(len(complete))]
 
 
 async def _answer_all(
-    thread: LineThread, requests: Sequence[GenerateRequest], done: queue.SimpleQueue[tuple[int, RequestOutput] | None]
+    thread: OfflineThread,
+    requests: Sequence[GenerateRequest],
+    done: queue.SimpleQueue[tuple[int, RequestOutput] | None],
 ) -> None:
-    """All requests, as many at once as there is room for; the first error ends the others and is raised."""
-    line = thread.line
-    assert line is not None
+    """Answers all requests, as many at once as the limit allows. The first error ends the others and is raised."""
+    cluster = thread.cluster
+    assert cluster is not None
     running: set[asyncio.Task[None]] = set()
 
-    async def answer(index: int, request: GenerateRequest, room: contextlib.AsyncExitStack) -> None:
-        async with room:
+    async def answer(index: int, request: GenerateRequest, held: contextlib.AsyncExitStack) -> None:
+        async with held:
             try:
-                done.put((index, await _answer(line, request)))
+                done.put((index, await _answer(cluster, request)))
             except Exception as error:
                 error.add_note(f"prompt {index} of {len(requests)}")
                 raise
 
     try:
         for index, request in enumerate(requests):
-            async with contextlib.AsyncExitStack() as room:
-                await room.enter_async_context(line.room.holding(_answers(request)))
-                running.add(asyncio.create_task(answer(index, request, room.pop_all())))
+            async with contextlib.AsyncExitStack() as held:
+                await held.enter_async_context(cluster.limit.holding(_answers(request)))
+                running.add(asyncio.create_task(answer(index, request, held.pop_all())))
             ended = {task for task in running if task.done()}
             running -= ended
             for task in ended:
@@ -183,12 +195,12 @@ async def _answer_all(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _answer(line: Line, request: GenerateRequest) -> RequestOutput:
-    generation = await line.generate(request)
+async def _answer(cluster: OfflineCluster, request: GenerateRequest) -> RequestOutput:
+    generation = await cluster.gateway.generate(request)
     try:
         ids = list(generation.job.prompt)
-        text = request.text or (line.prompt_text(ids) if request.messages else None)
-        collector = Collector(text, ids, request.sampling.logprobs is not None, line.token_text)
+        text = request.text or (cluster.prompt_text(ids) if request.messages else None)
+        collector = OutputCollector(text, ids, request.sampling.logprobs is not None, cluster.token_text)
         async for delta in generation:
             collector.add(delta)
         return collector.output()
@@ -197,9 +209,10 @@ async def _answer(line: Line, request: GenerateRequest) -> RequestOutput:
 
 
 def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
-    """Raises TypeError for an option that does not exist, ConfigError for a value that cannot be meant."""
+    """The options as flags. Raises TypeError for an option that does not exist, ConfigError for a value that cannot be
+    meant."""
     known = {field.name: field for field in fields(OfflineFlags) if field.name != "model"}
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"LLM has no option {name!r}; it has: {', '.join(sorted(known))}")
@@ -213,12 +226,12 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
             raise ConfigError(f"{name} {value!r} is no {wanted.__name__}")
         if about["choices"] and value not in about["choices"]:
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(about['choices'])}")
-        said[name] = value
-    return OfflineFlags(model=str(model), **said)
+        given[name] = value
+    return OfflineFlags(model=str(model), **given)
 
 
 def _listed(prompts: Any) -> Sequence[Any]:
-    """One prompt is a list of one."""
+    """The prompts as a list; a single prompt becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
@@ -226,23 +239,23 @@ def _listed(prompts: Any) -> Sequence[Any]:
 
 
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
-    """Raises InvalidRequest, naming ``where``."""
+    """The request of one prompt. Raises InvalidRequest, naming ``where``."""
     if not isinstance(prompt, Mapping):
-        return Ask().of_prompt(prompt)
+        return RequestOptions().of_prompt(prompt)
     unknown = sorted(set(prompt) - _PROMPT_KEYS)
     if unknown:
         raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
-    ask = Ask(cache_salt=prompt.get("cache_salt") or "")
+    options = RequestOptions(cache_salt=prompt.get("cache_salt") or "")
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if (ids is None) == (text is None):
         raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
-    return ask.of_prompt(list(ids) if ids is not None else str(text))
+    return options.of_prompt(list(ids) if ids is not None else str(text))
 
 
 def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> GenerateRequest:
-    """As a gateway would read it from the wire: the same types and roundings, and the same refusals."""
-    said = Ask(sampling=sampling).of_prompt(()).sampling
-    return request_from_pb(to_pb(replace(request, sampling=said)))
+    """The request as a gateway would read it from the wire: the same types, roundings and refusals."""
+    chosen = RequestOptions(sampling=sampling).of_prompt(()).sampling
+    return request_from_pb(to_pb(replace(request, sampling=chosen)))
 
 
 def _answers(request: GenerateRequest) -> int:
@@ -251,7 +264,7 @@ def _answers(request: GenerateRequest) -> int:
 
 @contextlib.contextmanager
 def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[RequestOutput], None]]:
-    """vLLM's bar: finished prompts, and tokens per second in and out."""
+    """Shows vLLM's bar, finished prompts and tokens per second in and out; yields what to call for each output."""
     if not use_tqdm:
         yield lambda _: None
         return

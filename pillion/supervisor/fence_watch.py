@@ -1,9 +1,10 @@
-"""Workers that stay fenced are killed; the supervisor then starts them again as after any death.
+"""Kills workers that stay fenced; the supervisor then starts them again as after any death.
 
-    the node names it --first seen--> waiting --kill_after_s later, still named--> killed, seen anew
-                                         '--not named any more: it drained and went on, or died--> forgotten
+    the node names a worker --first seen--> waiting --kill_after_s later, still named--> killed, timed anew
+                                               '--not named any more: it drained and went on, or died--> forgotten
 
-The KV node is the authority on who is fenced (I4), so it is asked, once a second. SIGKILL ends stopped processes too.
+The KV node is the authority on which workers are fenced (I4), so it is asked, once a second. SIGKILL ends stopped
+processes too.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ FENCE_POLL_S = 1.0
 
 
 class FenceWatch:
-    """Since when each part is fenced (I9). ``kill_after_s``: how long it may stay so."""
+    """Since when each worker is fenced (I9). ``kill_after_s``: how long it may stay fenced."""
 
     def __init__(self, kill_after_s: float) -> None:
         self.kill_after_s = kill_after_s
         self._since: dict[tuple[int, str], float] = {}
 
     def look(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
-        """The node's answer, of that boot of it, at ``now`` (monotonic seconds): whom to kill, and how long it was
-        seen fenced. Who is named again after that has its time again."""
+        """Returns which workers to kill, and for how many seconds each was seen fenced.
+
+        A worker that is named again after it was returned is timed anew.
+
+        Args:
+            boot_epoch: the boot of the node that answered.
+            components: the fenced workers in that answer.
+            now: monotonic seconds.
+        """
         since = {(boot_epoch, component): self._since.get((boot_epoch, component), now) for component in components}
         overdue = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
         for key, _ in overdue:
@@ -37,12 +45,12 @@ class FenceWatch:
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
-    """Until cancelled. A node that does not answer accuses nobody, and what it said before stands until it does.
+    """Runs until cancelled. While the node does not answer, nobody is killed, and its last answer stands.
 
     Args:
         target: the node's address.
-        kill_after_s: see FenceWatch.
-        kill: ends a part by its id; whether it ran.
+        kill_after_s: as in :class:`FenceWatch`.
+        kill: ends a component by its id; returns whether it ran.
     """
     from pillion.errors import PillionError
     from pillion.kvstore.client.node_client import NodeClient

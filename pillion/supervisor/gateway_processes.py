@@ -2,10 +2,10 @@
 
     ports held (bound, not listening) --> gateway-0 ... gateway-N-1 listen on them --> the system spreads connections
             |                                     |
-     somebody else's port: ConfigError       each says on a socket of its own whether it is ready, and that it lives
+     somebody else's port: ConfigError       each has a socket of its own, where probes ask whether it is ready
 
 The system chooses a process per connection (SO_REUSEPORT), so all streams of one connection are in one process.
-Processes share nothing but Redis and files: see docs/architecture.md.
+Processes share nothing but Redis and files.
 """
 
 from __future__ import annotations
@@ -15,52 +15,57 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pillion.cli.flags import subset, to_argv
-from pillion.config import EdgeFlags, GatewayFlags
+from pillion.cli.checks import check_flags
+from pillion.cli.console import Notices
+from pillion.cli.flags import subset
+from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
+from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import probes
+from pillion.supervisor.child_command import child_environ, component_argv
+from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
+from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
-E = TypeVar("E", bound=EdgeFlags)
+E = TypeVar("E", bound=GatewayFlags)
 
 
 class PublicPorts:
-    """The two ports, chosen and checked; held while several processes share them. ``close`` lets go of them."""
+    """The two public ports, chosen and checked; held while several processes share them, until :meth:`close`."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
 
-    def take(self, flags: E) -> E:
-        """``flags`` with the ports that are used, where they say 0. Raises ConfigError for one that is taken."""
+    def hold(self, flags: E) -> E:
+        """``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
             self._held.append(bind_port(flags.host, name, getattr(flags, name)))
         http, grpc = (held.getsockname()[1] for held in self._held)
         if flags.gateway_workers == 1:
             self.close()
         for held in self._held:
-            # Bound, so that nobody else gets the port while one of ours is started again. Our processes may listen on
-            # it from now on; this socket never does, so no connection comes here.
+            # The port stays bound, so that nobody else gets it while a gateway is started again. Gateways may listen
+            # on it from now on; this socket never does, so no connection comes here.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return replace(flags, http_port=http, grpc_port=grpc)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Frees both ports. Idempotent."""
         while self._held:
             self._held.pop().close()
 
 
 def bind_port(host: str, name: str, port: int) -> socket.socket:
-    """A socket on ``port``, or on a free one for 0. Raises ConfigError where it is taken.
+    """A socket on ``port``, or on a free one for 0. Raises ConfigError where the port is in use.
 
-    The gateway binds it later; chosen here, it stays the same when the gateway is started again.
+    The gateway binds the port later; chosen here, it stays the same when the gateway is started again.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,10 +79,13 @@ def bind_port(host: str, name: str, port: int) -> socket.socket:
 
 
 def gateway_specs(
-    flags: EdgeFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
+    flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
 ) -> list[ProcessSpec]:
-    """The gateways, named gateway-0 and so on behind ``prefix``; each has a socket of its own for probes under
-    ``folder``. ``alone``: ready when it listens, as workers come and go elsewhere; else when it would serve."""
+    """The gateways, named ``prefix`` gateway-0 and so on; each has a socket for probes under ``folder``.
+
+    ``alone``: workers come and go elsewhere, so a gateway is ready when it listens; else it is ready when it would
+    serve a request.
+    """
     specs = []
     for number in range(flags.gateway_workers):
         name, address = f"{prefix}gateway-{number}", f"unix:{folder}/gateway-{number}.sock"
@@ -98,22 +106,11 @@ def gateway_specs(
     return specs
 
 
-def component_argv(role: str, flags: Any) -> tuple[str, ...]:
-    """The command of one part."""
-    # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
-    arguments = to_argv(flags, leave_out=("redis_url",))
-    # The name first: it is what people look for in `ps`.
-    arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
-    return (sys.executable, "-m", "pillion", role, *arguments)
-
-
 def run_gateways(flags: GatewayFlags) -> int:
-    """`pillion gateway --gateway-workers N`: blocks until a signal (exit status 0) or until they cannot be kept alive
-    (1). Raises PillionError."""
-    from pillion.cli.checks import check_flags
-    from pillion.observability.log_format import set_up_logging
-    from pillion.supervisor.components import require_server_packages
+    """Runs `pillion gateway --gateway-workers N`; returns the exit status.
 
+    That is 0 after a signal, 1 where the gateways cannot be kept alive. Raises PillionError.
+    """
     check_flags(flags)
     require_server_packages()
     set_up_logging(flags.log_level)
@@ -121,46 +118,27 @@ def run_gateways(flags: GatewayFlags) -> int:
 
 
 async def _run(flags: GatewayFlags) -> int:
-    from pillion.cli.console import Notices
-    from pillion.supervisor.components import stop_on_signals
-    from pillion.supervisor.local_cluster import child_environ
-    from pillion.supervisor.runtime_dir import RuntimeDir
-
     stop, notices = asyncio.Event(), Notices()
     stop_on_signals(stop)
     with contextlib.ExitStack() as stack:
         ports = PublicPorts()
         stack.callback(ports.close)
-        flags = ports.take(flags)
+        flags = ports.hold(flags)
         runtime = RuntimeDir.create()
         stack.callback(runtime.remove)
-        # Their names are told apart from those of other machines'.
+        # The prefix tells these gateways from those of other machines.
         prefix = f"{flags.component_id or secrets.token_hex(3)}-"
         environ = child_environ(os.environ, flags.redis_url)
         specs = gateway_specs(flags, runtime.path, environ, level=0, prefix=prefix, alone=True)
         supervisor = Supervisor(specs, notices)
         try:
-            return await _keep(supervisor, notices, stop)
+            if not await run_unless(stop, supervisor.start()):
+                return 0
+            notices.say("all gateways listen", "bold green")
+            failed = await run_unless(stop, supervisor.failed())
+            if not failed:
+                return 0
+            notices.say(f"stopping: {failed.result()}", "bold red")
+            return 1
         finally:
             await supervisor.stop()
-
-
-async def _keep(supervisor: Supervisor, notices: Any, stop: asyncio.Event) -> int:
-    """Starts them and waits for whatever ends them."""
-    stopped = asyncio.create_task(stop.wait())
-    starting = asyncio.create_task(supervisor.start())
-    failed = asyncio.create_task(supervisor.failed())
-    try:
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done():
-            return 0
-        starting.result()
-        notices.say("all gateways listen", "bold green")
-        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not failed.done():
-            return 0
-        notices.say(f"stopping: {failed.result()}", "bold red")
-        return 1
-    finally:
-        for task in (stopped, starting, failed):
-            task.cancel()

@@ -1,8 +1,8 @@
 """A child's tie to its supervisor: when the supervisor dies, however it dies, the child dies too.
 
-On Linux the kernel does it (PR_SET_PDEATHSIG, kept across execve); elsewhere somebody has to look. As a program
-(``python -m pillion.supervisor.lifeline PARENT_PID COMMAND ...``) it ties a command that knows nothing of this, such
-as Redis.
+On Linux the kernel kills the child (PR_SET_PDEATHSIG, kept across execve); elsewhere the child polls its parent's
+process id. As a program (``python -m pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command
+that knows nothing of supervisors, such as Redis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parent_pid() -> int:
 
 
 def tie_to_parent(pid: int | None = None) -> None:
-    """Die with process ``pid`` (default: the supervisor's), which must be the parent. Does nothing without one."""
+    """Makes this process die with its parent ``pid`` (default: the supervisor's). Does nothing without one."""
     pid = parent_pid() if pid is None else pid
     if not pid:
         return
@@ -40,7 +40,7 @@ def tie_to_parent(pid: int | None = None) -> None:
 
 
 def run_tied(pid: int, command: list[str]) -> int:
-    """Run ``command`` so that it ends when ``pid``, this process's parent, does. Does not return on Linux."""
+    """Runs ``command`` so that it ends when ``pid``, this process's parent, does. Does not return on Linux."""
     tie_to_parent(pid)
     if KERNEL_TIES:
         os.execvp(command[0], command)  # noqa: S606
@@ -48,7 +48,7 @@ def run_tied(pid: int, command: list[str]) -> int:
 
 
 def watch(pid: int, command: list[str]) -> int:
-    """The portable way: stay between parent and command, pass SIGTERM on, kill the command once the parent is gone."""
+    """Runs ``command`` as a child, passes SIGTERM on to it, and kills it once the parent ``pid`` is gone. Portable."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while child.poll() is None:

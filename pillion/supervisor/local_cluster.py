@@ -17,18 +17,18 @@ from typing import Any
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
-from pillion.cli.flags import env_name, subset, to_argv, without_flags
+from pillion.cli.flags import subset, to_argv
 from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
 from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
-from pillion.supervisor.child import Child
-from pillion.supervisor.components import STOP_GRACE_S, require_server_packages
+from pillion.supervisor.child_command import child_environ, component_argv
+from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.component_process import STOP_GRACE_S, require_server_packages
 from pillion.supervisor.fence_watch import watch_fences
-from pillion.supervisor.gateway_processes import PublicPorts, component_argv, gateway_specs
-from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.pool_fit import Fit, fit_pool
+from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs
+from pillion.supervisor.pool_fit import PoolFit, fit_pool
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
@@ -40,7 +40,10 @@ GOMP_SPIN_COUNT = 1000
 
 
 class LocalCluster:
-    """Use as an async context manager, or ``await start()`` and, whatever happened, ``await stop()``."""
+    """Use: ``await prepare()``, ``await start()`` and, whatever happened, ``await stop()``.
+
+    ``flags`` are those that were given, until :meth:`prepare` has settled them: without "auto", with real ports.
+    """
 
     def __init__(self, flags: ServeFlags, notices: Notices) -> None:
         self.flags = flags
@@ -48,7 +51,7 @@ class LocalCluster:
         self.supervisor: Supervisor | None = None
         self.runtime: RuntimeDir | None = None
         self.model_name = ""
-        self.fit: Fit | None = None
+        self.fit: PoolFit | None = None
         self._redis_binary: Path | None = None
         self._fences: asyncio.Task[None] | None = None
         self._ports = PublicPorts()
@@ -59,23 +62,23 @@ class LocalCluster:
         return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
 
     def describe(self) -> str:
-        """Model and pool in one line, once they are prepared."""
+        """The prepared model and the pool, in one line."""
         pool = self.fit.describe() if self.fit is not None else "what --gpu-memory-utilization leaves"
         return f"model {self.model_name} on {self.flags.device}, KV pool {pool}"
 
     async def prepare(self) -> None:
-        """Everything that can be refused, and the model. Raises ConfigError; nothing needs to be stopped yet."""
+        """Checks and settles the flags, and makes the model ready. Raises ConfigError; no process is left then."""
         check_flags(self.flags)
         require_server_packages()
-        self.flags = resolved_flags(self.flags)
-        self._redis_binary = None if self.flags.redis_url else redis.find_redis()
-        self.flags = self._ports.take(self.flags)
+        settled = resolved_flags(self.flags)
+        self._redis_binary = None if settled.redis_url else redis.find_redis()
+        self.flags = self._ports.hold(settled)
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
             await prepare_in_child(self.flags, step)
         self.model_name, self.fit = describe_model(self.flags)
 
-    async def start(self) -> None:
-        """Returns when a request would be served. Raises PillionError; call :meth:`stop` then too."""
+    async def start(self) -> Supervisor:
+        """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""
         self.runtime = RuntimeDir.create()
         specs = process_specs(self.flags, self.runtime.path, self._redis_binary)
         self.supervisor = Supervisor(specs, self.notices)
@@ -83,9 +86,10 @@ class LocalCluster:
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
         self._fences = asyncio.create_task(watching, name="fences")
+        return self.supervisor
 
     async def stop(self) -> None:
-        """Idempotent; leaves nothing behind, also after a start that failed half-way."""
+        """Stops everything and leaves nothing behind, also after a start that failed half-way. Idempotent."""
         try:
             if self._fences is not None:
                 self._fences.cancel()
@@ -98,7 +102,7 @@ class LocalCluster:
                 self.runtime.remove()
 
     def left_behind(self) -> list[str]:
-        """What still exists after :meth:`stop`: process groups and files; empty as it should be."""
+        """Process groups and files that still exist after :meth:`stop`; empty unless something is wrong."""
         left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
         if self.runtime is not None and self.runtime.path.exists():
             left.append(str(self.runtime.path))
@@ -106,14 +110,14 @@ class LocalCluster:
 
 
 def resolved_flags(flags: ServeFlags) -> ServeFlags:
-    """Without "auto": by what this machine has. Raises ConfigError."""
+    """``flags`` without "auto", which this machine's devices settle. Raises ConfigError."""
     from pillion.engine.backends.devices import resolved
 
     return resolved(flags)
 
 
 def node_device(flags: ServeFlags) -> str:
-    """Where the KV node keeps its pool, for resolved flags."""
+    """The device of the KV node's pool, for settled flags."""
     from pillion.engine.backends.devices import pool_device
 
     return pool_device(flags.device)
@@ -137,9 +141,9 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
         specs.append(replace(probed, quiet=flags.log_level != "debug"))
     # Pages of metrics: the gateways' first, then one port after the other.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
-    here = {"attach_socket": attach}
-    own = {"node_listen": f"unix:{folder}/{NODE_SOCKET}", "kv_device": node_device(flags)}
-    node = subset(KVNodeFlags, flags, metrics_port=next(pages), **own, **here)
+    listen = f"unix:{folder}/{NODE_SOCKET}"
+    place = {"node_listen": listen, "attach_socket": attach, "kv_device": node_device(flags)}
+    node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
     specs.append(_component("kvnode", node.node_id, 1, node, environ, node.node_listen))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
@@ -147,9 +151,9 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
             component_id = f"{role}-{number}"
             listen = f"unix:{folder}/{component_id}.sock"
             # The gateway drains before its workers: nothing is left to wait for when their turn comes.
-            mine = {"cpu_threads": threads, "cpu_affinity": next(bound), "drain_timeout_s": STOP_GRACE_S}
-            mine |= {"component_id": component_id, "listen": listen, "metrics_port": next(pages)}
-            worker = subset(cls, flags, **here, **mine)
+            place = {"component_id": component_id, "listen": listen, "attach_socket": attach}
+            share = {"cpu_threads": threads, "cpu_affinity": next(bound), "metrics_port": next(pages)}
+            worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker without a node ends at once; the gateway waits for both by itself.
             specs.append(replace(_component(role, component_id, 2, worker, compute, listen), needs=(node.node_id,)))
     return specs + gateway_specs(flags, folder, environ, level=3)
@@ -167,21 +171,8 @@ def _spec(
     return ProcessSpec(component_id=component_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
 
 
-def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
-    """What every part of this supervisor sees: no flags but the Redis URL, nothing that phones home."""
-    return without_flags(environ) | {
-        env_name("redis_url"): redis_url,
-        PARENT_PID_VARIABLE: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        # Parts start programs, but never use gRPC in a forked child; its fork handlers only log that they were skipped.
-        "GRPC_ENABLE_FORK_SUPPORT": "0",
-    }
-
-
 def compute_environ(threads: int) -> dict[str, str]:
-    """OpenMP for a worker that shares the machine with others: its own threads, and a short spin when they wait."""
+    """OpenMP's settings for one worker of several on a machine: its own threads, and a short spin when they wait."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -191,7 +182,7 @@ def compute_environ(threads: int) -> dict[str, str]:
 
 
 def threads_per_worker(flags: ServeFlags, cores: int) -> int:
-    """A worker's share of ``cores``: of those that compute at the same time. Co-located, prefill workers are idle."""
+    """A worker's share of ``cores`` among the workers that compute. Co-located, prefill workers are idle."""
     prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
     return max(1, cores // (prefill_workers + flags.decode_workers))
 
@@ -199,8 +190,8 @@ def threads_per_worker(flags: ServeFlags, cores: int) -> int:
 def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
     """``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
 
-    Co-located, prefill workers share those of the first decode worker: they do not compute at the same time. Raises
-    ConfigError where there are not enough.
+    Co-located, prefill workers share the cores of the first decode worker: they do not compute at the same time.
+    Raises ConfigError where ``cores`` are too few.
     """
     shared = flags.split_policy == "colocated"
     workers = flags.prefill_workers + flags.decode_workers
@@ -215,20 +206,20 @@ def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> 
 
 
 async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:
-    """Make the model ready in a process of its own: what it imports goes with it, and Ctrl-C ends it at once.
+    """Makes the model ready in a child process, whose imports end with it and which Ctrl-C ends at once.
 
     Raises ConfigError with the child's last line.
     """
     lines: list[str] = []
 
-    def hear(line: str) -> None:
+    def forward(line: str) -> None:
         lines.append(line)
         step(line)
 
     argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
-    # Only its own lines are progress, not the libraries' warnings and bars.
+    # Only the child's own lines are progress, not the libraries' warnings and bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
-    child = await Child.start(argv, environ, hear)
+    child = await ChildProcess.start(argv, environ, forward)
     try:
         code = await child.wait()
     finally:
@@ -237,12 +228,13 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
         raise ConfigError(lines[-1].removeprefix("pillion: ") if lines else f"preparing the model ended with {code}")
 
 
-def describe_model(flags: ServeFlags) -> tuple[str, Fit | None]:
-    """Name of the prepared model and what fits; None where a GPU decides that once the weights are there.
+def describe_model(flags: ServeFlags) -> tuple[str, PoolFit | None]:
+    """The prepared model's name, and the pool's size where it is known before a GPU has loaded the weights.
 
-    Raises ConfigError.
+    Raises ConfigError where the pool cannot hold one request.
     """
-    from pillion.engine.checkpoints.prepare import kv_layout, prepare
+    from pillion.engine.backends.backend import kv_layout
+    from pillion.engine.checkpoints.prepare import prepare
 
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:
@@ -256,16 +248,3 @@ def describe_model(flags: ServeFlags) -> tuple[str, Fit | None]:
         decode_workers=flags.decode_workers,
     )
     return prepared.name, fit
-
-
-async def run_until_signal(cluster: LocalCluster, stop: asyncio.Event) -> str:
-    """Waits for a signal (empty answer) or for the cluster's own end (why)."""
-    assert cluster.supervisor is not None
-    failed = asyncio.create_task(cluster.supervisor.failed())
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return failed.result() if failed.done() else ""
-    finally:
-        failed.cancel()
-        stopped.cancel()

@@ -1,4 +1,4 @@
-"""What fits: the pool in blocks and tokens, said before anything starts, and an error where one request does not."""
+"""The KV pool's size in blocks and tokens, before anything starts; an error where one request does not fit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ DECODE_STOCK_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A pool of ``total_blocks``, of which one request of full length needs ``request_blocks``."""
+class PoolFit:
+    """A pool's size beside its least size.
+
+    Attributes:
+        total_blocks: blocks of the pool.
+        request_blocks: blocks of one request of full length.
+        kept_blocks: blocks that only running decodes may use: their reserve and the workers' stock.
+    """
 
     total_blocks: int
     block_size_tokens: int
@@ -28,11 +34,11 @@ class Fit:
 
     @property
     def needed_blocks(self) -> int:
-        """Least pool: one full request, the decodes' reserve and the workers' stock."""
+        """Blocks of the least pool: one full request beside the kept blocks."""
         return self.request_blocks + self.kept_blocks
 
     def describe(self) -> str:
-        """One line for people."""
+        """The pool's size in one line."""
         return (
             f"{self.total_blocks:,} blocks of {self.block_size_tokens} tokens = {self.total_tokens:,} tokens "
             f"({human_bytes(self.total_blocks * self.block_bytes)}, {human_bytes(self.block_bytes)} a block)"
@@ -47,11 +53,14 @@ def fit_pool(
     max_model_len_tokens: int,
     decode_reserve_percent: int,
     decode_workers: int,
-) -> Fit:
-    """Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool."""
+) -> PoolFit:
+    """The size of a pool of ``kv_pool_bytes``.
+
+    Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool.
+    """
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
-    fit = Fit(
+    fit = PoolFit(
         total_blocks=total,
         block_size_tokens=block_size_tokens,
         block_bytes=block_bytes,

@@ -1,4 +1,4 @@
-"""Whether a part is ready, asked over gRPC; every question is answered within a second."""
+"""Asks over gRPC whether a component is ready or alive; every call returns within a second."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ PROBE_TIMEOUT_S = 1.0
 
 
 def reachable_host(host: str) -> str:
-    """Where a client on this machine reaches a server that listens on ``host``."""
+    """The host by which a client on this machine reaches a server that listens on ``host``."""
     known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}  # noqa: S104
     if host in known:
         return known[host]
@@ -14,18 +14,21 @@ def reachable_host(host: str) -> str:
 
 
 async def is_serving(target: str, ca: str | None = None) -> bool:
-    """Whether the standard health service at ``target`` says SERVING. ``grpcs://`` is a public port with TLS, whose
-    authority is in the file ``ca`` or known to the system; everything else is a part, see :func:`rpc.open_channel`."""
+    """Whether the standard health service at ``target`` says SERVING.
+
+    ``grpcs://`` is a public port with TLS, whose authority is in the file ``ca`` or known to the system; any other
+    target is a component's internal address (:func:`pillion.net.rpc.open_channel`).
+    """
     return bool(await _health(target, ca))
 
 
 async def answers(target: str) -> bool:
-    """Whether the part at ``target`` says anything about its health, be it good or bad."""
+    """Whether the component at ``target`` answers about its health at all, SERVING or not."""
     return await _health(target) is not None
 
 
 async def _health(target: str, ca: str | None = None) -> bool | None:
-    """None where nobody answers."""
+    """Whether the status is SERVING; None without an answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -1,4 +1,6 @@
-"""When a dead part is started again, and when its cluster gives up. Sans-IO (I9): deaths and a clock in, decisions out.
+"""When a dead component is started again, and when its cluster gives up.
+
+Sans-IO (I9): deaths and a clock in, decisions out.
 
 died ---- fewer than max_deaths within the window ----> Restart after a delay that doubles with each of them
      ---- the max_deaths-th within the window --------> GiveUp
@@ -10,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-# What a part exits with when its configuration is wrong; trying again cannot help.
+# The exit status of a component whose configuration is wrong; starting it again cannot help.
 EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the part again after ``delay_s`` seconds."""
+    """Start the component again after ``delay_s`` seconds."""
 
     delay_s: float
 
@@ -29,10 +31,10 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """Exponential backoff per part, and a bound on deaths within a sliding window.
+    """Exponential backoff per component, and a bound on deaths within a sliding window.
 
     Args:
-        max_deaths: the death within ``window_s`` seconds that ends it.
+        max_deaths: number of deaths of one component within ``window_s`` seconds at which the cluster gives up.
         first_delay_ms: wait after a lone death; doubles with each further one in the window, up to ``max_delay_ms``.
     """
 
@@ -46,7 +48,7 @@ class RestartPolicy:
         self._deaths: dict[str, deque[float]] = {}
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart | GiveUp:
-        """``now`` is monotonic, in seconds."""
+        """What to do about a death at ``now``, in monotonic seconds."""
         if exit_code == EXIT_CONFIG:
             return GiveUp(f"{component_id} cannot work as configured")
         deaths = self._deaths.setdefault(component_id, deque(maxlen=self.max_deaths))

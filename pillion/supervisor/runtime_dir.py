@@ -1,7 +1,7 @@
 """The private directory of one local cluster: mode 0700, its sockets in it, gone when the cluster is.
 
-A supervisor holds a lock on a file in its directory. The kernel drops the lock when the supervisor dies, so whoever can
-take it knows that the directory is nobody's, and removes it: that is how the next start cleans up after a kill -9.
+A supervisor holds a lock on a file in its directory. The kernel drops the lock when the supervisor dies, so a process
+that can take the lock knows that the directory has no owner, and removes it: the next start cleans up after a kill -9.
 
     hidden name, lock taken -> renamed to pillion-XXXXXXXX (visible to sweeps only with its lock) -> removed
 """
@@ -25,7 +25,7 @@ LONGEST_NAME_BYTES = len("/prefill-63.sock")
 
 
 class RuntimeDir:
-    """Made by :meth:`create`; :meth:`remove` is idempotent."""
+    """A private directory with a lock. :meth:`create` makes it; :meth:`remove` is idempotent."""
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -44,15 +44,15 @@ class RuntimeDir:
         return cls(path, lock)
 
     def remove(self) -> None:
-        """The directory and all in it."""
+        """Deletes the directory and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def default_base() -> Path:
     """TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix socket."""
-    said = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
-    choices = [*said, tempfile.gettempdir(), "/tmp"]  # noqa: S108
+    named = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
+    choices = [*named, tempfile.gettempdir(), "/tmp"]  # noqa: S108
     for choice in choices:
         room = MAX_SOCKET_PATH_BYTES - LONGEST_NAME_BYTES - len(PREFIX) - 9
         if choice and len(choice) <= room and os.path.isdir(choice) and os.access(choice, os.W_OK | os.X_OK):
@@ -61,7 +61,7 @@ def default_base() -> Path:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Removes directories under ``base`` whose supervisor is dead, and returns them. Others' directories stay."""
+    """Removes directories under ``base`` whose supervisor is dead, and returns them. Other users' ones stay."""
     removed = []
     for path in base.glob(PREFIX + "*"):
         try:

@@ -1,4 +1,4 @@
-"""`pillion serve`: the local cluster from its first line to its last."""
+"""`pillion serve`: starts the local cluster, says where it is, and stops it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import time
 from pillion.cli.console import Notices
 from pillion.config import ServeFlags
 from pillion.observability.log_format import set_up_logging
-from pillion.supervisor.components import require_server_packages, stop_on_signals
-from pillion.supervisor.local_cluster import LocalCluster, run_until_signal
+from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
+from pillion.supervisor.local_cluster import LocalCluster
+from pillion.supervisor.supervisor import Supervisor
 
-EXIT_PARTS_DIED = 1
+EXIT_COMPONENT_DIED = 1
 
 
 def run_serve(flags: ServeFlags) -> int:
-    """Blocks until Ctrl-C, SIGTERM (exit status 0) or until a part died for good (1). Raises PillionError."""
+    """Blocks until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
     require_server_packages()
     set_up_logging(flags.log_level if flags.log_level == "debug" else "warning")
     logging.getLogger("asyncio").setLevel(logging.WARNING)
@@ -28,12 +29,14 @@ async def _serve(flags: ServeFlags, notices: Notices) -> int:
     stop_on_signals(stop)
     cluster = LocalCluster(flags, notices)
     try:
-        if not await until_stopped(cluster, stop):
+        bringing_up = await run_unless(stop, _bring_up(cluster))
+        if not bringing_up:
             return 0
+        supervisor = bringing_up.result()
         announce_ready(cluster, notices, time.monotonic() - began)
-        reason = await run_until_signal(cluster, stop)
-        notices.say(f"stopping: {reason}" if reason else "stopping", "bold red" if reason else "bold")
-        return EXIT_PARTS_DIED if reason else 0
+        failed = await run_unless(stop, supervisor.failed())
+        notices.say(f"stopping: {failed.result()}" if failed else "stopping", "bold red" if failed else "bold")
+        return EXIT_COMPONENT_DIED if failed else 0
     finally:
         await cluster.stop()
         if cluster.supervisor is not None:
@@ -41,30 +44,16 @@ async def _serve(flags: ServeFlags, notices: Notices) -> int:
             notices.say(f"left behind: {', '.join(left)}" if left else "stopped, nothing left behind")
 
 
-async def until_stopped(cluster: LocalCluster, stop: asyncio.Event) -> bool:
-    """Prepare and start ``cluster``; False where ``stop`` came first. Raises PillionError."""
-    work = asyncio.create_task(_bring_up(cluster))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not work.done():
-        work.cancel()
-        await asyncio.wait({work})
-        return False
-    work.result()
-    return True
-
-
-async def _bring_up(cluster: LocalCluster) -> None:
+async def _bring_up(cluster: LocalCluster) -> Supervisor:
     notices = cluster.notices
     await cluster.prepare()
     notices.say(cluster.describe(), "bold")
-    with notices.progress("starting the parts"):
-        await cluster.start()
+    with notices.progress("starting the components"):
+        return await cluster.start()
 
 
 def announce_ready(cluster: LocalCluster, notices: Notices, seconds: float) -> None:
-    """Where to reach it."""
+    """Prints where the cluster is reached."""
     flags, (host, _, port) = cluster.flags, cluster.target.rpartition(":")
     scheme = "https" if flags.tls_cert else "http"
     notices.say(

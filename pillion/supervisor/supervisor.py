@@ -1,11 +1,11 @@
 """Keeps a set of processes alive: started in order, restarted when they die, stopped in order, none left behind.
 
-Life of a part, tended by one task each:
+Life of a component, tended by a task of its own:
 
     waiting ----------> starting ---------> ready ---------> dead ---> waiting (after a delay, for what it needs)
      lower levels        spawned, probed      probe said yes;   |
      are not ready       until it is ready    killed when it    +----> the whole cluster stops (RestartPolicy gave up)
-                                              is silent for long
+                                              does not answer for long
 
 Before the cluster was ready once, a death is final: what cannot start will not start better the third time.
 """
@@ -18,20 +18,21 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
-from pillion.supervisor.child import Child
+from pillion.supervisor.child_process import ChildProcess
 from pillion.supervisor.restarts import GiveUp, RestartPolicy
 
 # Loading a large model is most of it.
 START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_MS = 50
 STOP_GRACE_S = 5.0
-# A part that says nothing to so many questions in a row hangs. Each is given a second: together some twenty.
+# A component that leaves so many probes in a row unanswered hangs. Each probe may take a second: some twenty in all.
 ALIVE_INTERVAL_S = 1.0
 MAX_SILENCES = 10
-# Of a quiet part's output.
+# The last lines of a quiet component's output.
 MAX_KEPT_LINES = 20
 
 
@@ -40,13 +41,14 @@ class ProcessSpec:
     """One process to keep.
 
     Attributes:
-        level: parts of a lower level are ready before this one starts, and stop after it.
+        level: components of a lower level are ready before this one starts, and stop after it.
         environ: the child's whole environment.
-        needs: parts that must be ready before it is started again; the first start waits for all lower levels.
-        probe: whether the part is ready; called again and again until it is, must not raise.
-        quiet: its output is kept back and shown only where it dies by itself.
-        drain_s: time that it takes to stop beside the usual grace, for what is under way in it.
-        alive: whether it answers at all, asked while it runs; None: only its death tells. Must not raise.
+        needs: components that must be ready before this one is started again; the first start waits for all lower
+            levels.
+        probe: whether the component is ready; called again and again until it is, must not raise.
+        quiet: the output is kept back and shown only where the component dies by itself.
+        drain_s: time to stop beside the usual grace, for the requests that are under way.
+        alive: whether the component answers at all, asked while it runs; None: it is not asked. Must not raise.
     """
 
     component_id: str
@@ -61,14 +63,17 @@ class ProcessSpec:
 
 
 @dataclass(slots=True)
-class _Tended:
+class _SupervisedProcess:
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    child: Child | None = None
+    child: ChildProcess | None = None
 
 
 class Supervisor:
-    """Use: ``await start()``, then ``await failed()`` until you like, then ``await stop()``, always."""
+    """Keeps the processes of ``specs`` alive.
+
+    Use: ``await start()``, then ``await failed()`` as long as you like, then ``await stop()``, always.
+    """
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class Supervisor:
         stop_grace_s: float = STOP_GRACE_S,
         alive_interval_s: float = ALIVE_INTERVAL_S,
     ) -> None:
-        self._components = [_Tended(spec) for spec in specs]
+        self._components = [_SupervisedProcess(spec) for spec in specs]
         self._notices = notices
         self._policy = policy or RestartPolicy()
         self._start_timeout_s = start_timeout_s
@@ -89,15 +94,16 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._was_ready = False
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
 
     async def start(self) -> None:
-        """Returns once every part is ready. Raises Unavailable, naming the part that is not; then stop, too."""
+        """Returns once every component is ready. Raises Unavailable, naming the one that is not; then stop, too."""
         self._tasks = [
             asyncio.create_task(self._tend(component), name=component.spec.component_id)
             for component in self._components
         ]
-        waits = {asyncio.create_task(self._ready(lambda component: True)), asyncio.create_task(self._failed())}
+        ready = asyncio.create_task(self._ready(lambda component: True))
+        waits: set[asyncio.Task[Any]] = {ready, asyncio.create_task(self.failed())}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -112,7 +118,7 @@ class Supervisor:
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """Highest level first. Returns when every process is gone; idempotent."""
+        """Stops all, highest level first. Returns when every process is gone; idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -124,14 +130,8 @@ class Supervisor:
             ]
             await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
 
-    def kill(self) -> None:
-        """SIGKILL to everything, for somebody who does not want to wait for :meth:`stop`."""
-        for component in self._components:
-            if component.child:
-                component.child.kill()
-
     def kill_component(self, component_id: str) -> bool:
-        """SIGKILL to one part, which is then started again as after any death. False where it does not run."""
+        """Sends SIGKILL to one component, which is then started again as after any death. False where none runs."""
         for component in self._components:
             if component.spec.component_id == component_id and component.child in self._children:
                 component.child.kill()
@@ -143,13 +143,13 @@ class Supervisor:
         return [child.pid for child in self._children if not child.gone()]
 
     def pid_of(self, component_id: str) -> int | None:
-        """Process id of a part that runs, None while it does not."""
+        """The process id of a running component, None while it does not run."""
         for component in self._components:
             if component.spec.component_id == component_id and component.child in self._children:
                 return component.child.pid if component.child else None
         return None
 
-    async def _tend(self, component: _Tended) -> None:
+    async def _tend(self, component: _SupervisedProcess) -> None:
         name = component.spec.component_id
         await self._ready(lambda other: other.level < component.spec.level)
         while not self._failure.done():
@@ -169,14 +169,14 @@ class Supervisor:
             await asyncio.sleep(decision.delay_s)
         return None
 
-    async def _run_once(self, component: _Tended) -> int:
+    async def _run_once(self, component: _SupervisedProcess) -> int:
         spec = component.spec
         kept: deque[str] = deque(maxlen=MAX_KEPT_LINES)
 
         def show(line: str) -> None:
             self._notices.component(spec.component_id, line)
 
-        child = await Child.start(spec.argv, spec.environ, kept.append if spec.quiet else show)
+        child = await ChildProcess.start(spec.argv, spec.environ, kept.append if spec.quiet else show)
         component.child = child
         self._children.append(child)
         probing = asyncio.create_task(self._until_ready(component, child))
@@ -191,7 +191,7 @@ class Supervisor:
             show(line)
         return code
 
-    async def _until_ready(self, component: _Tended, child: Child) -> None:
+    async def _until_ready(self, component: _SupervisedProcess, child: ChildProcess) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while not await component.spec.probe():  # noqa: ASYNC110  (nobody sends an event)
@@ -205,7 +205,7 @@ class Supervisor:
         component.ready.set()
         if component.spec.alive is not None:
             await self._until_silent(component.spec.alive)
-            self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} questions", "bold red")
+            self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
             child.kill()
 
     async def _until_silent(self, alive: Callable[[], Awaitable[bool]]) -> None:
@@ -213,9 +213,6 @@ class Supervisor:
         while silences < MAX_SILENCES:
             await asyncio.sleep(self._alive_interval_s)
             silences = 0 if await alive() else silences + 1
-
-    async def _failed(self) -> None:
-        await self.failed()
 
     async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
         for component in self._components:

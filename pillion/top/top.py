@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from pillion.client.client import Client
 from pillion.client.connection import connect
 from pillion.errors import ConfigError, PillionError
-from pillion.top.top_figures import Look
-from pillion.top.top_pages import Page, locate, parse
+from pillion.top.top_figures import ClusterReading
+from pillion.top.top_pages import ComponentPage, locate, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ class PageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageReader:
     """How pages are fetched.
 
     Attributes:
@@ -59,16 +59,16 @@ class Pages:
     trusted: str
     tls: ssl.SSLContext
 
-    def read(self) -> tuple[dict[str, Page], list[str]]:
+    def read(self) -> tuple[dict[str, ComponentPage], list[str]]:
         """Pages by part, and a line for each that could not be read."""
         if not self.urls:
             return {}, []
         with ThreadPoolExecutor(min(FETCHES_AT_ONCE, len(self.urls))) as threads:
             answers = list(threads.map(self._one, self.urls))
-        pages = {answer.component_id: answer for answer in answers if isinstance(answer, Page)}
+        pages = {answer.component_id: answer for answer in answers if isinstance(answer, ComponentPage)}
         return pages, list(dict.fromkeys(answer for answer in answers if isinstance(answer, str)))
 
-    def _one(self, url: str) -> Page | str:
+    def _one(self, url: str) -> ComponentPage | str:
         try:
             page = parse(self._text(url))
         except ImportError:
@@ -111,15 +111,15 @@ class History:
     """Looks of the last seconds, oldest first."""
 
     def __init__(self) -> None:
-        self._looks: deque[Look] = deque()
+        self._looks: deque[ClusterReading] = deque()
 
-    def add(self, look: Look) -> Look | None:
+    def add(self, look: ClusterReading) -> ClusterReading | None:
         """Returns the look that rates are taken from: the oldest one of the window, at least the one before."""
         before = [old for old in self._looks if look.at_s - old.at_s <= WINDOW_S] or list(self._looks)[-1:]
         self._looks = deque([*before, look])
         return before[0] if before else None
 
-    def newest(self) -> Look | None:
+    def newest(self) -> ClusterReading | None:
         """The last one that there is."""
         return self._looks[-1] if self._looks else None
 
@@ -132,11 +132,11 @@ def run_top(reach: dict[str, Any], said: Sequence[str], interval_s: float, once:
     pages, console, history = _pages(reach, said), Console(highlight=False), History()
     with Client(**reach) as client:
 
-        def look() -> Look:
+        def look() -> ClusterReading:
             # Before the pages are asked: one that hangs delays the answer, not what the others say.
             status, at_s = client.status(), time.monotonic()
             read, troubles = pages.read()
-            return Look(at_s, status, read, tuple(troubles))
+            return ClusterReading(at_s, status, read, tuple(troubles))
 
         first = look()
         history.add(first)
@@ -153,7 +153,7 @@ def run_top(reach: dict[str, Any], said: Sequence[str], interval_s: float, once:
     return 0
 
 
-def _next(look: Callable[[], Look], history: History) -> tuple[Look | None, Look]:
+def _next(look: Callable[[], ClusterReading], history: History) -> tuple[ClusterReading | None, ClusterReading]:
     """The next look; the last one again, with a note, while the gateway does not answer."""
     try:
         now = look()
@@ -165,10 +165,10 @@ def _next(look: Callable[[], Look], history: History) -> tuple[Look | None, Look
     return history.add(now), now
 
 
-def _frame(console: Console, before: Look | None, now: Look, target: str, *, screen: bool) -> Any:
-    from pillion.top.top_view import Style, frame
+def _frame(console: Console, before: ClusterReading | None, now: ClusterReading, target: str, *, screen: bool) -> Any:
+    from pillion.top.top_view import FrameStyle, frame
 
-    style = Style(console.size.height if screen else None, console.options.ascii_only)
+    style = FrameStyle(console.size.height if screen else None, console.options.ascii_only)
     return frame(before, now, target, time.strftime("%H:%M:%S"), style)
 
 
@@ -200,7 +200,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _pages(reach: dict[str, Any], said: Sequence[str]) -> Pages:
+def _pages(reach: dict[str, Any], said: Sequence[str]) -> PageReader:
     target = reach["target"]
     urls = locate(said, target)
     try:
@@ -211,4 +211,4 @@ def _pages(reach: dict[str, Any], said: Sequence[str]) -> Pages:
         raise ConfigError(f"TLS of the pages: {error}") from None
     place = urlsplit(target if "://" in target else f"grpc://{target}")
     host = "" if target.startswith("unix:") else place.hostname or ""
-    return Pages(urls, connect(**reach).api_key, host, tls)
+    return PageReader(urls, connect(**reach).api_key, host, tls)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Labels, Metric, Snapshot
-from pillion.top.top_pages import Page
+from pillion.top.top_pages import ComponentPage
 from pillion.types import ClusterStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
@@ -25,7 +25,7 @@ CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ClusterReading:
     """The cluster at one moment.
 
     Attributes:
@@ -36,7 +36,7 @@ class Look:
 
     at_s: float
     status: ClusterStatus
-    pages: Mapping[str, Page] = field(default_factory=dict)
+    pages: Mapping[str, ComponentPage] = field(default_factory=dict)
     troubles: tuple[str, ...] = ()
 
     def gauge(self, component_id: str, metric: Metric, *labels: str) -> float | None:
@@ -57,7 +57,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepFigures:
     """What a worker's steps did. ``shares`` has each of USES and adds up to 1; it is empty where no step ran."""
 
     per_second: float
@@ -67,7 +67,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class GatewayFlow:
     """What the gateways did, per second; None is what nobody told.
 
     Attributes:
@@ -90,7 +90,7 @@ class Flow:
     between_tokens: Quantiles | None = None
 
 
-def steps(before: Look, now: Look, component_id: str) -> Steps | None:
+def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:
     """Of one worker; None where its page was not read both times."""
     pair = _pair(before, now, component_id)
     seconds = now.at_s - before.at_s
@@ -102,14 +102,14 @@ def steps(before: Look, now: Look, component_id: str) -> Steps | None:
         return None
     total = sum(tokens.values())
     shares = {use: tokens.get(use, 0.0) / total for use in USES} if total else {}
-    return Steps(durations.count / seconds, quantile(durations, 0.5), min(1.0, durations.total / seconds), shares)
+    return StepFigures(durations.count / seconds, quantile(durations, 0.5), min(1.0, durations.total / seconds), shares)
 
 
-def flow(before: Look, now: Look) -> Flow:
+def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
     """Of all gateways together."""
     seconds = now.at_s - before.at_s
     if seconds <= 0:
-        return Flow(False, 0)
+        return GatewayFlow(False, 0)
     gateways = [page.component_id for page in now.pages.values() if page.role == "gateway"]
     pairs = [pair for pair in (_pair(before, now, component_id) for component_id in gateways) if pair is not None]
     if not pairs:
@@ -124,7 +124,7 @@ def flow(before: Look, now: Look) -> Flow:
 
     sources = dict.fromkeys(SOURCES, 0.0) | rates(names.PROMPT_TOKENS, lambda labels: labels[1])
     prompt = sum(sources.values())
-    return Flow(
+    return GatewayFlow(
         True,
         len(pairs),
         generated=sum(rates(names.GENERATED_TOKENS, str).values()),
@@ -151,20 +151,20 @@ def quantile(found: Snapshot, share: float) -> float:
     return 0.0
 
 
-def _flow_of_status(before: ClusterStatus, now: ClusterStatus, seconds: float) -> Flow:
+def _flow_of_status(before: ClusterStatus, now: ClusterStatus, seconds: float) -> GatewayFlow:
     def rate(name: str) -> float | None:
         grown: int = getattr(now, name) - getattr(before, name)
         # A gateway that ended took its totals along.
         return grown / seconds if grown >= 0 else None
 
     prompt, cached = rate("prompt_tokens"), rate("cached_tokens")
-    return Flow(False, 0, generated=rate("completion_tokens"), prompt=prompt, cached=cached)
+    return GatewayFlow(False, 0, generated=rate("completion_tokens"), prompt=prompt, cached=cached)
 
 
-_Pair = tuple[Page, Page]
+_Pair = tuple[ComponentPage, ComponentPage]
 
 
-def _pair(before: Look, now: Look, component_id: str) -> _Pair | None:
+def _pair(before: ClusterReading, now: ClusterReading, component_id: str) -> _Pair | None:
     first, second = before.pages.get(component_id), now.pages.get(component_id)
     return (first, second) if first is not None and second is not None else None
 

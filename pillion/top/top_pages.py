@@ -27,7 +27,7 @@ Values = Mapping[Metric, Mapping[Labels, float | Snapshot]]
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ComponentPage:
     """What one part's page said. ``component_id`` and ``role`` are empty on a page that is not Pillion's."""
 
     component_id: str = ""
@@ -76,7 +76,7 @@ def _expand(said: str) -> list[str]:
     return [f"http://{match['host']}:{port}/metrics" for port in range(first, last + 1)]
 
 
-def parse(text: str) -> Page:
+def parse(text: str) -> ComponentPage:
     """A page's text in the catalog's terms; metrics that are not in the catalog are left out.
 
     Raises ValueError on text that is no page, ImportError where the client library is missing.
@@ -94,7 +94,7 @@ def parse(text: str) -> Page:
             values[metric] = read(metric, [(s.name, s.labels, s.value) for s in family.samples])
     about = next(iter(values.get(names.BUILD, ())), None)
     said = dict(zip(names.BUILD.labels, about, strict=True)) if about else {}
-    return Page(said.get("component", ""), said.get("role", ""), values)
+    return ComponentPage(said.get("component", ""), said.get("role", ""), values)
 
 
 # Name, labels, value.

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pillion.observability import metric_catalog as names
-from pillion.top.top_figures import SOURCES, USES, Flow, Look, Quantiles, Steps, flow, steps
+from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, StepFigures, flow, steps
 from pillion.types import ComponentStatus
 
 # A part that has been silent for so long is shown as late; a few seconds later its record is gone from the registry.
@@ -32,7 +32,7 @@ ROLES = ("gateway", "kvnode", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class FrameStyle:
     """How to draw: ``height_lines`` is None where a frame may be as long as it likes."""
 
     height_lines: int | None = None
@@ -50,7 +50,7 @@ class Style:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class SegmentedBar:
     """Segments in the place that there is. ``shares`` add up to 1, or are empty."""
 
     shares: Sequence[float]
@@ -73,14 +73,16 @@ class Bar:
         return found
 
 
-def frame(before: Look | None, now: Look, target: str, clock: str, style: Style) -> RenderableType:
+def frame(
+    before: ClusterReading | None, now: ClusterReading, target: str, clock: str, style: FrameStyle
+) -> RenderableType:
     """What a person sees.
 
     Args:
         before: an earlier look, which rates are taken from; None on the first frame.
         clock: the time of day.
     """
-    streams = flow(before, now) if before else Flow(False, 0)
+    streams = flow(before, now) if before else GatewayFlow(False, 0)
     notes = _notes(before, now, streams)
     fences = _fences(now)
     components = sorted((*now.status.components, *fences.gone), key=lambda component: _urgency(component, fences.named))
@@ -114,7 +116,7 @@ class _Fences:
     gone: tuple[ComponentStatus, ...]
 
 
-def _fences(now: Look) -> _Fences:
+def _fences(now: ClusterReading) -> _Fences:
     known = {component.component_id for component in now.status.components}
     nodes = {name: node.component_id for node in now.status.components for name in node.fenced_components}
     gone = tuple(
@@ -129,7 +131,7 @@ def _urgency(component: ComponentStatus, fenced: frozenset[str]) -> tuple[bool, 
     return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
 
 
-def _header(before: Look | None, now: Look, target: str, clock: str) -> Table:
+def _header(before: ClusterReading | None, now: ClusterReading, target: str, clock: str) -> Table:
     line = Table.grid(expand=True)
     line.add_column(no_wrap=True, overflow="crop")
     line.add_column(no_wrap=True, justify="right")
@@ -139,7 +141,9 @@ def _header(before: Look | None, now: Look, target: str, clock: str) -> Table:
     return line
 
 
-def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False) -> Table:
+def _table(
+    style: FrameStyle, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False
+) -> Table:
     """A borderless table: a name, a bar where one is wanted, which takes the room that is left, and the columns, each
     with whether it is justified to the right."""
     table = Table(box=None, expand=bar, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
@@ -152,7 +156,7 @@ def _table(style: Style, first: str, columns: Iterable[tuple[RenderableType, boo
 
 
 def _components_table(
-    components: Sequence[ComponentStatus], rows: int, now: Look, fenced: frozenset[str], style: Style
+    components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: frozenset[str], style: FrameStyle
 ) -> Table:
     right = ("running", "waiting", "queued tok", "seats", "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
@@ -181,7 +185,9 @@ def _components_table(
     return _with_rest(table, components, rows)
 
 
-def _steps_table(workers: Sequence[ComponentStatus], rows: int, before: Look | None, now: Look, style: Style) -> Table:
+def _steps_table(
+    workers: Sequence[ComponentStatus], rows: int, before: ClusterReading | None, now: ClusterReading, style: FrameStyle
+) -> Table:
     """The step budget's bar of each worker: a share of the budgets of the steps that ran."""
     short = ("decode", "tail", "prefill", "spec.", "idle")
     table = _table(
@@ -200,11 +206,11 @@ def _steps_table(workers: Sequence[ComponentStatus], rows: int, before: Look | N
     return _with_rest(table, workers, rows)
 
 
-def _steps_cells(found: Steps, style: Style) -> list[RenderableType]:
+def _steps_cells(found: StepFigures, style: FrameStyle) -> list[RenderableType]:
     shares = [found.shares[use] for use in USES]
     cells = [_percent(share) for share in shares]
     return [
-        Bar(shares, style.glyphs),
+        SegmentedBar(shares, style.glyphs),
         *cells,
         _rate(found.per_second, style),
         _time(found.p50_s, names.STEP_BOUNDS[-1]),
@@ -212,7 +218,7 @@ def _steps_cells(found: Steps, style: Style) -> list[RenderableType]:
     ]
 
 
-def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: Style) -> Table:
+def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading, style: FrameStyle) -> Table:
     """Blocks of each pool by state. Pinned blocks are committed ones; the bar shows them once, as pinned."""
     short = ("cached", "pinned", "leased", "quar.", "free")
     table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
@@ -230,7 +236,7 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: S
         total = node.total_blocks
         table.add_row(
             _clean(node.component_id),
-            Bar([count / total for count in blocks] if total else (), style.glyphs),
+            SegmentedBar([count / total for count in blocks] if total else (), style.glyphs),
             f"{node.committed_blocks:,}",
             _count(pinned, style),
             *(f"{count:,}" for count in (node.leased_blocks, node.quarantined_blocks, node.free_blocks, total)),
@@ -239,7 +245,7 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: Look, style: S
     return _with_rest(table, nodes, rows)
 
 
-def _flow_lines(streams: Flow, style: Style) -> list[Text]:
+def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
     """Where prompts' KV came from, latencies, rates, refusals."""
     first, later = _quantiles(streams.first_token, style), _quantiles(streams.between_tokens, style)
     times = f"first token {first}   next tokens {later}"
@@ -262,7 +268,7 @@ def _flow_lines(streams: Flow, style: Style) -> list[Text]:
     return [Text.assemble((name, "bold"), " ", said, no_wrap=True, overflow=_overflow(style)) for name, said in lines]
 
 
-def _hits(streams: Flow, style: Style) -> str:
+def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
     """Percentages of the tokens of prompts."""
     prompt, sources = streams.prompt, streams.sources
     if prompt == 0:
@@ -273,7 +279,7 @@ def _hits(streams: Flow, style: Style) -> str:
     return f"found {found} = {' + '.join(told[:3])}; {', '.join(told[3:])}"
 
 
-def _notes(before: Look | None, now: Look, streams: Flow) -> list[str]:
+def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayFlow) -> list[str]:
     """What a person must know to read the rest, the worst first."""
     notes = [] if now.status.index_available else ["Redis does not answer: no prefix hits"]
     notes += now.troubles
@@ -286,7 +292,7 @@ def _notes(before: Look | None, now: Look, streams: Flow) -> list[str]:
     return notes if rest <= 0 else [*notes[: MAX_NOTES - 1], f"and {rest + 1} notes more"]
 
 
-def _legend(short: Iterable[str], style: Style) -> list[tuple[RenderableType, bool]]:
+def _legend(short: Iterable[str], style: FrameStyle) -> list[tuple[RenderableType, bool]]:
     """A bar's glyphs, as headings of the columns that say its numbers."""
     return [
         (Text.assemble((glyph, colour), name), True)
@@ -306,7 +312,7 @@ def _with_rest(table: Table, items: Sequence[ComponentStatus], rows: int) -> Tab
     return table
 
 
-def _overflow(style: Style) -> OverflowMethod:
+def _overflow(style: FrameStyle) -> OverflowMethod:
     return "crop" if style.ascii_only else "ellipsis"
 
 
@@ -315,7 +321,7 @@ def _clean(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _count(value: float | None, style: Style) -> str:
+def _count(value: float | None, style: FrameStyle) -> str:
     return style.dash if value is None else f"{value:,.0f}"
 
 
@@ -323,7 +329,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _rate(value: float | None, style: Style) -> str:
+def _rate(value: float | None, style: FrameStyle) -> str:
     if value is None:
         return style.dash
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}" if value >= 0.1 else f"{value:.2f}"
@@ -337,7 +343,7 @@ def _time(seconds: float, last_bound: float) -> str:
     return f"{beyond}{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{beyond}{seconds * 1000:.1f} ms"
 
 
-def _quantiles(found: Quantiles | None, style: Style) -> str:
+def _quantiles(found: Quantiles | None, style: FrameStyle) -> str:
     if found is None:
         return f"p50 {style.dash} p99 {style.dash}"
     return f"p50 {_time(found.p50, found.last_bound)} p99 {_time(found.p99, found.last_bound)}"

@@ -8,6 +8,7 @@ says -1, so that clients' automatic retries do not multiply its own.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
@@ -26,6 +27,8 @@ from pillion.errors import (
     QuotaViolation,
     Unavailable,
 )
+
+log = logging.getLogger("pillion.wire.errors")
 
 DETAILS = "grpc-status-details-bin"
 PUSHBACK = "grpc-retry-pushback-ms"
@@ -65,6 +68,16 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
     if cls is Unavailable:
         return Unavailable(message, _retry_after_ms(status))
     return cls(message)
+
+
+def as_pillion_error(error: Exception, method: str) -> PillionError:
+    """What the caller of ``method`` is to get for anything that its handler raised. A defect is logged, not shown."""
+    if isinstance(error, PillionError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_rpc_error(error)
+    log.exception("%s failed", method, exc_info=error)
+    return Internal("internal error; the server's log says more")
 
 
 def _packed(message: Any) -> any_pb2.Any:

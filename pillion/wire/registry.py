@@ -1,42 +1,25 @@
-"""What a part says of itself in the registry: written as JSON by its heartbeat, read by gateways."""
+"""The record of a component in the registry: its heartbeat writes it as JSON, gateways and KV nodes read it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
+
+import msgspec
 
 from pillion._version import PROTOCOL
 from pillion.types import ComponentStatus
 
 Number = TypeVar("Number", int, float)
 
-# Numbers of a step's cost.
+# Numbers in ``step_cost_s``.
 STEP_COSTS = 5
-
-
-# No part counts more of anything.
+# No component counts more of anything.
 MAX_COUNT = 2**64
 
 
-def _cost(said: object) -> tuple[float, ...]:
-    """Nothing, unless it is all of them and none is absurd."""
-    if not isinstance(said, list) or len(said) != STEP_COSTS:
-        return ()
-    cost = tuple(_number(weight, -1.0) for weight in said)
-    return cost if min(cost) >= 0 and any(cost) else ()
-
-
-def _number(said: object, otherwise: Number) -> Number:
-    """Of the type of ``otherwise``, which stands for what is no number, negative, not finite or too large."""
-    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said <= MAX_COUNT:
-        return otherwise
-    return type(otherwise)(said)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentRecord:
-    """One part of the cluster.
+class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One component of the cluster.
 
     Attributes:
         role: "prefill", "decode", "kvnode" or "gateway".
@@ -45,20 +28,21 @@ class ComponentRecord:
             a request's root hash is made (I2).
         node_id: the KV node whose pool it maps (its own for a node).
         boot_epoch: a node's boot number; index entries of another boot are void.
-        running_requests, waiting_requests, waiting_tokens: load, for the planner. Only who has no seat yet waits.
-        queued_tokens: of a worker, all prompt tokens that it has yet to compute, those of begun prompts included.
+        running_requests, waiting_requests, waiting_tokens: load, for the planner. A request waits as long as
+            it has no running slot.
+        queued_tokens: all prompt tokens that a worker has yet to compute, those of begun prompts included.
         decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
-        free_seqs: seats that are free.
+        free_seqs: sequences that a worker could run beside those that it runs.
         max_step_tokens, target_itl_ms: a worker's token budget of a step, and the latency it aims at (0: none).
-        step_cost_s: what a step costs, fitted to real ones, in seconds: a step, and each token, sequence, KV token read
-            and query-key pair of it. Empty as long as nothing is known.
-        largest_step_tokens: tokens of the largest step that this was fitted to.
+        step_cost_s: cost of a step in seconds, fitted to real steps: of a step as such, and of each token, sequence, KV
+            token read and query-key pair of it. Empty as long as nothing is known.
+        largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
         block_bytes: bytes of a worker's KV block.
         kernels: what a worker computes with.
         *_blocks: a node's slots by state.
-        prompt_tokens, cached_tokens, completion_tokens: of what a gateway has served since it started.
-        fenced_components: workers that a node has fenced and that have not drained.
-        heartbeat_age_ms: filled by the reader.
+        prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
+        fenced_components: workers that a node has fenced and that have not drained yet.
+        heartbeat_age_ms: time since the last heartbeat; the reader sets it.
     """
 
     component_id: str
@@ -98,26 +82,48 @@ class ComponentRecord:
     heartbeat_age_ms: int = 0
 
     def to_json(self) -> str:
-        """Compact, with sorted keys."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Encodes the record as compact JSON with sorted keys."""
+        return msgspec.json.encode(self, order="sorted").decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ComponentRecord:
-        """Fields of a newer version are dropped, and so are absurd numbers: what is left must not mislead a planner.
-        Raises ValueError on what is no record."""
-        said = json.loads(text)
-        if not isinstance(said, dict):
-            raise ValueError("a part record is a JSON object")
-        try:
-            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
-            fenced, cost = tuple(map(str, said.get("fenced_components", ()))), _cost(said.get("step_cost_s", ()))
-            for field in fields(cls):
-                if field.name in known and isinstance(field.default, int | float):
-                    known[field.name] = _number(known[field.name], field.default)
-            return cls(**known | {"fenced_components": fenced, "step_cost_s": cost})
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        """Reads a record. Raises ValueError for what is no record.
+
+        Fields of a newer version are dropped. Absurd numbers become the field's default: what is left must not mislead
+        a planner.
+        """
+        # Not msgspec's decoder: it refuses a whole record for one NaN in it.
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("a component's record is a JSON object")
+        for name, default in _DEFAULT_NUMBERS.items():
+            if name in fields:
+                fields[name] = _number(fields[name], default)
+        fields["step_cost_s"] = _step_cost(fields.get("step_cost_s"))
+        return msgspec.convert(fields, cls)
 
     def status(self) -> ComponentStatus:
-        """The public part of it."""
+        """Returns the public part of the record."""
         return ComponentStatus(**{name: getattr(self, name) for name in ComponentStatus.__dataclass_fields__})
+
+
+_DEFAULT_NUMBERS: dict[str, int | float] = {
+    field.name: field.default
+    for field in msgspec.structs.fields(ComponentRecord)
+    if isinstance(field.default, int | float)
+}
+
+
+def _step_cost(raw: object) -> tuple[float, ...]:
+    """Returns no costs at all unless ``raw`` has all of them and none is absurd."""
+    if not isinstance(raw, list) or len(raw) != STEP_COSTS:
+        return ()
+    cost = tuple(_number(weight, -1.0) for weight in raw)
+    return cost if min(cost) >= 0 and any(cost) else ()
+
+
+def _number(raw: object, default: Number) -> Number:
+    """Converts ``raw`` to the type of ``default``; returns that for no number, or a negative, infinite or huge one."""
+    if isinstance(raw, bool) or not isinstance(raw, int | float) or not 0 <= raw <= MAX_COUNT:
+        return default
+    return type(default)(raw)

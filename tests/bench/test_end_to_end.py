@@ -13,8 +13,8 @@ import tempfile
 import pytest
 
 from benchmarks.load_test import complaints, idle_complaints, load_test
-from tests.support.cluster import free_port, served
-from tests.support.tiny_model import save_model
+from testbed.cluster import free_port, served
+from testbed.tiny_model import save_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The tiny model's vocabulary ends at 258.

@@ -13,21 +13,21 @@ from pillion.engine.scheduling.step_plan import Sampled
 TOKEN = 7
 
 
-class Flight:
+class FakeInFlightStep:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         return Sampled((TOKEN,) * self.count)
 
 
-class Backend:
+class FakeGpuBackend:
     """Chooses the same token everywhere, and watches who writes where."""
 
     def __init__(self) -> None:
         self.ahead = self.most_streams = 0
 
-    def launch(self, batch, copies, rows) -> Flight:
+    def launch(self, batch, copies, rows) -> FakeInFlightStep:
         assert len(rows) == len(batch.sample_rows)
         self.ahead += int(np.count_nonzero(batch.token_ids < 0))
         self.most_streams = max(self.most_streams, batch.num_seqs)
@@ -38,18 +38,18 @@ class Backend:
                 (int(batch.block_tables[row, place // BLOCK_SIZE]), place % BLOCK_SIZE) for place in positions.tolist()
             ]
         assert len(set(written)) == len(written), "two tokens of a step share a place"
-        return Flight(len(rows))
+        return FakeInFlightStep(len(rows))
 
 
 @pytest.mark.parametrize("load", [Load(8, 3, 40, 20, 64), Load(3, 1, 16, 33, 16), Load(1, 2, 5, 1, 8)])
 def test_every_token_arrives_and_every_slot_is_accounted_for(load):
-    backend, slots = Backend(), load.streams * 24
+    backend, slots = FakeGpuBackend(), load.streams * 24
     line = Line(backend, slots, load)
     assert line.run() > 0
     assert [len(seen.tokens_s) for seen in line.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
     # The scheduler keeps a few for the next stream.
     scheduler = line._scheduler
     scheduler.check_integrity()
-    assert sorted((*line._free, *scheduler._books.stock.slots)) == list(range(slots))
+    assert sorted((*line._free, *scheduler._block_manager.stock.slots)) == list(range(slots))
     assert backend.most_streams == load.streams
     assert (backend.ahead > 0) == (load.answer_tokens > 1)

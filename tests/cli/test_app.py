@@ -8,9 +8,9 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from typing import Any
 
-import click
 import pytest
 
 from pillion._version import VERSION
@@ -19,10 +19,12 @@ from pillion.cli.flags import env_name
 from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
-from pillion.supervisor import components
+from pillion.supervisor import component_process
 from pillion.supervisor import local_cluster as cluster
-from pillion.supervisor.local_cluster import child_environ, process_specs, resolved_flags, threads_per_worker
+from pillion.supervisor.child_command import child_environ
+from pillion.supervisor.local_cluster import process_specs, resolved_flags, threads_per_worker
 from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
+from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -49,7 +51,7 @@ def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedP
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
     script = (
-        "import sys; import pillion.cli.app, pillion.supervisor.components, pillion.supervisor.local_cluster;"
+        "import sys; import pillion.cli.app, pillion.supervisor.component_process, pillion.supervisor.local_cluster;"
         "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
         " if name in sys.modules])"
     )
@@ -65,21 +67,12 @@ def test_help_lists_every_command() -> None:
     assert pillion("version").stdout.startswith(f"pillion {VERSION} ")
 
 
-@pytest.mark.parametrize("role", ["serve", "gateway", "prefill", "decode", "kvnode", "demo"])
-def test_every_flag_is_in_the_help(role: str) -> None:
-    command = cli.commands[role]
-    with click.Context(command) as ctx:
-        text = command.get_help(ctx)
-    assert "--redis-url" in text
-    assert "--config" in text
-
-
 @pytest.mark.parametrize(
     ("argv", "status", "complaint"),
     [
         (["serve", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
         (["serve", "--block-size", "0"], 2, "--block-size 0 is less than 1"),
-        (["serve", "a", "--model", "b"], 2, "say the model once"),
+        (["serve", "a", "--model", "b"], 2, "give the model once"),
         (["serve", "/nowhere/at/all"], 2, "/nowhere/at/all"),
         (["serve", "--config", "/nowhere.toml"], 2, "No such file"),
         (["decode", "/nowhere/at/all", "--attach-socket", "/nowhere/a.sock"], 2, "/nowhere/at/all"),
@@ -103,7 +96,7 @@ def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, c
 
 
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
-    from tests.support.tiny_model import save_model
+    from testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
     done = pillion("serve", model, "--kv-pool-bytes", "1MiB", PILLION_CACHE=str(tmp_path / "cache"))
@@ -120,10 +113,10 @@ def test_the_model_is_an_argument_a_flag_or_the_demo(argument: str | None, flag:
 
 
 def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    components.require_server_packages()
+    component_process.require_server_packages()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     with pytest.raises(ConfigError, match=r"servers need torch: pip install 'pillion\[server\]'") as caught:
-        components.require_server_packages()
+        component_process.require_server_packages()
     assert "\n" not in caught.value.message
 
 
@@ -203,7 +196,7 @@ def test_part_failures_and_signals(tmp_path: pathlib.Path) -> None:
     """A part's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
     script = """
 import asyncio, sys
-from pillion.supervisor import components
+from pillion.supervisor import component_process
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.observability.metrics import Meters
@@ -220,29 +213,29 @@ async def start(flags):
     return Part()
 import types
 sys.modules["fake"] = types.SimpleNamespace(start=start)
-components.ROLES["kvnode"] = ("fake", "start")
+component_process.ROLES["kvnode"] = ("fake", "start")
 sys.argv[1:2] = [sys.argv[1]]
 from pillion.cli.app import main
 mode = sys.argv[1]
 main(["kvnode"])
 """
 
-    def start(mode: str) -> subprocess.Popen[str]:
+    def start(mode: str) -> AbstractContextManager[subprocess.Popen[str]]:
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+        return started([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
-    failing = start("fails")
-    out, err = failing.communicate(timeout=30)
+    with start("fails") as failing:
+        out, err = failing.communicate(timeout=30)
     assert (failing.returncode, out) == (1, "up\nstopped\n")
     assert "kvnode-0 stops: the node went away" in err
-    refusing = start("refuses")
-    out, err = refusing.communicate(timeout=30)
+    with start("refuses") as refusing:
+        out, err = refusing.communicate(timeout=30)
     assert (refusing.returncode, err) == (2, "pillion: no\n")
-    living = start("lives")
-    assert living.stdout is not None
-    assert living.stdout.readline() == "up\n"
-    living.terminate()
-    out, _ = living.communicate(timeout=30)
+    with start("lives") as living:
+        assert living.stdout is not None
+        assert living.stdout.readline() == "up\n"
+        living.terminate()
+        out, _ = living.communicate(timeout=30)
     assert (living.returncode, out) == (0, "stopped\n")
 
 

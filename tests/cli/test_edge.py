@@ -26,13 +26,13 @@ def test_somebody_elses_port_is_refused_at_start(workers: int, share: bool) -> N
         flags = ServeFlags(gateway_workers=workers, grpc_port=taken.getsockname()[1], http_port=0)
         ports = PublicPorts()
         with pytest.raises(ConfigError, match=f"--grpc-port {flags.grpc_port} on 127.0.0.1 cannot be used"):
-            ports.take(flags)
+            ports.hold(flags)
         ports.close()
 
 
 def test_held_ports_stay_ours_and_take_no_connection() -> None:
     ports = PublicPorts()
-    flags = ports.take(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
+    flags = ports.hold(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
     assert flags.grpc_port
     assert flags.http_port
     try:
@@ -63,7 +63,7 @@ def test_held_ports_stay_ours_and_take_no_connection() -> None:
 
 def test_one_gateway_holds_nothing() -> None:
     ports = PublicPorts()
-    flags = ports.take(ServeFlags(grpc_port=0, http_port=0))
+    flags = ports.hold(ServeFlags(grpc_port=0, http_port=0))
     listener(flags.grpc_port, share=False).close()
     ports.close()
 

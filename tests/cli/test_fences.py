@@ -21,7 +21,7 @@ from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
-from pillion.wire.kvnode import AttachHello
+from pillion.wire.attach import AttachHello
 
 
 class Heard(Notices):

@@ -92,3 +92,7 @@ def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
 def test_colocated_needs_no_prefill_worker() -> None:
     check_flags(ServeFlags(prefill_workers=0, split_policy="colocated"))
     check_flags(ServeFlags(prefill_workers=0))
+
+
+def test_a_fraction_may_be_a_quotient() -> None:
+    check_flags(ServeFlags(split_policy="fraction:1/3"))

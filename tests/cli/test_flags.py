@@ -84,7 +84,7 @@ def test_one_file_may_serve_all_parts(tmp_path: pathlib.Path) -> None:
     ("text", "complaint"),
     [
         ("max-num-sequences = 1", "unknown key 'max-num-sequences'"),
-        ("max-num-seqs = 1\nmax_num_seqs = 2", "said twice"),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", "is there twice"),
         ("max-num-seqs = [1]", "must be a text or a number"),
         ("[decode]\nmax-num-seqs = 1", "unknown key 'decode'"),
         ("max-num-seqs", "config file"),

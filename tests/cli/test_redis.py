@@ -1,6 +1,6 @@
 """The embedded Redis: found, started on a private socket, gone with its parent."""
 
-# ruff: noqa: ASYNC110, ASYNC220, ASYNC240  (a test may block its own loop)
+# ruff: noqa: ASYNC110, ASYNC240  (a test may block its own loop)
 from __future__ import annotations
 
 import asyncio
@@ -17,6 +17,7 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
+from tests.support.processes import started
 
 
 @pytest.fixture
@@ -37,8 +38,7 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
 
     socket = folder / "redis.sock"
     assert not await redis.answers(socket)
-    process = subprocess.Popen(redis.command(redis.find_redis(), socket), stdout=subprocess.DEVNULL)
-    try:
+    with started(redis.command(redis.find_redis(), socket), stdout=subprocess.DEVNULL) as process:
         await until_it_answers(socket)
         assert stat.S_IMODE(socket.stat().st_mode) == 0o700
         async with client.Redis(unix_socket_path=str(socket)) as server:
@@ -48,7 +48,6 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
             assert (await server.config_get("port"))["port"] == "0"
         # The role is visible to `ps`.
         assert "redis-server" in " ".join(psutil.Process(process.pid).cmdline())
-    finally:
         process.terminate()
         assert process.wait(10) == 0
     assert [path.name for path in folder.iterdir()] == []
@@ -61,13 +60,10 @@ async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -
         f"child = subprocess.Popen(redis.command(redis.find_redis(), pathlib.Path({str(socket)!r})));"
         "print(child.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    await until_it_answers(socket)
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        await until_it_answers(socket)
     gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], 10)
     assert gone == [child]
 

@@ -19,11 +19,12 @@ from rich.console import Console
 
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
-from pillion.supervisor.child import MAX_LINE_BYTES, Child
+from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
+from tests.support.processes import started
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
 PART = """
@@ -219,7 +220,7 @@ async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
 async def test_output_is_forwarded_in_bounded_lines() -> None:
     heard: list[str] = []
     program = f"import sys; sys.stdout.write('x' * {3 * MAX_LINE_BYTES} + '\\nlast\\rline \\xff\\nno end')"
-    child = await Child.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), heard.append)
+    child = await ChildProcess.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), heard.append)
     assert await child.wait() == 0
     assert "".join(heard[:-2]) == "x" * 3 * MAX_LINE_BYTES
     assert max(map(len, heard)) < 2 * MAX_LINE_BYTES
@@ -236,12 +237,9 @@ def test_a_part_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
         f"child = subprocess.Popen([sys.executable, '-c', {component!r}], stdout=subprocess.PIPE);"
         "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
     gone, _ = psutil.wait_procs([child], 10)
     assert gone == [child]
 
@@ -261,14 +259,11 @@ def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> 
         "import subprocess, sys, time;"
         f"child = subprocess.Popen([sys.executable, '-c', {watcher!r}]); print(child.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    watching = psutil.Process(int(parent.stdout.readline()))
-    while not (children := watching.children()):
-        pass
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        watching = psutil.Process(int(parent.stdout.readline()))
+        while not (children := watching.children()):
+            pass
     gone, _ = psutil.wait_procs([watching, *children], 10)
     assert len(gone) == 2
 
@@ -279,14 +274,11 @@ def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(fold
         f"d = RuntimeDir.create(pathlib.Path({str(folder)!r})); (d.path / 'x').touch(); print(d.path, flush=True);"
         "time.sleep(60)"
     )
-    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    theirs = pathlib.Path(other.stdout.readline().strip())
-    assert theirs.stat().st_mode & 0o777 == 0o700
-    assert sweep(folder) == []
-    other.kill()
-    other.wait(10)
-    other.stdout.close()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = pathlib.Path(other.stdout.readline().strip())
+        assert theirs.stat().st_mode & 0o777 == 0o700
+        assert sweep(folder) == []
     ours = RuntimeDir.create(folder)
     assert list(folder.iterdir()) == [ours.path]
     (folder / "pillion-notes").mkdir()
@@ -320,7 +312,7 @@ async def test_a_part_that_hangs_is_killed_and_started_again(folder: pathlib.Pat
         assert supervisor.pid_of("a") == first
         silent.extend([1, 1])
         await until(lambda: supervisor.pid_of("a") not in (None, first))
-        assert f"pillion: a hangs: no answer to {MAX_SILENCES} questions" in heard.lines
+        assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in heard.lines
     finally:
         await supervisor.stop()
     assert supervisor.living() == []

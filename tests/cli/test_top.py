@@ -18,9 +18,9 @@ from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics_export
 from pillion.observability.metrics import Distribution, Meters, Snapshot
-from pillion.top.top_figures import Look, flow, quantile, steps
-from pillion.top.top_pages import MAX_PAGES, Page, locate, parse
-from pillion.top.top_view import GLYPHS, Bar, Style, frame
+from pillion.top.top_figures import ClusterReading, flow, quantile, steps
+from pillion.top.top_pages import MAX_PAGES, ComponentPage, locate, parse
+from pillion.top.top_view import GLYPHS, FrameStyle, SegmentedBar, frame
 from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import status_from_pb, status_to_pb
@@ -48,13 +48,13 @@ def status(*components: ComponentStatus, **said: Any) -> ClusterStatus:
     return ClusterStatus(**{"version": "1", "components": components, "index_available": True} | known | said)
 
 
-def page_of(meters: Meters, component_id: str, role: str) -> Page:
+def page_of(meters: Meters, component_id: str, role: str) -> ComponentPage:
     """As it is after a way over the wire."""
     meters.watch(lambda: [(names.BUILD, ("1", role, component_id), 1.0)])
     return parse(generate_latest(metrics_export.Page(meters.collect, vllm_names=True).registry()).decode())
 
 
-def gateway_page(component_id: str, times: int) -> Page:
+def gateway_page(component_id: str, times: int) -> ComponentPage:
     """Of a gateway that did the same things so many times."""
     meters = Meters()
     meters.counter(names.GENERATED_TOKENS, "demo").add(100 * times)
@@ -70,7 +70,7 @@ def gateway_page(component_id: str, times: int) -> Page:
     return page_of(meters, component_id, "gateway")
 
 
-def worker_page(component_id: str, role: str, times: int) -> Page:
+def worker_page(component_id: str, role: str, times: int) -> ComponentPage:
     meters = Meters()
     for use, tokens in (("decode", 10), ("tail", 40), ("prefill", 0), ("speculative", 0), ("idle", 50)):
         meters.counter(names.STEP_BUDGET, use).add(tokens * times)
@@ -79,19 +79,27 @@ def worker_page(component_id: str, role: str, times: int) -> Page:
     return page_of(meters, component_id, role)
 
 
-def node_page() -> Page:
+def node_page() -> ComponentPage:
     meters = Meters()
     meters.watch(lambda: [(names.KV_HELD, ("pinned",), 15), (names.KV_DISK_BLOCKS, (), 7777)])
     return page_of(meters, "kvnode-0", "kvnode")
 
 
-def look(at_s: float, *pages: Page, told: ClusterStatus | None = None, troubles: tuple[str, ...] = ()) -> Look:
-    return Look(
+def look(
+    at_s: float, *pages: ComponentPage, told: ClusterStatus | None = None, troubles: tuple[str, ...] = ()
+) -> ClusterReading:
+    return ClusterReading(
         at_s, told or status(GATEWAY, PREFILL, DECODE, NODE), {page.component_id: page for page in pages}, troubles
     )
 
 
-def text(before: Look | None, now: Look, *, width: int = 80, style: Style = Style()) -> str:  # noqa: B008
+def text(
+    before: ClusterReading | None,
+    now: ClusterReading,
+    *,
+    width: int = 80,
+    style: FrameStyle = FrameStyle(),  # noqa: B008
+) -> str:
     """A frame as it stands on a screen without colours."""
     console = Console(width=width, file=io.StringIO(), legacy_windows=False)
     with console.capture() as capture:
@@ -268,7 +276,7 @@ def test_a_frame_fits_the_terminal(size: tuple[int, int]) -> None:
         ComponentStatus(component_id=f"decode-{n}-of-a-long-name", role="decode", node_id="n") for n in range(90)
     ]
     now = look(0, told=status(GATEWAY, NODE, *workers), troubles=("a " * 300, "b", "c", "d", "e"))
-    for style in (Style(height), Style(height, ascii_only=True)):
+    for style in (FrameStyle(height), FrameStyle(height, ascii_only=True)):
         shown = text(None, now, width=width, style=style)
         lines = shown.splitlines()
         assert len(lines) == height
@@ -276,7 +284,7 @@ def test_a_frame_fits_the_terminal(size: tuple[int, int]) -> None:
         assert "more" in shown
         assert "notes more" in shown
     assert shown.isascii()
-    assert len(text(None, now, style=Style()).splitlines()) > 180
+    assert len(text(None, now, style=FrameStyle()).splitlines()) > 180
 
 
 def test_nobody_steers_the_terminal() -> None:
@@ -290,12 +298,12 @@ def test_nobody_steers_the_terminal() -> None:
 @given(st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any), st.integers(6, 60))
 def test_a_bar_is_as_long_as_its_place(components: list[int], width: int) -> None:
     shares = [component / sum(components) for component in components]
-    cells = Bar(shares, GLYPHS).cells(width)
+    cells = SegmentedBar(shares, GLYPHS).cells(width)
     assert sum(cells) == width
     for share, count in zip(shares, cells, strict=True):
         assert (count > 0) == (share > 0)
         assert abs(count - share * width) <= 5
-    assert Bar((), GLYPHS).cells(width) == []
+    assert SegmentedBar((), GLYPHS).cells(width) == []
 
 
 def test_the_status_tells_who_is_fenced() -> None:

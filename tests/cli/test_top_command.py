@@ -13,7 +13,8 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -24,8 +25,8 @@ from prometheus_client import generate_latest
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics_export
 from pillion.observability.metrics import Meters
-from pillion.top.top import NO_PARSER, WINDOW_S, History, Pages
-from pillion.top.top_figures import Look
+from pillion.top.top import NO_PARSER, WINDOW_S, History, PageReader
+from pillion.top.top_figures import ClusterReading
 from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
@@ -47,7 +48,7 @@ STATUS = ClusterStatus(
 
 
 def test_rates_are_taken_over_the_window() -> None:
-    history, looks = History(), [Look(at_s, STATUS) for at_s in (0, 4, 8, 12, 12 + 2 * WINDOW_S)]
+    history, looks = History(), [ClusterReading(at_s, STATUS) for at_s in (0, 4, 8, 12, 12 + 2 * WINDOW_S)]
     assert history.newest() is None
     assert [before and before.at_s for before in map(history.add, looks)] == [None, 0, 0, 4, 12]
     assert history.newest() is looks[-1]
@@ -96,17 +97,17 @@ def test_pages_that_cannot_be_read_are_named(unused_tcp_port: int, monkeypatch: 
     }
     with serving_pages(bodies) as (port, keys):
         urls = [f"http://127.0.0.1:{port}{path}" for path in bodies] + [f"http://127.0.0.1:{unused_tcp_port}/x"]
-        pages, troubles = Pages(urls, "secret", "elsewhere", ssl.create_default_context()).read()
+        pages, troubles = PageReader(urls, "secret", "elsewhere", ssl.create_default_context()).read()
         assert list(pages) == ["gateway-0"]
         wanted = ["HTTP 302", "an operator's key", "html: ", "not a page of Pillion's", "Connection refused"]
         assert len(troubles) == len(wanted)
         assert all(component in line for component, line in zip(wanted, troubles, strict=True))
         # The gateway's key is for the gateway's host alone.
         assert set(keys) == {""}
-        Pages(urls[:1], "secret", "127.0.0.1", ssl.create_default_context()).read()
+        PageReader(urls[:1], "secret", "127.0.0.1", ssl.create_default_context()).read()
         assert keys[-1] == "Bearer secret"
         monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
-        assert Pages(urls[:2], "", "", ssl.create_default_context()).read()[1][0] == NO_PARSER
+        assert PageReader(urls[:2], "", "", ssl.create_default_context()).read()[1][0] == NO_PARSER
 
 
 @pytest.fixture(scope="module")
@@ -154,23 +155,36 @@ def test_without_a_terminal_frames_follow_each_other(target: str) -> None:
     assert sum(line.startswith("pillion 1 ") for line in lines) == 2
 
 
+def read_until_closed(terminal: int, seen: Callable[[bytes], None]) -> bytes:
+    """All that comes out of ``terminal``; ``seen`` hears of it each time."""
+    out, deadline_s = b"", time.monotonic() + 60
+    # Linux says EIO where the other side is closed.
+    with contextlib.suppress(OSError):
+        while select.select([terminal], [], [], 30)[0] and (got := os.read(terminal, 65536)):
+            assert time.monotonic() < deadline_s, "it does not stop"
+            out += got
+            seen(out)
+    return out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_terminal_is_left_as_it_was(target: str, number: signal.Signals) -> None:
-    ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
-    argv = command("--target", target)
-    with started(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=ROOT) as process:
-        os.close(theirs)
-        out, asked = b"", False
-        # Linux says EIO where the other side is closed.
-        with contextlib.suppress(OSError):
-            while select.select([ours], [], [], 30)[0] and (got := os.read(ours, 65536)):
-                out += got
-                if not asked and out.count(b"requests/s") >= 2:
-                    process.send_signal(number)
-                    asked = True
+    argv, asked = command("--target", target), threading.Event()
+    with contextlib.ExitStack() as stack:
+        ours, theirs = pty.openpty()
+        stack.callback(os.close, ours)
+        with contextlib.closing(os.fdopen(theirs, "wb", buffering=0)) as side:
+            pipes = {"stdin": side, "stdout": side, "stderr": side}
+            process = stack.enter_context(started(argv, env=environ, cwd=ROOT, **pipes))
+
+        def ask(out: bytes) -> None:
+            if not asked.is_set() and out.count(b"requests/s") >= 2:
+                process.send_signal(number)
+                asked.set()
+
+        out = read_until_closed(ours, ask)
         assert process.wait(30) == 0
-    os.close(ours)
     assert b"Traceback" not in out
     for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
         assert out.count(on) == out.count(off) == 1

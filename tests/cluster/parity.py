@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion import AsyncClient, ChatMessage, Delta
+from pillion.kvstore.ledger.integrity import check_integrity
 from tests.support.components import Components, running_components
 from tests.support.oracle import Expected, Oracle, first_difference
 
@@ -167,7 +168,7 @@ async def run_cases(cases: Sequence[Case], folder: pathlib.Path) -> list[tuple[C
                     t = last.timings
                     split = f"{t.cached_tokens}/{t.prefilled_tokens}/{t.tail_tokens}" if t else ""
                     print(f"{'ok ' if not wrong else 'BAD'} {case}  [{split}] {wrong}", flush=True)
-        line.components.kvnode.pool.ledger.check_integrity()
+        check_integrity(line.components.kvnode.pool.ledger)
     return results
 
 

@@ -6,9 +6,9 @@ import pathlib
 import tempfile
 
 from pillion import Delta
+from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.fake_components import until
-from tests.support.tiny_model import save_model
 
 PROMPT = list(range(2, 91))
 SEED = 2**63 - 2

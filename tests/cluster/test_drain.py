@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pillion import Client, Delta, PillionError
-from tests.support.cluster import served, wait_for
-from tests.support.tiny_model import save_model
+from testbed.cluster import served, wait_for
+from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.cluster
 

@@ -16,9 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pillion import Client
-from tests.support.cluster import served, wait_for
-from tests.support.otlp import Receiver, collecting
-from tests.support.tiny_model import save_model
+from testbed.cluster import served, wait_for
+from testbed.otlp import Receiver, collecting
+from testbed.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 

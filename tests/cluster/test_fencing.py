@@ -18,8 +18,8 @@ import pytest
 
 from pillion import Client
 from pillion.types import Delta
-from tests.support.cluster import ServedCluster, alive, served, wait_for
-from tests.support.tiny_model import save_model
+from testbed.cluster import ServedCluster, alive, served, wait_for
+from testbed.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -82,7 +82,7 @@ def at_rest(cluster: ServedCluster) -> bool:
     """Nothing is held for anybody, nobody is fenced; integrity is proven on the way."""
     status = cluster.node_status()
     held = status.tickets, status.pinned_blocks, status.reserved_blocks, status.leased_blocks
-    return held == (0, 0, 0, 0) and (status.quarantined_blocks, status.fenced_components) == (0, ())
+    return held == (0, 0, 0, 0) and (status.quarantined_blocks, tuple(status.fenced_components)) == (0, ())
 
 
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:

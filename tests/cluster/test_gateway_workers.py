@@ -19,9 +19,9 @@ import pytest
 from pillion import Client
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.support.cluster import ServedCluster, alive, free_port, served, wait_for
+from testbed.cluster import ServedCluster, alive, free_port, served, wait_for
+from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
-from tests.support.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -12,9 +12,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.fake_components import until
-from tests.support.tiny_model import save_model
 
 PROMPT = list(range(2, 91))
 ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}

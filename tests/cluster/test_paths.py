@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from pillion import AsyncClient, Delta
+from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.fake_components import until
 from tests.support.oracle import Oracle, first_difference
-from tests.support.tiny_model import save_model
 
 EPSILON = 1e-3
 BLOCK_BYTES = 8192

@@ -18,8 +18,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pillion import Client
 from pillion.errors import InvalidRequest, NotFound
-from tests.support.cluster import ServedCluster, alive, served, wait_for
-from tests.support.tiny_model import save_model
+from testbed.cluster import ServedCluster, alive, served, wait_for
+from testbed.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

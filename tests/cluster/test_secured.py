@@ -21,10 +21,10 @@ from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
-from tests.support.cluster import ServedCluster, free_port, wait_for
+from testbed.cluster import ServedCluster, free_port, wait_for
+from testbed.redis import running_redis
+from testbed.tiny_model import save_model
 from tests.support.fake_components import until
-from tests.support.redis import running_redis
-from tests.support.tiny_model import save_model
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
@@ -184,9 +184,7 @@ def test_serve_with_keys_and_certificates(certs: pathlib.Path, tmp_path: pathlib
         assert cluster.stop() == 0
         assert not cluster.left_behind()
     finally:
-        cluster.stop()
-        for leftover in cluster.processes():
-            leftover.kill()
+        cluster.end()
 
 
 _INTERNAL = (("cert", "internal.pem"), ("key", "internal.key"), ("ca", "internal-ca.pem"))

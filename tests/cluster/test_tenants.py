@@ -18,12 +18,12 @@ import pytest_asyncio
 from pillion import AsyncClient
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.net.rpc import open_channel
+from testbed.tiny_model import save_model
 from tests.gateway.test_http_fuzz import BODIES, KINDS, PATHS
 from tests.support.components import Components, running_components
 from tests.support.fake_components import until
 from tests.support.fuzz import malformed, send
 from tests.support.http import call
-from tests.support.tiny_model import save_model
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("red", "blue", "left", "right")}
 TENANTS = '[tenant.red]\n[tenant.blue]\n[tenant.left]\ncache_group = "hands"\n[tenant.right]\ncache_group = "hands"\n'

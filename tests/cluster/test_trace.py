@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pillion import FinishReason
 from pillion.observability import telemetry
+from testbed.tiny_model import save_model
 from tests.support.components import running_components
-from tests.support.tiny_model import save_model
 
 
 @pytest.fixture(scope="module")

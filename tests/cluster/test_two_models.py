@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from pillion import Client
 from pillion.errors import InvalidRequest, NotFound, Unavailable
-from tests.support.cluster import READY_TIMEOUT_S, free_port, wait_for
+from testbed.cluster import READY_TIMEOUT_S, free_port, wait_for
+from testbed.tiny_model import save_model
 from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference
-from tests.support.tiny_model import save_model
 from tests.support.two_nodes import Hosts, hosts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

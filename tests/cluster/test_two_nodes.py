@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from pillion import Client, Delta
-from tests.support.cluster import wait_for
-from tests.support.tiny_model import save_model
+from testbed.cluster import wait_for
+from testbed.tiny_model import save_model
 from tests.support.two_nodes import Hosts, hosts
 
 TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])

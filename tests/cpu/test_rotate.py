@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.models.layers import Norm
+from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
 from pillion.kernels.cpu.rows.rotate import RotateWrite, reference_rotate, reference_write
@@ -203,4 +203,4 @@ def test_the_reference_norms_as_the_torch_path_does(spec):
     heads = qkv.view(9, 8, 16)
     for found, part, weight in zip((queries, keys), heads[:, :6].split((4, 2), 1), norms, strict=True):
         over = part if spec.qk_norm == "head" else part.flatten(1)
-        torch.testing.assert_close(found, Norm(weight, EPS, True)(over).view(part.shape))
+        torch.testing.assert_close(found, RmsNorm(weight, EPS, True)(over).view(part.shape))

@@ -86,7 +86,7 @@ def test_none_changes_the_type_alone(runner):
 def test_norms_of_the_torch_path_are_all_one(wide):
     """Where nothing is rounded in between; Gemma's 1 + w is summed up by whoever loads it."""
     x, weight = normal(4, 48), normal(48, seed=1)
-    torch.testing.assert_close(rows.reference_norm(x, weight, EPS, "rms"), layers.Norm(weight, EPS, wide)(x))
+    torch.testing.assert_close(rows.reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
 
 
 @settings(max_examples=20, deadline=None)

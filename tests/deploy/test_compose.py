@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pillion import AsyncClient
+from testbed.tiny_model import save_model
 from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
 from tests.support.compose import (
     COMPOSE_FILE,
@@ -28,7 +29,6 @@ from tests.support.compose import (
     seconds,
 )
 from tests.support.compose_run import ComposeRun, UnhealthyError
-from tests.support.tiny_model import save_model
 
 PARTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
 SCALE = {"prefill": 2, "decode": 2}

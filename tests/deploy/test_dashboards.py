@@ -15,11 +15,11 @@ import yaml
 import docs.make
 from deploy.grafana import make
 from pillion import errors
-from pillion.engine.scheduling.step_plan import Load
+from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.engine.worker import step_meter
 from pillion.gateway.admission.quotas import QUOTAS
 from pillion.gateway.request import request_meter
-from pillion.kvstore.node import node_meter
+from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_prometheus import ALIASES, prometheus_name, sample_names
@@ -41,8 +41,8 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     """All values of a metric's label, by both names, of those that code lists."""
     meters = Meters()
     step_meter.StepMeter(meters)
-    meters.watch(lambda: step_meter.readings(Load(), 1))
-    meters.watch(lambda: node_meter.readings(NodeStatus()))
+    meters.watch(lambda: step_meter.readings(SchedulerLoad(), 1))
+    meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_meter.readings(0, 0, True))
     found: dict[tuple[str, str], set[str]] = {}
     for family in meters.collect():

@@ -11,7 +11,7 @@ import torch
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import Piece, StepPlan
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
 BLOCK = 4
@@ -45,11 +45,11 @@ def test_a_mixed_step() -> None:
     drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
     plan = StepPlan(
         (
-            Piece(decode, 9, 1, 1),
-            Piece(drafted, 5, 3, 3),
-            Piece(prompt_tail, 4, 3, 1, fork_seeds=(7, -8)),
-            Piece(part, 8, 4, 0),
-            Piece(span, 0, 8, 0),
+            SequencePiece(decode, 9, 1, 1),
+            SequencePiece(drafted, 5, 3, 3),
+            SequencePiece(prompt_tail, 4, 3, 1, fork_seeds=(7, -8)),
+            SequencePiece(part, 8, 4, 0),
+            SequencePiece(span, 0, 8, 0),
         )
     )
     batch, rows = build_batch(plan, BLOCK), build_sampling(plan)
@@ -73,7 +73,7 @@ def test_a_mixed_step() -> None:
 
 
 def test_rows_of_a_plain_step() -> None:
-    plan = StepPlan((Piece(sequence(1, range(10)), 9, 1, 1), Piece(sequence(2, range(8)), 2, 3, 0)))
+    plan = StepPlan((SequencePiece(sequence(1, range(10)), 9, 1, 1), SequencePiece(sequence(2, range(8)), 2, 3, 0)))
     assert build_batch(plan, BLOCK).sample_rows.tolist() == [0]
     nothing = StepPlan(plan.pieces[1:])
     assert build_batch(nothing, BLOCK).sample_rows.tolist() == []
@@ -83,7 +83,7 @@ def test_rows_of_a_plain_step() -> None:
 def test_parameters_and_what_stands_for_those_not_said() -> None:
     said = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
     bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
-    rows = build_sampling(StepPlan((Piece(said, 0, 1, 1), Piece(bare, 0, 1, 1))))
+    rows = build_sampling(StepPlan((SequencePiece(said, 0, 1, 1), SequencePiece(bare, 0, 1, 1))))
     assert rows.temperature.tolist() == [0.5, 1.0]
     assert rows.top_p.tolist() == [0.25, 1.0]
     assert rows.top_k.tolist() == [0, 0]
@@ -97,7 +97,7 @@ def test_edits_know_their_history() -> None:
     said = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
     stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **said), [6, 7])
     plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
-    rows = build_sampling(StepPlan((Piece(plain, 1, 1, 1), Piece(stream, 4, 3, 3))))
+    rows = build_sampling(StepPlan((SequencePiece(plain, 1, 1, 1), SequencePiece(stream, 4, 3, 3))))
     assert [edit.row for edit in rows.edits] == [1, 2, 3]
     assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
     assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
@@ -116,7 +116,7 @@ def test_only_what_a_row_asked_for_is_gathered() -> None:
     }
     for name, (array, wanted) in only.items():
         stream = sequence(1, [1, 2, 3], prompt=2, **{name: 2})
-        (edit,) = build_sampling(StepPlan((Piece(stream, 2, 1, 1),))).edits
+        (edit,) = build_sampling(StepPlan((SequencePiece(stream, 2, 1, 1),))).edits
         for each in ("biased", "seen", "answered", "banned"):
             assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
 
@@ -126,8 +126,8 @@ def test_guesses_are_judged_as_single_steps_would_choose() -> None:
     said = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
     history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     drafted = with_drafts(sequence(1, history, prompt=3, **said), [5, 6])
-    together = sample(logits, build_sampling(StepPlan((Piece(drafted, 3, 3, 3),)))).token_ids
+    together = sample(logits, build_sampling(StepPlan((SequencePiece(drafted, 3, 3, 3),)))).token_ids
     for row in range(3):
         alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **said)
-        plan = StepPlan((Piece(alone, 3 + row, 1, 1),))
+        plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
         assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from tests.support.oracle import Oracle, first_difference
-from tests.support.torch_model import Driver
+from tests.support.torch_model import BackendDriver
 
 pytestmark = [
     pytest.mark.model,
@@ -46,7 +46,7 @@ def oracle(exact):
 
 @pytest.fixture(scope="module")
 def driver(exact):
-    return Driver(exact, num_slots=200)
+    return BackendDriver(exact, num_slots=200)
 
 
 def chat(folder, text):
@@ -77,7 +77,7 @@ def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
 def test_the_capital_of_france(dtype):
     prepared = prepare(ModelFlags(model="demo", dtype=dtype))
     prompt = chat(prepared.folder, "What is the capital of France?")
-    tokens = Driver(prepared, num_slots=20).greedy(prompt, 20, prepared.eos_token_ids)
+    tokens = BackendDriver(prepared, num_slots=20).greedy(prompt, 20, prepared.eos_token_ids)
     text = Tokenizer.from_file(str(prepared.folder / "tokenizer.json")).decode(tokens)
     assert text == "The capital of France is Paris."
     assert tokens[-1] in prepared.eos_token_ids

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pillion.engine.checkpoints.prepare import PreparedModel, kv_layout, prepare
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
-from tests.support.torch_model import Driver
+from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
 
@@ -25,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class FamilyCase:
     prepared: PreparedModel
     model: Any
     kernels: str = "torch"
@@ -35,9 +36,9 @@ class Case:
         """The kernels have 16 lanes, and blocks of whole vectors."""
         return (4, 16) if self.kernels == "torch" else (16, 32)
 
-    def driver(self, block_size: int = 16, num_slots: int = 64) -> Driver:
+    def driver(self, block_size: int = 16, num_slots: int = 64) -> BackendDriver:
         if self.kernels == "torch":
-            return Driver(self.prepared, block_size, num_slots)
+            return BackendDriver(self.prepared, block_size, num_slots)
         backend = cpu_backend(self.prepared, block_size, threads=2, checked=block_size == 32)
         return CpuDriver(self.prepared, block_size, num_slots, backend=backend)
 
@@ -58,7 +59,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture(params=FAMILIES, scope="module")
 def on_torch(request, own_cache, tmp_path_factory):
     folder, flags = make_model(tmp_path_factory.mktemp("model"), FAMILIES[request.param])
-    return Case(prepare(flags), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    return FamilyCase(prepare(flags), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 @pytest.fixture(params=["torch", pytest.param("cpu", marks=needs_kernels)])
@@ -119,7 +120,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
     """Gemma 3 above 1B: the text model's config and tensors lie inside others, whose names changed once."""
     folder, flags = make_model(tmp_path / "text", FAMILIES["gemma3"])
     text = tokens_of(PROMPT_TOKENS, 2)
-    driver = Driver(prepare(flags))
+    driver = BackendDriver(prepare(flags))
     wanted = driver.run_all(driver.sequences.add()[0], text, [])
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     outer = {"model_type": "gemma3", "text_config": config, "eos_token_id": [1, 5], "vision_config": {}}
@@ -132,7 +133,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
         save_file({**renamed, vision: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
         prepared = prepare(flags)
         assert prepared.eos_token_ids == (1, 5)
-        driver = Driver(prepared)
+        driver = BackendDriver(prepared)
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
 
 
@@ -148,8 +149,10 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, name, k
         models = [
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
         ]
-        exact, rounded = (Case(None, model.eval()).logits(text) for model in models)
-        driver = Case(prepare(dataclasses.replace(flags, dtype="bfloat16")), None, kernels).driver(16, num_slots=20)
+        exact, rounded = (FamilyCase(None, model.eval()).logits(text) for model in models)
+        driver = FamilyCase(prepare(dataclasses.replace(flags, dtype="bfloat16")), None, kernels).driver(
+            16, num_slots=20
+        )
         (number,) = driver.sequences.add()
         ours += float((driver.run_all(number, text, [32, 1]) - exact).abs().mean())
         theirs += float((rounded - exact).abs().mean())

@@ -16,8 +16,8 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config, parse_config
 from pillion.errors import ConfigError
-from tests.support.tiny_model import save_model
-from tests.support.torch_model import Driver, perturb_vectors
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
 
@@ -132,7 +132,7 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatc
         dataclasses.replace(load_config(prepared.folder), eos_token_ids=(1,), rms_norm_eps=plain.rms_norm_eps) == plain
     )
     text = torch.randint(0, 258, (70,), generator=torch.Generator().manual_seed(1)).tolist()
-    driver = Driver(prepared)
+    driver = BackendDriver(prepared)
     with torch.inference_mode():
         wanted = model(torch.tensor([text])).logits[0]
     torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [33]), wanted, atol=1e-4, rtol=1e-4)
@@ -164,7 +164,7 @@ def test_rope_factors_are_not_lost(tmp_path):
 
 def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
     config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
-    pillion.engine.checkpoints.convert._add_passed_over(config, read(tmp_path, "gemma2"))
+    pillion.engine.checkpoints.convert._add_ignored_metadata(config, read(tmp_path, "gemma2"))
     assert config["query_pre_attn_scalar"] == 144
 
 

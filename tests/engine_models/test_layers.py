@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from pillion.engine.models.layers import GATED, GatedMLP, Norm
+from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
 from pillion.engine.models.moe import MoeWeights, route
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -25,12 +25,12 @@ def test_norms(theirs, offset, wide, dtype):
     weight, rows = torch.randn(96).to(dtype), (torch.randn(50, 96) * 3).to(dtype)
     module = theirs(96, 1e-5).to(dtype)
     module.weight.data.copy_(weight)
-    ours = Norm(weight.float() + offset if wide else weight, 1e-5, wide)(rows)
+    ours = RmsNorm(weight.float() + offset if wide else weight, 1e-5, wide)(rows)
     assert ours.dtype is dtype
     assert torch.equal(ours, module(rows))
 
 
-class Counted:
+class CountedLinear:
     """An expert that writes down how many rows each of its calls had."""
 
     def __init__(self, expert: GatedMLP, calls: list[int]) -> None:
@@ -51,7 +51,7 @@ def mixture(hidden: int = 32, inner: int = 48, count: int = 6) -> tuple[MixtralS
         torch.nn.init.normal_(parameter, std=0.3)
     calls: list[int] = []
     experts = tuple(
-        Counted(GatedMLP(Linear(gate_up), Linear(down), GATED["silu"]), calls)
+        CountedLinear(GatedMLP(Linear(gate_up), Linear(down), GATED["silu"]), calls)
         for gate_up, down in zip(theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, strict=True)
     )
     return theirs, MoeWeights(theirs.gate.weight.data, experts, 2, True), calls

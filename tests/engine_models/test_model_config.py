@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pillion.engine.checkpoints.prepare import kv_layout
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import known_architectures, load_config, parse_config
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate

@@ -17,16 +17,17 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints import prepare as prepare_module
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
-from pillion.engine.checkpoints.prepare import kv_layout, prepare, resolve_dtype
+from pillion.engine.checkpoints.prepare import prepare, resolve_dtype
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
-from tests.support.tiny_model import save_model
-from tests.support.torch_model import Driver
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
 
@@ -81,7 +82,8 @@ def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatc
     assert not said
     program = f"""
         import sys
-        from pillion.engine.checkpoints.prepare import kv_layout, prepare
+        from pillion.engine.backends.backend import kv_layout
+        from pillion.engine.checkpoints.prepare import prepare
         from pillion.config import ModelFlags
         prepared = prepare(ModelFlags(model={str(folder)!r}, dtype="float32"))
         assert kv_layout(prepared, 16).block_bytes
@@ -183,7 +185,7 @@ def test_a_damaged_weight_file_is_refused(folder):
 
 
 def test_sharded_weights(folder):
-    whole = Driver(prepare(flags(folder))).greedy([5, 6, 7], 8)
+    whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     parts = {"one.safetensors": names[:9], "two.safetensors": names[9:]}
@@ -192,7 +194,7 @@ def test_sharded_weights(folder):
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {name: file for file, mine in parts.items() for name in mine}}))
-    assert Driver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
     index.write_text(json.dumps({"weight_map": {names[0]: "../a-model/one.safetensors"}}))
     assert "not in the folder" in refused(flags(folder))
 
@@ -219,7 +221,7 @@ def test_a_folder_without_tokenizer_json_gets_one(folder, monkeypatch):
     assert prepared.folder != folder
     assert (prepared.folder / "tokenizer.json").is_file()
     assert (prepared.folder / "model.safetensors").resolve() == folder / "model.safetensors"
-    assert len(Driver(prepared).greedy([5, 6], 4)) == 4
+    assert len(BackendDriver(prepared).greedy([5, 6], 4)) == 4
 
 
 def test_a_pool_that_does_not_fit_is_refused(folder):
@@ -255,11 +257,11 @@ def test_a_died_conversion_leaves_nothing_half(tmp_path):
 
 def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
     """The type of the file and the type of the arithmetic are two things."""
-    exact = Driver(prepare(flags(folder)))
+    exact = BackendDriver(prepare(flags(folder)))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     narrow = save_model(folder.with_name("narrow"))
     model.save_pretrained(narrow)
-    rounded = Driver(prepare(flags(narrow)))
+    rounded = BackendDriver(prepare(flags(narrow)))
     wide = rounded.backend._weights.layers[0].qkv._weight
     assert wide.dtype is torch.float32
     assert torch.equal(wide, exact.backend._weights.layers[0].qkv._weight.bfloat16().float())

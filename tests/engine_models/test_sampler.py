@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.cuts import cuts, group_maxima
 from pillion.engine.sampling.sampler import sample
-from tests.support.sampling import Ask, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
+from tests.support.sampling import RowParameters, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
 
 torch.set_num_threads(1)
 
@@ -21,27 +21,27 @@ def random_logits(*shape: int, seed: int = 4, spread: float = 2.0) -> torch.Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def chosen(logits: torch.Tensor, *asks: Ask) -> list[int]:
-    return list(sample(logits, rows_of(asks)).token_ids)
+def chosen(logits: torch.Tensor, *all_params: RowParameters) -> list[int]:
+    return list(sample(logits, rows_of(all_params)).token_ids)
 
 
-def kept(logits: torch.Tensor, ask: Ask) -> np.ndarray:
+def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
     """Which tokens [V] of one row may be drawn."""
     table = padded(logits[None])
-    return logits.numpy() >= cuts(table, group_maxima(table), rows_of([ask]), np.array([0]))[0]
+    return logits.numpy() >= cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
 
 
 @pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("vocab_size", [97, 1280])
 def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
     """A step of nothing but greedy rows takes a short way to the same tokens."""
-    logits, greedy = random_logits(4, vocab_size, spread=0.1), Ask(temperature=0.0)
+    logits, greedy = random_logits(4, vocab_size, spread=0.1), RowParameters(temperature=0.0)
     logits[1, [9, 40, 90]] = odd
     logits[2] = odd
     rows = rows_of([greedy] * 4)
     assert rows.plain
     alone = sample(logits, rows).token_ids
-    for beside in (Ask(seed=1), replace(greedy, logprobs=0), replace(greedy, bias={3: 1.0})):
+    for beside in (RowParameters(seed=1), replace(greedy, logprobs=0), replace(greedy, bias={3: 1.0})):
         longer = rows_of([*[greedy] * 4, beside])
         assert not longer.plain
         assert sample(torch.cat((logits, logits[:1])), longer).token_ids[:4] == alone
@@ -50,54 +50,54 @@ def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> Non
 @pytest.mark.parametrize("vocab_size", [97, 300, 1280])
 def test_greedy_is_the_argmax(vocab_size: int) -> None:
     logits, wanted = random_logits(5, vocab_size), random_logits(5, vocab_size).argmax(-1).tolist()
-    for ask in (
-        Ask(temperature=0.0),
-        Ask(temperature=1e-6, seed=3),
-        Ask(top_k=1, seed=3),
-        Ask(top_p=1e-6, seed=3),
-        Ask(min_p=1.0, seed=3),
-        Ask(temperature=100.0, top_k=1, seed=3),
+    for params in (
+        RowParameters(temperature=0.0),
+        RowParameters(temperature=1e-6, seed=3),
+        RowParameters(top_k=1, seed=3),
+        RowParameters(top_p=1e-6, seed=3),
+        RowParameters(min_p=1.0, seed=3),
+        RowParameters(temperature=100.0, top_k=1, seed=3),
     ):
-        assert chosen(logits, *[ask] * 5) == wanted
+        assert chosen(logits, *[params] * 5) == wanted
     # In mixed company too, where greedy rows take another way.
-    assert chosen(logits, *[Ask(temperature=0.0)] * 4, Ask())[:4] == wanted[:4]
+    assert chosen(logits, *[RowParameters(temperature=0.0)] * 4, RowParameters())[:4] == wanted[:4]
 
 
 FILTERS = [
-    Ask(),
-    Ask(temperature=0.6),
-    Ask(top_p=0.8),
-    Ask(temperature=1.3, top_k=7),
-    Ask(temperature=0.9, top_k=12, top_p=0.9),
-    Ask(min_p=0.1),
-    Ask(temperature=1.5, top_k=30, top_p=0.95, min_p=0.05),
+    RowParameters(),
+    RowParameters(temperature=0.6),
+    RowParameters(top_p=0.8),
+    RowParameters(temperature=1.3, top_k=7),
+    RowParameters(temperature=0.9, top_k=12, top_p=0.9),
+    RowParameters(min_p=0.1),
+    RowParameters(temperature=1.5, top_k=30, top_p=0.95, min_p=0.05),
 ]
 
 
 @pytest.mark.parametrize("vocab_size", [40, 1000])
 @pytest.mark.parametrize("ask", FILTERS, ids=repr)
-def test_tokens_are_distributed_as_the_softmax_says(ask: Ask, vocab_size: int) -> None:
+def test_tokens_are_distributed_as_the_softmax_says(params: RowParameters, vocab_size: int) -> None:
     logits, draws = random_logits(vocab_size), 6_000
-    tokens = sample(logits.expand(draws, -1), draws_of(ask, draws)).token_ids
-    assert chi_square_fits(tokens, warp(logits[None], ask)[0].double().softmax(-1).numpy())
+    tokens = sample(logits.expand(draws, -1), draws_of(params, draws)).token_ids
+    assert chi_square_fits(tokens, warp(logits[None], params)[0].double().softmax(-1).numpy())
 
 
 def test_a_flat_and_a_steep_distribution() -> None:
     """Flat: nearly every winner is the first of its group. Steep: nearly none is."""
     draws = 8_000
     for logits in (torch.zeros(640), torch.tensor([0.0, -1.0, *[-9.0] * 500])):
-        tokens = sample(logits.expand(draws, -1), draws_of(Ask(), draws)).token_ids
+        tokens = sample(logits.expand(draws, -1), draws_of(RowParameters(), draws)).token_ids
         assert chi_square_fits(tokens, logits.double().softmax(-1).numpy())
 
 
 def test_the_chi_square_test_sees_a_wrong_temperature() -> None:
     logits, draws = random_logits(40), 6_000
-    tokens = sample(logits.expand(draws, -1), draws_of(Ask(temperature=1.1), draws)).token_ids
+    tokens = sample(logits.expand(draws, -1), draws_of(RowParameters(temperature=1.1), draws)).token_ids
     assert not chi_square_fits(tokens, logits.double().softmax(-1).numpy())
 
 
-asks = st.builds(
-    Ask,
+all_params = st.builds(
+    RowParameters,
     temperature=st.sampled_from([1e-5, 0.01, 0.3, 1.0, 2.5, 100.0]),
     top_k=st.sampled_from([0, 0, 1, 3, 50, 700, 5000]),
     top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.9, 0.999, 1.0, 1.0]),
@@ -109,14 +109,14 @@ asks = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    ask=asks,
+    params=all_params,
     seed=st.integers(0, 2**20),
     size=st.sampled_from([1, 5, 127, 128, 129, 1000, 5003, 40_000]),
     spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
 )
-def test_pruning_changes_nothing(ask: Ask, seed: int, size: int, spread: float) -> None:
+def test_pruning_changes_nothing(params: RowParameters, seed: int, size: int, spread: float) -> None:
     logits = random_logits(size, seed=seed, spread=spread)
-    assert chosen(logits[None], ask) == [unpruned(logits, ask)]
+    assert chosen(logits[None], params) == [unpruned(logits, params)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,14 +133,14 @@ def test_what_may_be_drawn_is_what_transformers_leaves(
     seed: int, size: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = random_logits(size, seed=seed, spread=spread)
-    ask = Ask(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    ours = kept(logits, ask)
+    params = RowParameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ours = kept(logits, params)
     # transformers adds up from the small end in fp32; in float64 the two ways meet.
     wide = logits[None].double()
-    unsure = ours != (warp(wide, ask)[0].numpy() > -np.inf)
+    unsure = ours != (warp(wide, params)[0].numpy() > -np.inf)
     if unsure.any():
         # Only a token at whose edge the mass is p, or the ratio min_p, to within fp32 rounding may be judged otherwise.
-        before_p = warp(wide, replace(ask, top_p=1.0, min_p=0.0))[0].softmax(-1).numpy()
+        before_p = warp(wide, replace(params, top_p=1.0, min_p=0.0))[0].softmax(-1).numpy()
         edge = before_p[unsure].max()
         mass = before_p[before_p > edge].sum()
         assert unsure.sum() == 1
@@ -149,14 +149,14 @@ def test_what_may_be_drawn_is_what_transformers_leaves(
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     logits = torch.tensor([0.0, -1.0, -1.0, -1.0, -5.0])
-    assert kept(logits, Ask(top_k=2)).tolist() == [True, True, True, True, False]
-    assert kept(logits, Ask(top_p=0.5)).tolist() == [True, True, True, True, False]
-    assert kept(logits, Ask(top_p=0.3)).tolist() == [True, False, False, False, False]
-    assert kept(logits, Ask(top_k=5)).all()
+    assert kept(logits, RowParameters(top_k=2)).tolist() == [True, True, True, True, False]
+    assert kept(logits, RowParameters(top_p=0.5)).tolist() == [True, True, True, True, False]
+    assert kept(logits, RowParameters(top_p=0.3)).tolist() == [True, False, False, False, False]
+    assert kept(logits, RowParameters(top_k=5)).all()
     # A whole vocabulary of equals: no short head to find, and each token may win.
     flat = torch.zeros(50_000)
-    assert kept(flat, Ask(top_k=3)).all()
-    assert len({*chosen(flat.expand(20, -1), *[Ask(top_k=3, top_p=0.5, seed=n) for n in range(20)])}) > 10
+    assert kept(flat, RowParameters(top_k=3)).all()
+    assert len({*chosen(flat.expand(20, -1), *[RowParameters(top_k=3, top_p=0.5, seed=n) for n in range(20)])}) > 10
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
@@ -164,9 +164,9 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
 def test_a_long_nucleus(temperature: float, top_p: float) -> None:
     """Thousands of tokens hold the mass: the cut is found by ranges of logits."""
     logits = random_logits(60_000)
-    ask = Ask(temperature=temperature, top_p=top_p)
+    params = RowParameters(temperature=temperature, top_p=top_p)
     probabilities = (logits.double() / temperature).softmax(-1).numpy()
-    inside = kept(logits, ask)
+    inside = kept(logits, params)
     least = probabilities[inside].min()
     assert least > probabilities[~inside].max()
     assert probabilities[inside].sum() >= top_p - 1e-5
@@ -179,7 +179,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     random, count, vocab_size = np.random.default_rng(0), 24, 20_003
     logits = random_logits(count, vocab_size)
     batch = [
-        Ask(
+        RowParameters(
             temperature=float(random.choice([0.0, 0.7, 1.0, 1.5])),
             top_k=int(random.choice([0, 20, 2000])),
             top_p=float(random.choice([0.5, 0.95, 1.0])),
@@ -205,8 +205,10 @@ def test_sampling_changes_nothing() -> None:
     for vocab_size in (50, 256):
         logits = random_logits(3, vocab_size)
         before = logits.clone()
-        ask = Ask(top_k=5, top_p=0.5, seen=[1, 2, 2], repetition=2.0, bias={2: 3.0}, banned=[1], logprobs=3)
-        sample(logits, rows_of([ask] * 3))
+        params = RowParameters(
+            top_k=5, top_p=0.5, seen=[1, 2, 2], repetition=2.0, bias={2: 3.0}, banned=[1], logprobs=3
+        )
+        sample(logits, rows_of([params] * 3))
         assert torch.equal(logits, before)
 
 
@@ -218,20 +220,20 @@ ODD = [-torch.inf, torch.inf, torch.nan, 0.0, 1.0, 3e38, -3e38]
 
 
 @settings(max_examples=200, deadline=None)
-@example(values=[-torch.inf, torch.nan, 0.0, 1.0], ask=Ask(), logprobs=2, greedy=False)
-@example(values=[torch.nan, -torch.inf], ask=Ask(), logprobs=2, greedy=True)
+@example(values=[-torch.inf, torch.nan, 0.0, 1.0], params=RowParameters(), logprobs=2, greedy=False)
+@example(values=[torch.nan, -torch.inf], params=RowParameters(), logprobs=2, greedy=True)
 @given(
     values=st.lists(st.sampled_from(ODD), min_size=1, max_size=300),
-    ask=asks,
+    params=all_params,
     logprobs=st.sampled_from([-1, 0, 20]),
     greedy=st.booleans(),
 )
 def test_logits_that_are_no_numbers_neither_raise_nor_win(
-    values: list[float], ask: Ask, logprobs: int, greedy: bool
+    values: list[float], params: RowParameters, logprobs: int, greedy: bool
 ) -> None:
     logits = torch.tensor([values, [0.0] * len(values)])
-    ask = replace(ask, logprobs=logprobs, temperature=0.0 if greedy else ask.temperature)
-    said = sample(logits, rows_of([ask, ask]))
+    params = replace(params, logprobs=logprobs, temperature=0.0 if greedy else params.temperature)
+    said = sample(logits, rows_of([params, params]))
     value = values[said.token_ids[0]]
     numbers = [v for v in values if v > -torch.inf]
     assert value in numbers or (not numbers and said.token_ids[0] == 0)
@@ -241,4 +243,4 @@ def test_logits_that_are_no_numbers_neither_raise_nor_win(
         assert entry is not None
         assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
     # What the other row says is not touched by it.
-    assert said.token_ids[1] == sample(logits[1:], rows_of([ask])).token_ids[0]
+    assert said.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]

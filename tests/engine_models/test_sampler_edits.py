@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
 from pillion.engine.sampling.penalties import edited
 from pillion.engine.sampling.sampler import sample
-from tests.support.sampling import Ask, chi_square_fits, draws_of, rows_of
+from tests.support.sampling import RowParameters, chi_square_fits, draws_of, rows_of
 
 torch.set_num_threads(1)
 VOCAB = 300
@@ -25,10 +25,10 @@ def logits_of(rows: int = 1, seed: int = 5, spread: float = 3.0) -> torch.Tensor
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def after(logits: torch.Tensor, *asks: Ask) -> torch.Tensor:
+def after(logits: torch.Tensor, *all_params: RowParameters) -> torch.Tensor:
     """The edited logits."""
     table = logits.numpy().copy()
-    with edited(table, rows_of(asks).edits):
+    with edited(table, rows_of(all_params).edits):
         inside = table.copy()
     assert np.array_equal(table, logits.numpy(), equal_nan=True), "the edits were not taken back"
     return torch.from_numpy(inside)
@@ -38,7 +38,7 @@ def after(logits: torch.Tensor, *asks: Ask) -> torch.Tensor:
 def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     logits, history = logits_of(), [7, 8, 7, 299, 0, 7]
     wanted = hf.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits.clone())
-    assert torch.equal(after(logits, Ask(seen=history, repetition=penalty)), wanted)
+    assert torch.equal(after(logits, RowParameters(seen=history, repetition=penalty)), wanted)
 
 
 def test_bias_is_that_of_transformers() -> None:
@@ -46,7 +46,7 @@ def test_bias_is_that_of_transformers() -> None:
     wanted = hf.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
         torch.zeros(1, 1, dtype=torch.long), logits.clone()
     )
-    assert torch.equal(after(logits, Ask(bias=bias)), wanted)
+    assert torch.equal(after(logits, RowParameters(bias=bias)), wanted)
 
 
 def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
@@ -54,21 +54,23 @@ def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
     wanted = hf.MinNewTokensLengthLogitsProcessor(2, 4, ends, device="cpu")(
         torch.zeros(1, 5, dtype=torch.long), logits.clone()
     )
-    assert torch.equal(after(logits, Ask(banned=ends)), wanted)
+    assert torch.equal(after(logits, RowParameters(banned=ends)), wanted)
     # A tokenizer may know end tokens that the model has no logits for.
-    assert torch.equal(after(logits, Ask(banned=[*ends, VOCAB, 99_999])), wanted)
+    assert torch.equal(after(logits, RowParameters(banned=[*ends, VOCAB, 99_999])), wanted)
 
 
-def plain(logits: list[float], ask: Ask) -> list[float]:
+def plain(logits: list[float], params: RowParameters) -> list[float]:
     """All edits in float64, token by token, in the order that pillion.engine.sampling.penalties gives."""
-    values, answered = list(logits), Counter(ask.answered)
+    values, answered = list(logits), Counter(params.answered)
     for token in range(len(values)):
-        values[token] += ask.bias.get(token, 0.0)
-        if token in ask.seen:
-            values[token] = values[token] / ask.repetition if values[token] > 0 else values[token] * ask.repetition
+        values[token] += params.bias.get(token, 0.0)
+        if token in params.seen:
+            values[token] = (
+                values[token] / params.repetition if values[token] > 0 else values[token] * params.repetition
+            )
         if answered[token]:
-            values[token] -= ask.presence + ask.frequency * answered[token]
-        if token in ask.banned:
+            values[token] -= params.presence + params.frequency * answered[token]
+        if token in params.banned:
             values[token] = -math.inf
     return values
 
@@ -97,7 +99,7 @@ def test_all_edits_together(
     frequency: float,
     banned: list[int],
 ) -> None:
-    ask = Ask(
+    params = RowParameters(
         bias=bias,
         seen=[*prompt, *answer],
         repetition=repetition,
@@ -107,41 +109,43 @@ def test_all_edits_together(
         banned=banned,
     )
     logits = logits_of(2, seed)
-    got = after(logits, Ask(temperature=0.0), ask)
+    got = after(logits, RowParameters(temperature=0.0), params)
     assert torch.equal(got[0], logits[0]), "another row's edits came here"
-    np.testing.assert_allclose(got[1].numpy(), plain(logits[1].tolist(), ask), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(got[1].numpy(), plain(logits[1].tolist(), params), rtol=1e-5, atol=1e-4)
 
 
 def test_edits_decide_what_is_drawn() -> None:
     """The draw is from the softmax of the edited logits, through all filters."""
     draws = 6000
-    ask = Ask(top_k=40, bias={5: 4.0, 6: -100.0}, seen=[1, 2, 3] * 5, repetition=1.5, answered=[2, 3, 3], frequency=0.7)
+    params = RowParameters(
+        top_k=40, bias={5: 4.0, 6: -100.0}, seen=[1, 2, 3] * 5, repetition=1.5, answered=[2, 3, 3], frequency=0.7
+    )
     logits = logits_of(spread=1.0)
-    wanted = torch.tensor(plain(logits[0].tolist(), ask))
+    wanted = torch.tensor(plain(logits[0].tolist(), params))
     wanted[wanted < wanted.topk(40).values[-1]] = -torch.inf
-    tokens = sample(logits.expand(draws, -1), draws_of(ask, draws)).token_ids
+    tokens = sample(logits.expand(draws, -1), draws_of(params, draws)).token_ids
     assert chi_square_fits(tokens, wanted.softmax(-1).numpy())
 
 
 def test_greedy_rows_are_edited_too() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, :4] = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    for ask, token in (
-        (Ask(temperature=0.0, bias={1: 1.5}), 1),
-        (Ask(temperature=0.0, banned=[0, 1]), 2),
-        (Ask(temperature=0.0, answered=[0, 0, 1], frequency=1.0, presence=0.5), 2),
-        (Ask(temperature=0.0, seen=[0, 1, 2], repetition=10.0), 3),
+    for params, token in (
+        (RowParameters(temperature=0.0, bias={1: 1.5}), 1),
+        (RowParameters(temperature=0.0, banned=[0, 1]), 2),
+        (RowParameters(temperature=0.0, answered=[0, 0, 1], frequency=1.0, presence=0.5), 2),
+        (RowParameters(temperature=0.0, seen=[0, 1, 2], repetition=10.0), 3),
         # All that is left by a bias that leaves one, at any temperature.
-        (Ask(temperature=100.0, banned=[t for t in range(VOCAB) if t != 250], seed=9), 250),
+        (RowParameters(temperature=100.0, banned=[t for t in range(VOCAB) if t != 250], seed=9), 250),
     ):
-        assert sample(logits, rows_of([ask])).token_ids == (token,)
+        assert sample(logits, rows_of([params])).token_ids == (token,)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    asks=st.lists(
+    all_params=st.lists(
         st.builds(
-            Ask,
+            RowParameters,
             temperature=st.sampled_from([0.0, 0.5, 2.0]),
             top_k=st.sampled_from([0, 3]),
             seed=st.integers(0, 99),
@@ -156,21 +160,23 @@ def test_greedy_rows_are_edited_too() -> None:
     vocab_size=st.sampled_from([5, 20, 97, VOCAB, 40_000]),
     seed=st.integers(0, 1000),
 )
-def test_logprobs_are_the_log_softmax_of_the_raw_logits(asks: list[Ask], vocab_size: int, seed: int) -> None:
-    logits = torch.randn(len(asks), vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
+def test_logprobs_are_the_log_softmax_of_the_raw_logits(
+    all_params: list[RowParameters], vocab_size: int, seed: int
+) -> None:
+    logits = torch.randn(len(all_params), vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
     truth = logits.double().log_softmax(-1)
-    said = sample(logits, rows_of(asks))
-    if all(ask.logprobs < 0 for ask in asks):
+    said = sample(logits, rows_of(all_params))
+    if all(params.logprobs < 0 for params in all_params):
         assert said.logprobs == ()
         return
-    for row, (ask, token, entry) in enumerate(zip(asks, said.token_ids, said.logprobs, strict=True)):
-        if ask.logprobs < 0:
+    for row, (params, token, entry) in enumerate(zip(all_params, said.token_ids, said.logprobs, strict=True)):
+        if params.logprobs < 0:
             assert entry is None
             continue
         assert entry is not None
         assert entry.token_id == token
         assert entry.logprob == pytest.approx(truth[row, token].item(), abs=1e-4)
-        best = truth[row].topk(min(ask.logprobs, vocab_size))
+        best = truth[row].topk(min(params.logprobs, vocab_size))
         assert entry.top_ids == tuple(best.indices.tolist())
         assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
 
@@ -179,7 +185,9 @@ def test_logprobs_of_equals_and_of_the_impossible() -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[0, 10:200] = 1.0
     logits[1, 7] = 0.0
-    first, second = sample(logits, rows_of([Ask(temperature=0.0, logprobs=3), Ask(logprobs=2)])).logprobs
+    first, second = sample(
+        logits, rows_of([RowParameters(temperature=0.0, logprobs=3), RowParameters(logprobs=2)])
+    ).logprobs
     assert first is not None
     assert second is not None
     assert first.top_ids == (10, 11, 12)

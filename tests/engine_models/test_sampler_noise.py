@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pillion.engine.sampling.gumbel import GROUP_TOKENS
-from pillion.engine.sampling.philox import philox, random_words
+from pillion.engine.sampling.gumbel import GROUP_TOKENS, philox, random_words
 from tests.support.sampling import all_noise
 
 WORD = 0xFFFFFFFF

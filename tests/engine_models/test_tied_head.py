@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from tests.support.tiny_model import save_model
-from tests.support.torch_model import Driver
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver
 
 
 @pytest.mark.parametrize("other", [False, True])
@@ -27,6 +27,6 @@ def test_the_head_of_the_file_counts(tmp_path: pathlib.Path, monkeypatch: pytest
     with torch.inference_mode():
         oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         wanted = oracle(torch.tensor([text])).logits[0]
-    driver = Driver(prepare(ModelFlags(model=str(folder), dtype="float32")))
+    driver = BackendDriver(prepare(ModelFlags(model=str(folder), dtype="float32")))
     found = driver.run_all(driver.sequences.add()[0], text, [7])
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from pillion.gateway.admission.admission import Admission, Shares, Visit
+from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
@@ -26,9 +26,11 @@ def refused(error: pytest.ExceptionInfo[Overloaded]) -> str:
     return quota.subject
 
 
-async def turn(admission: Admission, visit: Visit, priority: int = 0, timeout_s: float | None = None) -> None:
+async def turn(
+    admission: Admission, permit: AdmissionPermit, priority: int = 0, timeout_s: float | None = None
+) -> None:
     now = time.monotonic()
-    await admission.turn(visit, priority, now, None if timeout_s is None else now + timeout_s)
+    await admission.turn(permit, priority, now, None if timeout_s is None else now + timeout_s)
 
 
 async def settle() -> None:
@@ -60,8 +62,8 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
     with pytest.raises(Overloaded) as caught:
         admission.weigh(theirs[1], 1)
     assert refused(caught) == "max_inflight_tokens"
-    for visit in mine + theirs:
-        admission.leave(visit)
+    for permit in mine + theirs:
+        admission.leave(permit)
     assert (admission.requests, admission.tokens, admission.running) == (0, 0, 0)
     admission.enter(A)
 
@@ -70,7 +72,7 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
 def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]) -> None:
     """Whatever comes and goes: the newcomer gets a place, and those that flood go on to get theirs."""
     admission = Admission(40, 4000)
-    inside: dict[str, list[Visit]] = {name: [] for name in "abc"}
+    inside: dict[str, list[AdmissionPermit]] = {name: [] for name in "abc"}
     for name, goes in events:
         if goes and inside[name]:
             admission.leave(inside[name].pop())
@@ -79,11 +81,11 @@ def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]
             while True:
                 inside[name].append(admission.enter(Tenant(name=name)))
                 admission.weigh(inside[name][-1], 100)
-    visit = admission.enter(Tenant(name="d"))
-    admission.weigh(visit, 100)
-    admission.leave(visit)
-    for visit in itertools.chain(*inside.values()):
-        admission.leave(visit)
+    permit = admission.enter(Tenant(name="d"))
+    admission.weigh(permit, 100)
+    admission.leave(permit)
+    for permit in itertools.chain(*inside.values()):
+        admission.leave(permit)
     assert (admission.requests, admission.tokens) == (0, 0)
     assert not admission._requests_of
     assert not admission._tokens_of
@@ -108,12 +110,12 @@ async def test_turns_are_by_rank_and_fair() -> None:
     admission, order = Admission(100, 1000, lambda: 1), []
 
     async def one(name: str, tenant: Tenant, priority: int) -> None:
-        visit = admission.enter(tenant)
-        admission.weigh(visit, 10)
-        await turn(admission, visit, priority)
+        permit = admission.enter(tenant)
+        admission.weigh(permit, 10)
+        await turn(admission, permit, priority)
         order.append(name)
         await asyncio.sleep(0)
-        admission.leave(visit, 5)
+        admission.leave(permit, 5)
 
     first = admission.enter(A)
     await turn(admission, first)
@@ -188,7 +190,7 @@ async def test_more_places_are_seen_with_the_next_event() -> None:
     places = [1]
     admission = Admission(10, 1000, lambda: places[0])
     visits = [admission.enter(A) for _ in range(4)]
-    tasks = [asyncio.create_task(turn(admission, visit)) for visit in visits]
+    tasks = [asyncio.create_task(turn(admission, permit)) for permit in visits]
     await settle()
     assert admission.running == 1
     places[0] = 0
@@ -202,13 +204,13 @@ async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monk
     admission = Admission(100, 1000, lambda: 1)
     monkeypatch.setattr("pillion.gateway.admission.admission.time.monotonic", lambda: clock[0])
     visits = [admission.enter(A) for _ in range(8)]
-    for visit in visits:
-        admission.weigh(visit, 10)
-    tasks = [asyncio.create_task(admission.turn(visit, 0, clock[0], None)) for visit in visits]
+    for permit in visits:
+        admission.weigh(permit, 10)
+    tasks = [asyncio.create_task(admission.turn(permit, 0, clock[0], None)) for permit in visits]
     await settle()
-    for visit in visits[:5]:
+    for permit in visits[:5]:
         clock[0] += 2.0
-        admission.leave(visit)
+        admission.leave(permit)
         await settle()
     # One runs and two wait: the third place comes free after about six seconds.
     late = admission.enter(A)
@@ -238,7 +240,7 @@ async def test_a_deadline_that_passes_in_the_line() -> None:
 
 
 async def test_a_shared_line_gives_each_tenant_its_places() -> None:
-    shares, order = Shares(2), []
+    shares, order = TenantSlots(2), []
 
     async def job(tenant: Tenant) -> None:
         async with shares.of(tenant):

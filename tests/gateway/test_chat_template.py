@@ -13,7 +13,7 @@ from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.tokens import chat_template as module
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.types import ChatMessage
-from tests.support.toy_tokenizer import TEMPLATE
+from testbed.toy_tokenizer import TEMPLATE
 
 MESSAGES = (ChatMessage("system", "Be brief."), ChatMessage("user", 'Grüße, "世界" <b>&amp;</b>'))
 SPECIALS = {"bos_token": "<bos>", "eos_token": "<eos>"}

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from pillion.errors import Cancelled, NotFound, Overloaded, Unavailable
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.choices import Choices, best
+from pillion.gateway.request.choices import Choices, rank_answers
 from pillion.gateway.request.outbox import Outbox
-from pillion.gateway.request.request_machine import RequestMachine, State
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.gateway.request.validation import answer_seed
-from pillion.gateway.tokens.answer import Answer, Piece
+from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
 from pillion.gateway.tokens.detokenizer import Detokenizer
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
+from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.test_request import EOS, GONE, ack, hold, planned
-from tests.support.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
 PROMPT = tuple(range(100, 121))
@@ -49,9 +49,9 @@ def test_one_submit_begins_all() -> None:
     c = choices()
     assert told(c.start()) == [(0, "LookUp")]
     assert submitted(c).forks == (1, 2)
-    assert c.handle(2, ev.Tokens(1, (5,)), 2.0) == [(2, ev.Emit((5,)))]
-    assert c.handle(0, ev.Tokens(1, (6,)), 2.0) == [(0, ev.Emit((6,)))]
-    assert {machine.state for machine in c.machines} == {State.DECODING}
+    assert c.handle(2, ev.TokensSampled(1, (5,)), 2.0) == [(2, ev.Emit((5,)))]
+    assert c.handle(0, ev.TokensSampled(1, (6,)), 2.0) == [(0, ev.Emit((6,)))]
+    assert {machine.state for machine in c.machines} == {RequestState.DECODING}
     for index in (1, 2, 0):
         assert told(c.handle(index, ev.DecodeFinished(1, FinishReason.STOP, None), 3.0 + index))[-1] == (
             index,
@@ -65,7 +65,7 @@ def test_before_the_first_token_only_the_first_answer_tries_again_and_forks_thos
     c = choices()
     c.start()
     submitted(c)
-    c.handle(2, ev.Tokens(1, (5,)), 2.0)
+    c.handle(2, ev.TokensSampled(1, (5,)), 2.0)
     assert told(c.handle(0, ev.DecodeLost(1, GONE, True), 2.0)) == [
         (0, "ReleaseTicket"),
         (0, "LookUp"),
@@ -74,14 +74,14 @@ def test_before_the_first_token_only_the_first_answer_tries_again_and_forks_thos
     assert c.handle(1, ev.DecodeLost(1, GONE, True), 2.0) == []
     assert told(c.handle(2, ev.DecodeLost(1, GONE, True), 2.0)) == [(2, "LookUp")]
     assert submitted(c, 2).forks == (1,)
-    assert c.handle(1, ev.Tokens(2, (7,)), 3.0) == [(1, ev.Emit((7,)))]
+    assert c.handle(1, ev.TokensSampled(2, (7,)), 3.0) == [(1, ev.Emit((7,)))]
 
 
 def test_behind_the_first_token_each_tries_again_by_itself() -> None:
     c = choices()
     c.start()
     submitted(c)
-    c.handle(0, ev.Tokens(1, (6,)), 2.0)
+    c.handle(0, ev.TokensSampled(1, (6,)), 2.0)
     for index, emitted in enumerate([(6,), (), ()]):
         *_, (at, look_up) = c.handle(index, ev.DecodeLost(1, GONE, True), 2.0)
         assert (at, look_up.token_ids, look_up.attempt) == (index, PROMPT + emitted, 2)
@@ -92,20 +92,20 @@ def test_one_failure_ends_all_and_is_told_once() -> None:
     c.start()
     submitted(c)
     for index in range(3):
-        c.handle(index, ev.Tokens(1, (6,)), 2.0)
+        c.handle(index, ev.TokensSampled(1, (6,)), 2.0)
     error = Overloaded("full")
     assert c.handle(1, ev.DecodeLost(1, error, False), 2.0) == [
         (0, ev.CancelDecode(1)), (0, ev.ReleaseTicket(hold(1))), (2, ev.CancelDecode(1)), (1, ev.Fail(error)),
     ]  # fmt: skip
-    assert c.handle_all(ev.Cancelled(), 3.0) == []
+    assert c.handle_all(ev.RequestCancelled(), 3.0) == []
 
 
 def test_what_happens_to_the_request_happens_to_all() -> None:
     c = choices()
     c.start()
     submitted(c)
-    c.handle(1, ev.Tokens(1, (6,)), 2.0)
-    *others, last = c.handle_all(ev.Cancelled(), 3.0)
+    c.handle(1, ev.TokensSampled(1, (6,)), 2.0)
+    *others, last = c.handle_all(ev.RequestCancelled(), 3.0)
     assert told(others) == [(0, "CancelDecode"), (0, "ReleaseTicket"), (1, "CancelDecode"), (2, "CancelDecode")]
     assert isinstance(last[1].error, Cancelled)
 
@@ -125,12 +125,12 @@ def token_at(index: int, position: int) -> int:
 
 
 @dataclass
-class World:
+class AnswersWorld:
     """Parts that answer in any order, late or not at all; and an account of what they were told."""
 
     choices: Choices
-    opened: set[ev.Hold] = field(default_factory=set)
-    released: list[ev.Hold] = field(default_factory=list)
+    opened: set[ev.TicketHold] = field(default_factory=set)
+    released: list[ev.TicketHold] = field(default_factory=list)
     streams: dict[int, int] = field(default_factory=dict)
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
     emitted: dict[int, list[int]] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class World:
                     assert self.streams.pop(index, action.attempt) == action.attempt
                 case ev.LookUp() if index:
                     first = self.choices.machines[0]
-                    own = self.emitted.get(index) or first.emitted or first.state is State.DONE
+                    own = self.emitted.get(index) or first.emitted or first.state is RequestState.DONE
                     assert own, "a follower began work of its own"
 
     def tell(self, draw) -> None:
@@ -181,17 +181,19 @@ class World:
             case "tokens":
                 at, count = self.sent.get((index, attempt), 0), draw(st.integers(1, 3))
                 self.sent[index, attempt] = at + count
-                event = ev.Tokens(attempt, tuple(token_at(index, p) for p in range(at, at + count)))
+                event = ev.TokensSampled(attempt, tuple(token_at(index, p) for p in range(at, at + count)))
             case "spanended" | "fetched":
-                event = {"spanended": ev.SpanEnded, "fetched": ev.Fetched}[name](attempt, draw(st.integers(0, 40)))
+                event = {"spanended": ev.SpanEnded, "fetched": ev.BlocksFetched}[name](
+                    attempt, draw(st.integers(0, 40))
+                )
             case "adopted" | "silent":
-                event = {"adopted": ev.Adopted, "silent": ev.WentSilent}[name](attempt)
+                event = {"adopted": ev.TicketAdopted, "silent": ev.AttemptSilent}[name](attempt)
             case "stop":
                 if not machine.emitted:
                     return
-                event = ev.StopHit(len(machine.emitted))
+                event = ev.StopStringFound(len(machine.emitted))
             case "cancelled" | "deadline":
-                both = {"cancelled": ev.Cancelled(), "deadline": ev.DeadlinePassed()}
+                both = {"cancelled": ev.RequestCancelled(), "deadline": ev.DeadlinePassed()}
                 self.perform(self.choices.handle_all(both[name], 1.0))
                 return
             case "finished" | "decodelost":
@@ -218,7 +220,7 @@ EVENTS = ["planned", "granted", "granted", "fetched", "spanended", "tokens", "to
 def test_any_order_of_events(data) -> None:
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     c = choices(count, data.draw(st.integers(1, 9)), attempts=6, prompt=tuple(range(length)))
-    world = World(c)
+    world = AnswersWorld(c)
     world.perform(c.start())
     # Most histories begin well, so that most of what is drawn is about several streams.
     if data.draw(st.booleans()):
@@ -229,8 +231,8 @@ def test_any_order_of_events(data) -> None:
         world.tell(data.draw)
         for index, ids in world.emitted.items():
             assert ids == [token_at(index, length + n) for n in range(len(ids))]
-    world.perform(c.handle_all(ev.Cancelled(), 1.0))
-    assert all(machine.state is State.DONE for machine in c.machines)
+    world.perform(c.handle_all(ev.RequestCancelled(), 1.0))
+    assert all(machine.state is RequestState.DONE for machine in c.machines)
     assert len(world.finishes) == len(set(world.finishes))
     assert len(world.fails) == (len(world.finishes) < count), "one failure, or every answer's end"
     assert not world.streams, "a stream that nobody wants runs on"
@@ -260,7 +262,7 @@ def test_stop_strings_text_and_log_probabilities_are_cut_together(
     text: str, stops: list[str], min_tokens: int, step: int
 ) -> None:
     expected, tokens = by_hand(text, stops, min_tokens)
-    answer, ids = Answer(Detokenizer(CODEC), stops, frozenset(), min_tokens), CODEC.encode(text).ids
+    answer, ids = AnswerText(Detokenizer(CODEC), stops, frozenset(), min_tokens), CODEC.encode(text).ids
     given_, taken = "", []
     for at in range(0, len(ids), step):
         batch = ids[at : at + step]
@@ -277,7 +279,7 @@ def test_stop_strings_text_and_log_probabilities_are_cut_together(
 
 
 def test_a_stop_string_may_begin_in_the_first_tokens_and_end_behind_them() -> None:
-    answer = Answer(Detokenizer(CODEC), ("END", "N"), frozenset(), min_tokens=4)
+    answer = AnswerText(Detokenizer(CODEC), ("END", "N"), frozenset(), min_tokens=4)
     assert answer.push(CODEC.encode("N EN").ids).text == "N "
     assert (answer.push(CODEC.encode("Dx").ids).text, answer.stopped) == ("", True)
     assert answer.completion_tokens == 5
@@ -293,8 +295,8 @@ def said(*values: float) -> list[TokenLogprob]:
 def test_the_best_answers_have_the_highest_mean() -> None:
     # The sum alone would favour the short ones.
     answers = [said(-1.0, -1.0, -1.0), said(-2.0), said(-0.5, -1.0, -0.5, -0.5), said(), said(-1.0)]
-    assert best(answers, 5) == [2, 0, 4, 1, 3]
-    assert best(answers, 2) == [2, 0]
+    assert rank_answers(answers, 5) == [2, 0, 4, 1, 3]
+    assert rank_answers(answers, 2) == [2, 0]
 
 
 TIMES, USED = Timings(), Usage(3, 0, 9)
@@ -302,16 +304,16 @@ TIMES, USED = Timings(), Usage(3, 0, 9)
 
 def test_what_is_not_taken_is_merged_per_answer() -> None:
     box = Outbox("r", 2, 2, True)
-    box.add(1, Piece("a", (1,), tuple(said(-1.0))))
-    box.add(0, Piece("b", (2,), tuple(said(-1.0))))
-    box.add(1, Piece("c", (3, 4), tuple(said(-2.0, -3.0))))
+    box.add(1, AnswerDelta("a", (1,), tuple(said(-1.0))))
+    box.add(0, AnswerDelta("b", (2,), tuple(said(-1.0))))
+    box.add(1, AnswerDelta("c", (3, 4), tuple(said(-2.0, -3.0))))
     one, two = box.take(), box.take()
     assert (one.index, one.text, one.token_ids) == (1, "ac", (1, 3, 4))
     assert [logprob.logprob for logprob in one.logprobs] == [-1.0, -2.0, -3.0]
     assert (two.index, two.text, two.token_ids, two.finish_reason) == (0, "b", (2,), None)
     assert not box.pending
     box.finish(1, "d", FinishReason.STOP)
-    box.add(0, Piece("e", (5,)))
+    box.add(0, AnswerDelta("e", (5,)))
     box.finish(0, "", FinishReason.LENGTH)
     box.end(USED, TIMES)
     one, two = box.take(), box.take()
@@ -323,7 +325,7 @@ def test_what_is_not_taken_is_merged_per_answer() -> None:
 def test_of_best_of_nothing_is_given_before_the_end() -> None:
     box = Outbox("r", 3, 2, False)
     for index, value in enumerate((-3.0, -1.0, -2.0)):
-        box.add(index, Piece(f"text {index}", (index,), tuple(said(value))))
+        box.add(index, AnswerDelta(f"text {index}", (index,), tuple(said(value))))
         box.finish(index, "!", FinishReason.STOP)
         assert not box.pending
     box.end(USED, TIMES)
@@ -338,7 +340,7 @@ def test_of_best_of_nothing_is_given_before_the_end() -> None:
 @pytest.mark.parametrize("given_", [1, 2])
 def test_a_failure_comes_after_what_is_pending(given_: int) -> None:
     box = Outbox("r", 2, given_, False)
-    box.add(0, Piece("a", (1,)))
+    box.add(0, AnswerDelta("a", (1,)))
     box.fail(Unavailable("gone"))
     if given_ == 2:
         assert box.take().text == "a"
@@ -361,7 +363,7 @@ def test_whatever_the_reader_does_nothing_is_lost(steps: list[tuple[int, int, bo
 
     for index, count, reads in steps:
         ids = tuple(next(counter) for _ in range(count))
-        box.add(index, Piece("", ids, tuple(TokenLogprob(one, 0.0) for one in ids)))
+        box.add(index, AnswerDelta("", ids, tuple(TokenLogprob(one, 0.0) for one in ids)))
         put[index].extend(ids)
         if reads and box.pending:
             take()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings
-from tests.support.toy_tokenizer import byte_tokenizer, fallback_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 
 BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()
 TEXTS = [

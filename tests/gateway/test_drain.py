@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pillion import AsyncClient, Unavailable
 from pillion.net.rpc import open_channel
-from tests.support.fake_components import Line, running_line, until
+from tests.support.fake_components import FakeCluster, running_fake_cluster, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "pillion.v1.Gateway"
@@ -24,7 +24,7 @@ async def read(client: AsyncClient) -> str:
 
 
 @contextlib.asynccontextmanager
-async def health_of(line: Line) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+async def health_of(line: FakeCluster) -> AsyncIterator[health_pb2_grpc.HealthStub]:
     async with open_channel(line.gateway.grpc_address) as channel:
         yield health_pb2_grpc.HealthStub(channel)
 
@@ -34,7 +34,7 @@ async def says(health: health_pb2_grpc.HealthStub, service: str) -> int:
 
 
 async def test_a_drain_loses_no_stream() -> None:
-    async with running_line("The answer.") as line, health_of(line) as health:
+    async with running_fake_cluster("The answer.") as line, health_of(line) as health:
         line.decode.gate.clear()
         streams = [asyncio.create_task(read(line.client)) for _ in range(5)]
         await until(lambda: len(line.decode.submits) == 5)
@@ -57,7 +57,7 @@ async def test_a_drain_loses_no_stream() -> None:
 
 
 async def test_who_watches_the_health_does_not_hold_it_up() -> None:
-    async with running_line("The answer.") as line, health_of(line) as health:
+    async with running_fake_cluster("The answer.") as line, health_of(line) as health:
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
         stopping = asyncio.create_task(line.gateway.stop(600.0))
@@ -66,7 +66,7 @@ async def test_who_watches_the_health_does_not_hold_it_up() -> None:
 
 
 async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         line.decode.gate.clear()
         stream = asyncio.create_task(read(line.client))
         await until(lambda: line.decode.submits)
@@ -77,7 +77,7 @@ async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
 
 
 async def test_health_and_reflection_name_the_service() -> None:
-    async with running_line() as line, open_channel(line.gateway.grpc_address) as channel:
+    async with running_fake_cluster() as line, open_channel(line.gateway.grpc_address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]

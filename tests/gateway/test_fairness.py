@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.admission.fairness import OUTPUT_COST, PACE_HALF_LIFE_S, FairLine, Pace, Waiting
+from pillion.gateway.admission.fairness import OUTPUT_COST, PACE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
 from pillion.gateway.admission.tenants import Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 NUMBERS = itertools.count()
 
 
-def asking(tokens: int = 10, rank: float = 0.0, answers: int = 1) -> Waiting:
-    return Waiting(rank, next(NUMBERS), tokens, answers)
+def asking(tokens: int = 10, rank: float = 0.0, answers: int = 1) -> WaitingRequest:
+    return WaitingRequest(rank, next(NUMBERS), tokens, answers)
 
 
-def served(line: FairLine, owners: dict[int, str], count: int) -> list[str]:
+def served(line: FairQueue, owners: dict[int, str], count: int) -> list[str]:
     return [owners[line.pop().number] for _ in range(count)]
 
 
-def filled(line: FairLine, counts: dict[Tenant, tuple[int, int]]) -> dict[int, str]:
+def filled(line: FairQueue, counts: dict[Tenant, tuple[int, int]]) -> dict[int, str]:
     """``counts``: how many requests of how many tokens."""
     owners = {}
     for tenant, (count, tokens) in counts.items():
@@ -35,25 +35,25 @@ def filled(line: FairLine, counts: dict[Tenant, tuple[int, int]]) -> dict[int, s
 
 
 def test_a_flood_does_not_delay_another_tenant() -> None:
-    line = FairLine()
+    line = FairQueue()
     owners = filled(line, {A: (100, 10), B: (2, 10)})
     assert served(line, owners, 4).count("b") == 2
 
 
 def test_tokens_count_not_requests() -> None:
-    line = FairLine()
+    line = FairQueue()
     owners = filled(line, {A: (100, 100), B: (100, 10)})
     assert served(line, owners, 44).count("a") == pytest.approx(4, abs=1)
 
 
 def test_weights_are_shares() -> None:
-    line = FairLine()
+    line = FairQueue()
     owners = filled(line, {A: (200, 10), HEAVY: (200, 10)})
     assert served(line, owners, 80).count("heavy") == pytest.approx(60, abs=1)
 
 
 def test_answers_are_charged() -> None:
-    line = FairLine()
+    line = FairQueue()
     owners = filled(line, {A: (20, 10), B: (20, 10)})
     assert sorted(served(line, owners, 2)) == ["a", "b"]
     line.charge(A, 40 // OUTPUT_COST)
@@ -61,7 +61,7 @@ def test_answers_are_charged() -> None:
 
 
 def test_nobody_saves_up_by_being_away() -> None:
-    line = FairLine()
+    line = FairQueue()
     owners = filled(line, {A: (200, 10)})
     served(line, owners, 100)
     owners |= filled(line, {B: (50, 10)})
@@ -69,7 +69,7 @@ def test_nobody_saves_up_by_being_away() -> None:
 
 
 def test_within_a_tenant_the_rank_decides() -> None:
-    line = FairLine()
+    line = FairQueue()
     late, urgent, early = asking(rank=5.0), asking(rank=-9.0), asking(rank=1.0)
     for request in (late, urgent, early):
         line.push(A, request)
@@ -77,7 +77,7 @@ def test_within_a_tenant_the_rank_decides() -> None:
 
 
 def test_who_left_is_not_served() -> None:
-    line = FairLine()
+    line = FairQueue()
     stays, goes = asking(), asking()
     line.push(A, goes)
     line.push(A, stays)
@@ -95,7 +95,7 @@ TENANTS = st.sampled_from([A, B, HEAVY])
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 100), st.integers(-5, 5)), min_size=1, max_size=60), st.data())
 def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.DataObject) -> None:
     """``ahead`` of the last one to come is how many are really served before it."""
-    line, order = FairLine(), []
+    line, order = FairQueue(), []
     for tenant, tokens, rank in asked[:-1]:
         line.push(tenant, asking(tokens, rank))
         if data.draw(st.booleans(), label="serve one"):
@@ -120,7 +120,7 @@ def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.D
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=20, max_size=100))
 def test_two_that_always_wait_get_the_same(sizes: list[tuple[int, int]]) -> None:
     """Never further apart than the largest requests."""
-    line, owners, got = FairLine(), {}, {"a": 0, "heavy": 0}
+    line, owners, got = FairQueue(), {}, {"a": 0, "heavy": 0}
     for mine, theirs in sizes:
         owners |= filled(line, {A: (1, mine), HEAVY: (3, theirs)})
     for _ in range(len(sizes)):
@@ -130,7 +130,7 @@ def test_two_that_always_wait_get_the_same(sizes: list[tuple[int, int]]) -> None
 
 
 def test_the_pace_is_known_after_some_departures() -> None:
-    pace = Pace()
+    pace = DepartureRate()
     assert pace.wait_s(10) == 0.0
     pace.began(0.0)
     for second in range(1, 5):
@@ -140,7 +140,7 @@ def test_the_pace_is_known_after_some_departures() -> None:
 
 
 def test_the_time_without_a_line_tells_nothing() -> None:
-    pace = Pace()
+    pace = DepartureRate()
     pace.began(0.0)
     for second in range(1, 6):
         pace.left(1, second < 5, float(second))
@@ -151,7 +151,7 @@ def test_the_time_without_a_line_tells_nothing() -> None:
 
 
 def test_the_pace_follows() -> None:
-    pace, now = Pace(), 0.0
+    pace, now = DepartureRate(), 0.0
     pace.began(now)
     for _ in range(20):
         now += 1.0

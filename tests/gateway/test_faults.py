@@ -9,9 +9,10 @@ import pytest
 
 from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
 from pillion.errors import Conflict, Internal, NotFound
-from pillion.gateway.request import calls, runner
+from pillion.gateway.request import component_calls as calls
 from pillion.gateway.request import request_machine as machine
-from tests.support.fake_components import FakeDecode, Line, record, running_line, until
+from pillion.gateway.request import runner
+from tests.support.fake_components import FakeCluster, FakeDecode, record, running_fake_cluster, until
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
@@ -25,7 +26,7 @@ def text_of(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def whole(line: Line, deltas: list[Delta], replays: int) -> None:
+def whole(line: FakeCluster, deltas: list[Delta], replays: int) -> None:
     """Every token once, in order, and the books right."""
     assert text_of(deltas) == line_text(line)
     assert [one for delta in deltas for one in delta.token_ids] == list(line.decode.script)
@@ -37,8 +38,8 @@ def whole(line: Line, deltas: list[Delta], replays: int) -> None:
     assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 30
 
 
-def line_text(line: Line) -> str:
-    from tests.support.toy_tokenizer import byte_tokenizer
+def line_text(line: FakeCluster) -> str:
+    from testbed.toy_tokenizer import byte_tokenizer
 
     return byte_tokenizer().decode(list(line.decode.script))
 
@@ -48,7 +49,7 @@ def line_text(line: Line) -> str:
 
 @pytest.mark.parametrize("after", [1, 7, 20, 60])
 async def test_a_stream_broken_mid_answer_goes_on_where_it_was(after: int) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.break_after = after
         whole(line, await read(line.client.generate(PROMPT)), replays=1)
         first, second = line.decode.submits
@@ -61,7 +62,7 @@ async def test_a_stream_broken_mid_answer_goes_on_where_it_was(after: int) -> No
 
 
 async def test_many_streams_on_a_broken_connection_all_go_on() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.break_after = 300
         answers = await asyncio.gather(*(read(line.client.generate(PROMPT)) for _ in range(12)))
         for deltas in answers:
@@ -71,7 +72,7 @@ async def test_many_streams_on_a_broken_connection_all_go_on() -> None:
 
 
 async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         reading = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: line.decode.streams)
         await line.servers["decode"].stop(0)
@@ -82,7 +83,7 @@ async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for() -> None:
         await line.settled()
 
 
-async def start_decode_again(line: Line) -> None:
+async def start_decode_again(line: FakeCluster) -> None:
     from pillion.net import rpc
     from pillion.v1 import decode_pb2_grpc
 
@@ -95,8 +96,8 @@ async def start_decode_again(line: Line) -> None:
 
 
 async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_PART_WAIT_S", 0.2)
-    async with running_line(SCRIPT) as line:
+    monkeypatch.setattr(machine, "MAX_COMPONENT_WAIT_S", 0.2)
+    async with running_fake_cluster(SCRIPT) as line:
         reading = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: line.decode.streams)
         await line.servers["decode"].stop(0)
@@ -109,7 +110,7 @@ async def test_another_decode_worker_takes_over() -> None:
     from pillion.net import rpc
     from pillion.v1 import decode_pb2_grpc
 
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         other = FakeDecode("")
         other.prefill = line.prefill
         other.script = line.decode.script
@@ -118,7 +119,7 @@ async def test_another_decode_worker_takes_over() -> None:
             address, [("pillion.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(other, s))]
         )
         try:
-            await line.registry.beat(record("decode-1", "decode", address))
+            await line.registry.heartbeat(record("decode-1", "decode", address))
             await until(lambda: other.connections)
             # Ties spread: both workers get streams, and the one that lives on gets those of the other.
             reading = [asyncio.create_task(read(line.client.generate(PROMPT))) for _ in range(6)]
@@ -138,7 +139,7 @@ async def test_another_decode_worker_takes_over() -> None:
     "error", [Unavailable("gone"), NotFound("no such ticket"), Overloaded("queue full"), Internal("bug")]
 )
 async def test_a_lost_span_is_planned_again(chunks: int, error: PillionError) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.prefill.failures = [(chunks, error)]
         deltas = await read(line.client.generate(PROMPT))
         whole(line, deltas, replays=1)
@@ -148,7 +149,7 @@ async def test_a_lost_span_is_planned_again(chunks: int, error: PillionError) ->
 
 
 async def test_a_prefill_worker_that_is_not_there_at_all() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         await line.servers["prefill"].stop(0)
         whole(line, await read(line.client.generate(PROMPT)), replays=1)
         # The next request knows.
@@ -158,7 +159,7 @@ async def test_a_prefill_worker_that_is_not_there_at_all() -> None:
 
 @pytest.mark.parametrize("code", [NotFound.code, Conflict.code, Unavailable.code])
 async def test_a_ticket_that_the_worker_does_not_find_is_opened_again(code: int) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.refusals = [(code, True)]
         whole(line, await read(line.client.generate(PROMPT)), replays=1)
         assert len({submit.ticket_id for submit in line.decode.submits}) == 2
@@ -166,7 +167,7 @@ async def test_a_ticket_that_the_worker_does_not_find_is_opened_again(code: int)
 
 
 async def test_a_refusal_for_good_is_told_with_its_status() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.refusals = [(Overloaded.code, False)]
         with pytest.raises(Overloaded, match="refused by the script"):
             await read(line.client.generate(PROMPT))
@@ -174,7 +175,7 @@ async def test_a_refusal_for_good_is_told_with_its_status() -> None:
 
 
 async def test_attempts_are_bounded() -> None:
-    async with running_line(SCRIPT, max_attempts=3) as line:
+    async with running_fake_cluster(SCRIPT, max_attempts=3) as line:
         line.decode.refusals = [(NotFound.code, True)] * 9
         with pytest.raises(Unavailable, match="given up after 3 attempts; the last one: refused by the script"):
             await read(line.client.generate(PROMPT))
@@ -184,14 +185,14 @@ async def test_attempts_are_bounded() -> None:
 
 @pytest.mark.parametrize("error", [Unavailable("restarting"), Conflict("no worker has attached"), NotFound("epoch")])
 async def test_a_node_that_refuses_a_ticket_is_asked_again(error: PillionError) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.node.failures = [error]
         whole(line, await read(line.client.generate(PROMPT)), replays=1)
         await line.settled()
 
 
 async def test_a_full_node_is_told() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.node.failures = [Overloaded("the prompt can never fit")]
         with pytest.raises(Overloaded, match="never fit"):
             await read(line.client.generate(PROMPT))
@@ -200,7 +201,7 @@ async def test_a_full_node_is_told() -> None:
 
 async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_ADMISSION_WAIT_S", 0.2)
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.node.gate.clear()
         with pytest.raises(Overloaded, match="no KV memory came free at kv-0"):
             await read(line.client.generate(PROMPT))
@@ -212,7 +213,7 @@ async def test_a_node_that_restarts_gets_a_new_session() -> None:
     from pillion.net import rpc
     from pillion.v1 import kvnode_pb2_grpc
 
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         whole(line, await read(line.client.generate(PROMPT)), replays=0)
         await line.servers["kvnode"].stop(0)
         with pytest.raises(Unavailable, match="no KV node lives"):
@@ -230,7 +231,7 @@ async def test_a_node_that_restarts_gets_a_new_session() -> None:
 
 
 async def test_service_goes_on_while_redis_is_away() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.registry._ttl_ms = 1
         line.gateway._cluster._registry.components = unavailable
         line.gateway._cluster.index._link.call_each = unavailable
@@ -245,7 +246,7 @@ async def unavailable(*_: object, **__: object) -> None:
 
 async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.3)
-    async with running_line(SCRIPT, max_attempts=2) as line:
+    async with running_fake_cluster(SCRIPT, max_attempts=2) as line:
         line.decode.gate.clear()
         with pytest.raises(Unavailable, match="given up after 2 attempts; the last one: nothing was heard"):
             await read(line.client.generate(PROMPT))
@@ -256,18 +257,18 @@ async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.Monkey
 # ---- clients gone, time over --------------------------------------------------------------------------------------
 
 
-async def stuck(line: Line, stage: str) -> None:
+async def stuck(line: FakeCluster, stage: str) -> None:
     """Lets the next request get as far as ``stage`` and no further."""
     {"ticket": line.node, "prefill": line.prefill, "decode": line.decode}[stage].gate.clear()
 
 
-def reached(line: Line, stage: str) -> bool:
+def reached(line: FakeCluster, stage: str) -> bool:
     return bool({"ticket": line.node.waiting, "prefill": line.prefill.running, "decode": line.decode.streams}[stage])
 
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill", "decode"])
 async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         await stuck(line, stage)
         reading = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: reached(line, stage))
@@ -280,7 +281,7 @@ async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
 
 
 async def test_leaving_the_iteration_mid_stream_cancels() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         stream = line.client.generate(PROMPT)
         async for delta in stream:
             if delta.text:
@@ -291,7 +292,7 @@ async def test_leaving_the_iteration_mid_stream_cancels() -> None:
 
 
 async def test_a_client_that_vanishes_cancels() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.gate.clear()
         readings = [asyncio.create_task(read(line.client.generate(PROMPT))) for _ in range(5)]
         await until(lambda: len(line.decode.streams) == 5)
@@ -303,7 +304,7 @@ async def test_a_client_that_vanishes_cancels() -> None:
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill", "decode"])
 async def test_deadlines_travel_and_free_everything(stage: str) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         await stuck(line, stage)
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded):
@@ -317,7 +318,7 @@ async def test_deadlines_travel_and_free_everything(stage: str) -> None:
 async def test_the_gateway_keeps_the_deadline_itself() -> None:
     from pillion.types import GenerateRequest
 
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         await stuck(line, "decode")
         generation = await line.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=0.3)
         with pytest.raises(DeadlineExceeded, match="the request's deadline passed"):
@@ -329,7 +330,7 @@ async def test_the_gateway_keeps_the_deadline_itself() -> None:
 
 
 async def test_a_stopping_gateway_frees_everything() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.gate.clear()
         readings = [asyncio.create_task(read(line.client.generate(PROMPT))) for _ in range(3)]
         await until(lambda: len(line.decode.streams) == 3)
@@ -340,7 +341,7 @@ async def test_a_stopping_gateway_frees_everything() -> None:
 
 
 async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.decode.gate.clear()
         reading = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: line.decode.streams)
@@ -348,7 +349,7 @@ async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.Monkey
         def broken(*_: object) -> None:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr("pillion.gateway.tokens.answer.Answer.push", broken)
+        monkeypatch.setattr("pillion.gateway.tokens.answer_text.AnswerText.push", broken)
         line.decode.gate.set()
         with pytest.raises(Internal, match="the gateway's log"):
             await reading
@@ -359,7 +360,7 @@ async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.Monkey
 
 
 async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         core = line.gateway.gateway
         from pillion.types import GenerateRequest
 

@@ -13,7 +13,8 @@ from pillion.errors import Unavailable
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.links.fences import Fences
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
 from pillion.v1 import prefill_pb2_grpc
 from pillion.wire.decode import DecodeDelta

@@ -12,13 +12,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links import fetching
-from pillion.gateway.planning.planner import Bringing
+from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.request_machine import State
+from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client import node_client as client
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
 from tests.gateway.test_request import hold, kinds, machine, planned
-from tests.support.fake_components import Line, knows, running_line, until
+from tests.support.fake_components import FakeCluster, knows, running_fake_cluster, until
 
 BOTH = "kvnode prefill decode far-kvnode"
 
@@ -31,30 +31,30 @@ def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> No
     m.handle(planned(1, 21, 2, far=9), 1.0)
     (fetch,) = m.handle(ev.TicketGranted(1, hold(), 2), 1.5)
     assert isinstance(fetch, ev.Fetch)
-    assert (fetch.hold, fetch.wanted, m.state) == (hold(), Bringing(5, ("kv-1",)), State.FETCHING)
-    after, *rest = m.handle(ev.Fetched(1, brought), 2.0)
+    assert (fetch.hold, fetch.wanted, m.state) == (hold(), FetchPlan(5, ("kv-1",)), RequestState.FETCHING)
+    after, *rest = m.handle(ev.BlocksFetched(1, brought), 2.0)
     assert [after, *rest][-1].awaited_blocks == (0 if cached == 20 else 5)
     assert kinds([after, *rest]) == (["SubmitDecode"] if cached == 20 else ["RunSpan", "SubmitDecode"])
     assert (after.plan.cached_tokens, m.usage().cached_tokens, m.timings(2.0).admission_ms) == (cached, cached, 500.0)
-    assert m.handle(ev.Fetched(1, 5), 2.0) == []
+    assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
 
 
 def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
     m = machine()
     m.handle(planned(1, 21, far=5), 1.0)
     m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
-    assert kinds(m.handle(ev.WentSilent(1), 2.0)) == ["StopWork", "ReleaseTicket", "LookUp"]
+    assert kinds(m.handle(ev.AttemptSilent(1), 2.0)) == ["StopWork", "ReleaseTicket", "LookUp"]
     m.handle(planned(2, 21, far=5), 2.0)
     m.handle(ev.TicketGranted(2, hold(2), 0), 2.0)
-    assert m.handle(ev.Fetched(1, 5), 2.0) == []
-    assert kinds(m.handle(ev.Fetched(2, 1), 3.0)) == ["RunSpan", "SubmitDecode"]
+    assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
+    assert kinds(m.handle(ev.BlocksFetched(2, 1), 3.0)) == ["RunSpan", "SubmitDecode"]
     assert m.usage().cached_tokens == 4
 
 
 # ---- the service -------------------------------------------------------------------------------------------------
 
 
-def cached_of(line: Line, deltas: list) -> int:
+def cached_of(line: FakeCluster, deltas: list) -> int:
     """What the books say was found, once they add up."""
     last = deltas[-1]
     assert last.usage.cached_tokens == last.timings.cached_tokens
@@ -69,7 +69,7 @@ def cached_of(line: Line, deltas: list) -> int:
      (NotFound("no such ticket"), 8), (Overloaded("too many fetches"), 8)],
 )  # fmt: skip
 async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | PillionError, cached: int) -> None:
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.pinned, line.node.brings = 2, [brings]
         knows(line, kv_0=2, kv_1=6)
         deltas = await read(line.client.generate(PROMPT))
@@ -85,7 +85,7 @@ async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | Pill
 
 
 async def test_when_all_is_fetched_nobody_prefills() -> None:
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         knows(line, kv_1=9)
         deltas = await read(line.client.generate(PROMPT))
         whole(line, deltas, replays=0)
@@ -95,7 +95,7 @@ async def test_when_all_is_fetched_nobody_prefills() -> None:
 
 
 async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
-    async with running_line(SCRIPT) as line:
+    async with running_fake_cluster(SCRIPT) as line:
         line.node.pinned = 1
         # A node that nobody sees is no source either.
         knows(line, kv_0=5, kv_7=7)
@@ -107,7 +107,7 @@ async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
 
 
 async def test_what_is_pinned_already_is_not_fetched() -> None:
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.pinned = 3
         knows(line, kv_0=3, kv_1=2)
         assert cached_of(line, await read(line.client.generate(PROMPT))) == 12
@@ -118,7 +118,7 @@ async def test_what_is_pinned_already_is_not_fetched() -> None:
 async def test_a_fetch_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "MAX_FETCH_S", 0.1)
     monkeypatch.setattr(client, "PREFETCH_GRACE_S", 0.1)
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.pinned = 1
         line.node.fetch_gate.clear()
         knows(line, kv_1=6)
@@ -131,7 +131,7 @@ async def test_a_fetch_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) -> None:
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.fetch_gate.clear()
         knows(line, kv_1=6)
         reading = asyncio.create_task(read(line.client.generate(PROMPT, timeout_s=0.5 if end == "deadline" else None)))
@@ -146,7 +146,7 @@ async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) ->
 
 
 async def test_a_node_lost_while_it_fetches() -> None:
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.fetch_gate.clear()
         knows(line, kv_1=6)
         # Workers that lost their node do not find its tickets.
@@ -163,7 +163,7 @@ async def test_a_node_lost_while_it_fetches() -> None:
         await line.settled()
 
 
-async def start_node_again(line: Line) -> None:
+async def start_node_again(line: FakeCluster) -> None:
     from pillion.net import rpc
     from pillion.v1 import kvnode_pb2_grpc
 
@@ -178,7 +178,7 @@ async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
-    async with running_line(SCRIPT, BOTH) as line:
+    async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.brings = [3, Unavailable("gone")]
         knows(line, kv_1=6)
         for _ in range(2):

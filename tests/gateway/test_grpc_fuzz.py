@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pillion.net.rpc import open_channel
-from tests.support.fake_components import running_line
+from tests.support.fake_components import running_fake_cluster
 from tests.support.fuzz import a_request, malformed, send
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "300"))
@@ -27,7 +27,7 @@ async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.Log
     draw = random.Random(6)
     codes: dict[grpc.StatusCode, int] = {}
     async with (
-        running_line(SCRIPT, max_inflight_requests=1024) as line,
+        running_fake_cluster(SCRIPT, max_inflight_requests=1024) as line,
         open_channel(line.gateway.grpc_address) as channel,
     ):
 
@@ -49,7 +49,7 @@ async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.Log
 
 
 async def test_what_is_no_message_is_the_clients_mistake() -> None:
-    async with running_line("abc") as line, open_channel(line.gateway.grpc_address) as channel:
+    async with running_fake_cluster("abc") as line, open_channel(line.gateway.grpc_address) as channel:
         for read in (
             channel.unary_stream("/pillion.v1.Gateway/Generate")(b"\xff\xff\xff").read(),
             channel.unary_unary("/pillion.v1.Gateway/ListModels")(b"\xff\xff\xff"),

@@ -11,7 +11,7 @@ from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
 from pillion.gateway.http_api.http_errors import from_pillion
-from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_line, until
+from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_fake_cluster, until
 from tests.support.http import call, connected, request_bytes, send
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
@@ -19,7 +19,7 @@ TEXT = {"model": "toy", "prompt": "hi"}
 
 
 async def test_pages() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         health, version = await call(address, "/health"), await call(address, "/version")
         assert (health.status, health.json) == (200, {"status": "ok"})
@@ -41,7 +41,7 @@ async def test_pages() -> None:
 
 
 async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         for path in ("/", "/v1", "/v1/completions/", "/v1/embeddings", "/%00"):
             reply = await call(address, path)
@@ -53,7 +53,7 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
 
 
 async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         named = await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})
         assert named.headers["x-request-id"] == "bench/1:a.b-c_d"
@@ -72,7 +72,7 @@ async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
 
 
 async def test_bodies_are_bounded_before_they_are_read() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         # Announced: nothing of it needs to be sent.
         async with connected(address) as (reader, writer):
@@ -100,7 +100,7 @@ async def test_bodies_are_bounded_before_they_are_read() -> None:
 
 
 async def test_only_json_is_taken() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         for headers in ({"Content-Type": "text/plain"}, {"Content-Type": ""}, {"Content-Encoding": "gzip"}):
             assert (await call(address, "/v1/completions", TEXT, headers)).status == 415
@@ -144,7 +144,7 @@ async def test_what_is_no_request_is_400_and_does_no_harm(body: bytes, line) -> 
 
 @pytest.fixture
 async def line():
-    async with running_line() as running:
+    async with running_fake_cluster() as running:
         yield running
 
 
@@ -195,7 +195,7 @@ def test_fields_are_named_as_the_client_spelled_them() -> None:
 
 
 async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
-    async with running_line(max_inflight_requests=1) as line:
+    async with running_fake_cluster(max_inflight_requests=1) as line:
         address = line.gateway.http_address
         line.decode.gate.clear()
         first = asyncio.create_task(call(address, "/v1/completions", TEXT))
@@ -206,7 +206,7 @@ async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
         line.decode.gate.set()
         assert (await first).status == 200
         await line.settled()
-    async with running_line(roles="kvnode") as line:
+    async with running_fake_cluster(roles="kvnode") as line:
         address = line.gateway.http_address
         assert (await call(address, "/health")).status == 503
         assert (await call(address, "/v1/models")).json["data"] == []
@@ -216,7 +216,7 @@ async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
 
 
 async def test_tokens_there_and_back() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         text = "Größe 北京"
         said = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json
@@ -242,7 +242,7 @@ async def test_tokens_there_and_back() -> None:
 
 
 async def test_pipelined_and_repeated_requests_on_one_connection() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         body = json.dumps(TEXT).encode()
         one = request_bytes("POST", "/v1/completions", body, {"Connection": "keep-alive"})
         last = request_bytes("POST", "/v1/completions", body)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.fake_components import running_line, until
+from tests.support.fake_components import running_fake_cluster, until
 from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))
@@ -126,7 +126,7 @@ KINDS: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (
 async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
     draw = random.Random(6)
     statuses: dict[int, int] = {}
-    async with running_line("abc", max_inflight_requests=1024) as line:
+    async with running_fake_cluster("abc", max_inflight_requests=1024) as line:
         address = line.gateway.http_address
 
         async def one() -> None:
@@ -186,7 +186,7 @@ def a_broken_request(draw: random.Random) -> bytes:
 async def test_what_is_hardly_http_does_no_harm() -> None:
     """A connection may end without an answer; nothing is left of it, and no defect is logged."""
     draw = random.Random(6)
-    async with running_line("abc", max_inflight_requests=1024) as line:
+    async with running_fake_cluster("abc", max_inflight_requests=1024) as line:
         answered = 0
 
         async def several(count: int) -> None:

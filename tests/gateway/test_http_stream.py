@@ -8,7 +8,7 @@ import json
 import pytest
 
 from pillion.errors import Overloaded
-from tests.support.fake_components import running_line, until
+from tests.support.fake_components import running_fake_cluster, until
 from tests.support.http import call, connected, request_bytes
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -17,7 +17,7 @@ ANSWER = "Größe: 北京"
 
 
 async def test_completion_events() -> None:
-    async with running_line(ANSWER) as line:
+    async with running_fake_cluster(ANSWER) as line:
         reply = await call(line.gateway.http_address, "/v1/completions", TEXT)
         assert reply.status == 200
         assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -37,7 +37,7 @@ async def test_completion_events() -> None:
 
 
 async def test_chat_events() -> None:
-    async with running_line(ANSWER) as line:
+    async with running_fake_cluster(ANSWER) as line:
         events = (await call(line.gateway.http_address, "/v1/chat/completions", {**CHAT, "n": 2})).events
         for index in (0, 1):
             mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
@@ -51,7 +51,7 @@ async def test_chat_events() -> None:
 
 
 async def test_usage_comes_when_it_is_asked_for() -> None:
-    async with running_line(ANSWER) as line:
+    async with running_fake_cluster(ANSWER) as line:
         address = line.gateway.http_address
         line.node.pinned = 2
         asked = {**TEXT, "prompt": "What is the capital?", "stream_options": {"include_usage": True}}
@@ -82,7 +82,7 @@ def _rises(counts: list[int], last: int) -> bool:
 
 
 async def test_several_prompts_answers_and_an_echo() -> None:
-    async with running_line("ab") as line:
+    async with running_fake_cluster("ab") as line:
         asked = {**TEXT, "prompt": ["one", "two"], "n": 2, "echo": True, "stream_options": {"include_usage": True}}
         *events, last = (await call(line.gateway.http_address, "/v1/completions", asked)).events
         texts = dict.fromkeys(range(4), "")
@@ -96,7 +96,7 @@ async def test_several_prompts_answers_and_an_echo() -> None:
 
 async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.openai_reader.MAX_PROMPTS_AT_ONCE", 2)
-    async with running_line("ab", max_inflight_requests=2) as line:
+    async with running_fake_cluster("ab", max_inflight_requests=2) as line:
         prompts = [f"p{n}" for n in range(7)]
         asked = {"model": "toy", "prompt": prompts, "echo": True}
         said = (await call(line.gateway.http_address, "/v1/completions", asked)).json
@@ -106,7 +106,7 @@ async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_stream_that_fails_says_so_in_an_event() -> None:
-    async with running_line("a long answer", max_attempts=1) as line:
+    async with running_fake_cluster("a long answer", max_attempts=1) as line:
         line.decode.break_after = 3
         raw = await call(line.gateway.http_address, "/v1/completions", TEXT)
         assert raw.status == 200
@@ -118,7 +118,7 @@ async def test_a_stream_that_fails_says_so_in_an_event() -> None:
 
 
 async def test_a_stream_that_never_began_has_a_status() -> None:
-    async with running_line(max_attempts=1) as line:
+    async with running_fake_cluster(max_attempts=1) as line:
         line.node.failures.append(Overloaded("no room", 2000))
         reply = await call(line.gateway.http_address, "/v1/chat/completions", CHAT)
         assert (reply.status, reply.headers["retry-after"]) == (429, "2")
@@ -129,7 +129,7 @@ async def test_a_stream_that_never_began_has_a_status() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("where", ["node", "prefill", "decode"])
 async def test_a_client_that_leaves_before_the_first_token(where: str, stream: bool) -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         part = getattr(line, where)
         part.gate.clear()
         asked = {**TEXT, "prompt": "What is the capital of France?", "stream": stream}
@@ -144,7 +144,7 @@ async def test_a_client_that_leaves_before_the_first_token(where: str, stream: b
 
 @pytest.mark.parametrize(("more", "streams"), [({}, 1), ({"n": 3}, 3), ({"prompt": ["a", "b", "c"]}, 3)], ids=str)
 async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> None:
-    async with running_line("x" * 200) as line:
+    async with running_fake_cluster("x" * 200) as line:
         line.decode.pace_s = 0.02
         async with connected(line.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("POST", "/v1/completions", {**TEXT, **more, "ignore_eos": True}))
@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> N
 
 async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.openai_reader.MAX_PROMPTS_AT_ONCE", 1)
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         line.decode.gate.clear()
         async with connected(line.gateway.http_address) as (_, writer):
             writer.write(request_bytes("POST", "/v1/completions", {**TEXT, "prompt": ["a", "b", "c"]}))
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkey
 
 
 async def test_a_client_that_does_not_read_is_waited_for() -> None:
-    async with running_line("y" * 100) as line:
+    async with running_fake_cluster("y" * 100) as line:
         line.decode.pace_s = 0
         asked = {**TEXT, "logprobs": 20, "n": 4}
         async with connected(line.gateway.http_address) as (reader, writer):
@@ -182,7 +182,7 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
 
 async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.openai_pace.MAX_WRITES_PER_S", 10)
-    async with running_line("z" * 100) as line:
+    async with running_fake_cluster("z" * 100) as line:
         reply = await call(line.gateway.http_address, "/v1/completions", TEXT)
         assert "".join(event["choices"][0]["text"] for event in reply.events) == "z" * 100
         # Hundred tokens in a tenth of a second: what came meanwhile went with the next write.
@@ -191,7 +191,7 @@ async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_stop_finishes_streams_under_way() -> None:
-    async with running_line("x" * 20) as line:
+    async with running_fake_cluster("x" * 20) as line:
         line.decode.pace_s = 0.02
         async with connected(line.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("POST", "/v1/completions", TEXT))

@@ -10,12 +10,12 @@ import pytest
 from pillion import InvalidRequest, Overloaded
 from pillion.wire.registry import ComponentRecord
 from tests.gateway.test_faults import start_decode_again
-from tests.support.fake_components import Line, record, running_line, until
+from tests.support.fake_components import FakeCluster, record, running_fake_cluster, until
 
 PROMPT = "What is the capital of France?"
 
 
-async def replays(line: Line, timeout_s: float | None = None) -> int:
+async def replays(line: FakeCluster, timeout_s: float | None = None) -> int:
     """Of one whole answer."""
     deltas = [delta async for delta in line.client.generate(PROMPT, timeout_s=timeout_s)]
     assert "".join(delta.text for delta in deltas) == "The answer."
@@ -24,7 +24,7 @@ async def replays(line: Line, timeout_s: float | None = None) -> int:
 
 async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that happens before our hello is written, grpc.aio answers the write with an InvalidStateError."""
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         link, calls = line.gateway._cluster.decode("decode-0"), 0
         serve = link._serve
 
@@ -47,7 +47,7 @@ async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(m
 @pytest.mark.parametrize("stage", ["ticket", "prefill"])
 async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> None:
     """As when a part comes back at another address before the old connection was found dead."""
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         peer, cluster = (line.node, line.prefill)[stage == "prefill"], line.gateway._cluster
         peer.gate.clear()
         reading = asyncio.create_task(replays(line))
@@ -61,7 +61,7 @@ async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> 
 
 
 async def test_full_workers_are_told_as_too_much() -> None:
-    async with running_line(max_attempts=2) as line:
+    async with running_fake_cluster(max_attempts=2) as line:
         line.decode.refusals = [(Overloaded.code, True)] * 2
         with pytest.raises(Overloaded, match="given up after 2 attempts"):
             await replays(line)
@@ -69,14 +69,14 @@ async def test_full_workers_are_told_as_too_much() -> None:
 
 
 async def test_a_deadline_months_away_is_a_deadline() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         assert await replays(line, timeout_s=90 * 86_400.0) == 0
         assert line.decode.submits[0].timeout_ms == 2**32 - 1
         await line.settled()
 
 
 async def test_lists_without_end_are_refused_before_they_are_read() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         with pytest.raises(InvalidRequest) as failure:
             await anext(line.client.generate("x", stop=("x",) * 5000))
         assert [(v.field, v.description) for v in failure.value.violations] == [
@@ -85,7 +85,7 @@ async def test_lists_without_end_are_refused_before_they_are_read() -> None:
 
 
 async def test_a_message_that_no_prompt_needs_is_refused() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         with pytest.raises(InvalidRequest) as caught:
             async for _ in line.client.generate("x" * (9 * 2**20)):
                 pass
@@ -93,7 +93,7 @@ async def test_a_message_that_no_prompt_needs_is_refused() -> None:
 
 
 async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         cluster = line.gateway.gateway._cluster
         looks = 0
 
@@ -105,6 +105,6 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
         monkeypatch.setattr(cluster._registry, "components", broken)
         await until(lambda: looks >= 2)
         monkeypatch.undo()
-        await line.registry.beat(record("gateway-9", "gateway", "unix:nowhere.sock"))
+        await line.registry.heartbeat(record("gateway-9", "gateway", "unix:nowhere.sock"))
         await until(lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()))
         assert await replays(line) == 0

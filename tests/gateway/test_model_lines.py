@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from pillion.errors import Overloaded
-from pillion.gateway.admission.admission import Visit
+from pillion.gateway.admission.admission import AdmissionPermit
 from pillion.gateway.admission.model_lines import ModelLines
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.links.cluster import Cluster
@@ -18,14 +18,14 @@ from pillion.wire.registry import ComponentRecord
 A, B = Tenant(name="a", max_inflight_requests=4), Tenant(name="b", max_inflight_requests=10)
 
 
-def entered(lines: ModelLines, tenant: Tenant = A, tokens: int = 10) -> Visit:
-    visit = lines.enter(tenant)
-    lines.weigh(visit, tokens)
-    return visit
+def entered(lines: ModelLines, tenant: Tenant = A, tokens: int = 10) -> AdmissionPermit:
+    permit = lines.enter(tenant)
+    lines.weigh(permit, tokens)
+    return permit
 
 
-async def turn(lines: ModelLines, visit: Visit, model: str) -> None:
-    await lines.turn(visit, model, 0, time.monotonic(), None)
+async def turn(lines: ModelLines, permit: AdmissionPermit, model: str) -> None:
+    await lines.turn(permit, model, 0, time.monotonic(), None)
 
 
 async def test_a_crowded_model_does_not_hold_up_another() -> None:
@@ -42,24 +42,24 @@ async def test_a_crowded_model_does_not_hold_up_another() -> None:
     assert not waiting.done()
     lines.leave(first, 5)
     await waiting
-    for visit in (waits, other):
-        lines.leave(visit)
+    for permit in (waits, other):
+        lines.leave(permit)
     assert (lines.requests, lines.tokens, lines.waiting, lines._seats) == (0, 0, 0, {})
 
 
 async def test_bounds_are_for_all_models_together() -> None:
     lines = ModelLines(5, 100, lambda model: 0, ("one", "two"))
     visits = [entered(lines) for _ in range(4)]
-    for number, visit in enumerate(visits):
-        await turn(lines, visit, ("one", "two")[number % 2])
+    for number, permit in enumerate(visits):
+        await turn(lines, permit, ("one", "two")[number % 2])
     with pytest.raises(Overloaded, match="of tenant 'a'"):
         lines.enter(A)
     last = lines.enter(B)
     with pytest.raises(Overloaded, match=r"max_inflight_tokens \(100\)"):
         lines.weigh(last, 61)
     lines.leave(last)
-    for visit in visits:
-        lines.leave(visit, 1)
+    for permit in visits:
+        lines.leave(permit, 1)
     assert (lines.requests, lines.tokens) == (0, 0)
 
 

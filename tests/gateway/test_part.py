@@ -16,8 +16,8 @@ from pillion.errors import ConfigError
 from pillion.gateway.gateway_server import start_gateway
 from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import ComponentRecord
-from tests.support.fake_components import running_line, short_folder, toy_model, until
-from tests.support.redis import running_redis
+from testbed.redis import running_redis
+from tests.support.fake_components import running_fake_cluster, short_folder, toy_model, until
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ print(*({"torch", "transformers"} & set(sys.modules)))
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"split_policy": "sometimes"}, "split policy 'sometimes'"),
+        ({"split_policy": "sometimes"}, "split-policy 'sometimes'"),
         ({"chunk_size": 24, "block_size": 16}, "--chunk-size 24 is no multiple of --block-size 16"),
         ({"chunk_size": 0}, "--chunk-size 0"),
         ({"redis_url": ""}, "needs --redis-url"),
@@ -75,7 +75,7 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing(tmp_path: pathlib.Pat
 
 
 async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Path) -> None:
-    from pillion.kvstore.index.index import Registry
+    from pillion.kvstore.index.registry import Registry
 
     with running_redis() as redis:
         redis.kill()
@@ -100,11 +100,11 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
 ) -> None:
     with short_folder() as folder:
         probe = f"unix:{folder}/probe.sock"
-        async with running_line("abc", roles="kvnode", probe_listen=probe):
+        async with running_fake_cluster("abc", roles="kvnode", probe_listen=probe):
             assert await answers(probe)
             assert not await is_serving(probe), "no worker lives"
         assert not await answers(probe)
-        async with running_line("abc", probe_listen=probe) as line:
+        async with running_fake_cluster("abc", probe_listen=probe) as line:
             await until(lambda: is_serving(probe))
             line.decode.gate.clear()
             asked = asyncio.create_task(anext(line.client.generate("x")))
@@ -124,14 +124,14 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
 
 
 async def test_status_adds_up_what_all_gateways_have_served() -> None:
-    async with running_line("abc") as line:
+    async with running_fake_cluster("abc") as line:
         [delta async for delta in line.client.generate("x" * 9)]
         other = ComponentRecord(
             component_id="gateway-9", role="gateway", address="x", running_requests=2, prompt_tokens=100,
             cached_tokens=40,
             completion_tokens=7,
         )  # fmt: skip
-        await line.registry.beat(other)
+        await line.registry.heartbeat(other)
         await until(lambda: line.gateway._cluster.other_gateways())
         status = await line.client.status()
         assert (status.prompt_tokens, status.cached_tokens, status.completion_tokens) == (109, 40, 7 + 4)

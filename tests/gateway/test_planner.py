@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 from pillion.errors import ConfigError, Unavailable
 from pillion.gateway.planning.planner import (
     MAX_FETCH_SOURCES,
-    Picture,
-    Plan,
-    Source,
-    bringing,
+    ClusterSnapshot,
+    PrefixSource,
+    RequestPlan,
+    make_plan,
     parse_policy,
-    plan,
+    plan_fetch,
     replan,
     shorten,
 )
@@ -43,12 +44,12 @@ def decode(n: int, at: int = 0, running: int = 0) -> ComponentRecord:
 LINE = (node(0), prefill(0), decode(0))
 
 
-def picture(prompt: int = 100, policy: str = "disaggregated", components=LINE, **more) -> Picture:
+def snapshot(prompt: int = 100, policy: str = "disaggregated", components=LINE, **more) -> ClusterSnapshot:
     fields = {"hits": {}, "block_size": 16, "chunk_tokens": 32, "model": "toy"} | more
-    return Picture(prompt_tokens=prompt, policy=parse_policy(policy), components=components, **fields)
+    return ClusterSnapshot(prompt_tokens=prompt, policy=parse_policy(policy), components=components, **fields)
 
 
-def shape(decided: Plan) -> tuple[int, int, tuple[int, ...]]:
+def shape(decided: RequestPlan) -> tuple[int, int, tuple[int, ...]]:
     return decided.cached_tokens, decided.split_tokens, decided.chunks
 
 
@@ -71,30 +72,30 @@ def shape(decided: Plan) -> tuple[int, int, tuple[int, ...]]:
     ],
 )
 def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tuple[int, int, tuple[int, ...]]) -> None:
-    assert shape(plan(picture(prompt, policy, hits={"kv-0": hit}))) == expected
+    assert shape(make_plan(snapshot(prompt, policy, hits={"kv-0": hit}))) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "automatic", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"]
 )
 def test_other_policies_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="split policy"):
+    with pytest.raises(ConfigError, match="split-policy"):
         parse_policy(text)
 
 
 def test_the_tickets_truth_moves_the_split() -> None:
-    half = plan(picture(policy="fraction:0.5"))
+    half = make_plan(snapshot(policy="fraction:0.5"))
     assert shape(half) == (0, 48, (32, 16))
     assert shape(replan(half, 5)) == (80, 80, ())
-    hinted = plan(picture(hits={"kv-0": 5}))
+    hinted = make_plan(snapshot(hits={"kv-0": 5}))
     assert shape(replan(hinted, 0)) == (0, 96, (32, 32, 32))
-    alone = plan(picture(policy="colocated", hits={"kv-0": 5}))
+    alone = make_plan(snapshot(policy="colocated", hits={"kv-0": 5}))
     assert shape(replan(alone, 2)) == (32, 32, ())
 
 
 def test_no_prefill_worker_means_co_located() -> None:
     for components in ((node(0), decode(0)), (node(0), decode(0), prefill(0, at=1))):
-        decided = plan(picture(components=components))
+        decided = make_plan(snapshot(components=components))
         assert (decided.prefill, decided.remote, shape(decided)) == (None, False, (0, 0, ()))
         assert decided.reason == "co-located: no prefill worker"
 
@@ -102,15 +103,15 @@ def test_no_prefill_worker_means_co_located() -> None:
 def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none() -> None:
     nodes = (node(0), node(1), node(2), decode(0))
     far = (prefill(1, 1, tokens=500), prefill(2, 2, tokens=100))
-    decided = plan(picture(components=(*nodes, *far)))
+    decided = make_plan(snapshot(components=(*nodes, *far)))
     assert decided.prefill is not None
     assert (decided.prefill.component_id, decided.remote, decided.node_id) == ("prefill-2", True, "kv-0")
     assert (shape(decided), decided.reason) == ((0, 96, (32, 32, 32)), "disaggregated, prefill on kv-2")
     # The own node's is preferred however busy it is; a node that failed the request is not used.
-    near = plan(picture(components=(*nodes, *far, prefill(0, tokens=9000))))
+    near = make_plan(snapshot(components=(*nodes, *far, prefill(0, tokens=9000))))
     assert near.prefill is not None
     assert (near.prefill.component_id, near.remote) == ("prefill-0", False)
-    other = plan(picture(components=(*nodes, *far), avoid=frozenset({"kv-2"})))
+    other = make_plan(snapshot(components=(*nodes, *far), avoid=frozenset({"kv-2"})))
     assert other.prefill is not None
     assert other.prefill.component_id == "prefill-1"
 
@@ -118,13 +119,15 @@ def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none()
 def test_the_sources_are_live_nodes_the_longest_first() -> None:
     components = (*(node(n) for n in range(8)), decode(0))
     hits = {"kv-0": 1, "kv-1": 5, "kv-2": 0, "kv-3": 6, "kv-9": 6, "kv-4": 4, "kv-5": 3, "kv-6": 2}
-    decided = plan(picture(components=components, hits=hits, avoid=frozenset({"kv-1"})))
+    decided = make_plan(snapshot(components=components, hits=hits, avoid=frozenset({"kv-1"})))
     # A node without a hit, one that is gone and one that failed are left out, and the number is bounded.
     assert [(one.node_id, one.blocks) for one in decided.sources] == [
         ("kv-3", 6), ("kv-4", 4), ("kv-5", 3), ("kv-6", 2), ("kv-0", 1),
     ]  # fmt: skip
     equals = {f"kv-{n}": 3 for n in range(8)}
-    first = Counter(plan(picture(components=components, hits=equals, spread=n)).sources[0].node_id for n in range(80))
+    first = Counter(
+        make_plan(snapshot(components=components, hits=equals, spread=n)).sources[0].node_id for n in range(80)
+    )
     assert set(first.values()) == {10}
 
 
@@ -143,13 +146,13 @@ def test_the_sources_are_live_nodes_the_longest_first() -> None:
     ],
 )
 def test_what_is_worth_fetching(hits, here: int, limit: int, expected: tuple[int, tuple[str, ...]] | None) -> None:
-    sources = [Source(name, blocks) for name, blocks in hits.items()]
-    wanted = bringing(sources, "kv-0", here, limit)
+    sources = [PrefixSource(name, blocks) for name, blocks in hits.items()]
+    wanted = plan_fetch(sources, "kv-0", here, limit)
     assert (wanted and (wanted.blocks, wanted.source_node_ids)) == expected
 
 
 def test_a_span_that_ended_early_is_a_longer_prompt_tail() -> None:
-    whole = plan(picture(hits={"kv-0": 1}))
+    whole = make_plan(snapshot(hits={"kv-0": 1}))
     assert shape(whole) == (16, 96, (32, 32, 16))
     assert shape(shorten(whole, 64)) == (16, 64, (32, 16))
     assert shape(shorten(whole, 63)) == (16, 48, (32,))
@@ -169,13 +172,13 @@ def test_a_span_that_ended_early_is_a_longer_prompt_tail() -> None:
 )
 def test_what_is_missing_is_named(components: tuple[ComponentRecord, ...], missing: str) -> None:
     with pytest.raises(Unavailable, match=missing):
-        plan(picture(components=components))
+        make_plan(snapshot(components=components))
 
 
 def test_the_longest_hit_chooses_the_node_and_load_the_workers() -> None:
     components = (node(0), node(1), decode(0), decode(1, 1, running=9), decode(2, 1, running=3), prefill(0),
              prefill(1, 1, tokens=500), prefill(2, 1, tokens=100))  # fmt: skip
-    decided = plan(picture(components=components, hits={"kv-0": 2, "kv-1": 3}))
+    decided = make_plan(snapshot(components=components, hits={"kv-0": 2, "kv-1": 3}))
     assert (decided.node_id, decided.decode.component_id) == ("kv-1", "decode-2")
     assert decided.prefill is not None
     assert decided.prefill.component_id == "prefill-2"
@@ -183,7 +186,7 @@ def test_the_longest_hit_chooses_the_node_and_load_the_workers() -> None:
 
 def test_what_this_gateway_sent_since_the_heartbeat_counts() -> None:
     components = (node(0), decode(0), decode(1, running=2), prefill(0), prefill(1, tokens=50))
-    decided = plan(picture(components=components, own_load={"decode-0": 3, "prefill-0": 51}))
+    decided = make_plan(snapshot(components=components, own_load={"decode-0": 3, "prefill-0": 51}))
     assert decided.prefill is not None
     assert (decided.decode.component_id, decided.prefill.component_id) == ("decode-1", "prefill-1")
 
@@ -191,18 +194,18 @@ def test_what_this_gateway_sent_since_the_heartbeat_counts() -> None:
 def test_parts_that_failed_are_avoided() -> None:
     components = (node(0), node(1), decode(0), decode(1, 1), prefill(0), prefill(1))
     assert (
-        plan(picture(components=components, avoid=frozenset({"decode-0"}), hits={"kv-0": 5})).decode.component_id
+        make_plan(snapshot(components=components, avoid=frozenset({"decode-0"}), hits={"kv-0": 5})).decode.component_id
         == "decode-1"
     )
-    assert plan(picture(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 5})).node_id == "kv-1"
+    assert make_plan(snapshot(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 5})).node_id == "kv-1"
     # The only decode worker is taken again; the only prefill worker is not, for decode workers prefill too.
-    decided = plan(picture(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
+    decided = make_plan(snapshot(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
     assert (decided.decode.component_id, decided.prefill) == ("decode-0", None)
 
 
 def test_ties_spread() -> None:
     components = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
-    chosen = Counter(plan(picture(components=components, spread=n)).decode.component_id for n in range(30))
+    chosen = Counter(make_plan(snapshot(components=components, spread=n)).decode.component_id for n in range(30))
     assert set(chosen.values()) == {10}
 
 
@@ -230,12 +233,12 @@ parts_strategy = st.lists(
 )
 @settings(max_examples=500)
 def test_properties(prompt, block_size, chunk, share, hits, pinned, components, avoid, spread) -> None:
-    asked = picture(prompt, f"fraction:{share}", tuple(components), hits=hits, block_size=block_size,
+    asked = snapshot(prompt, f"fraction:{share}", tuple(components), hits=hits, block_size=block_size,
     chunk_tokens=chunk,
                     avoid=frozenset(avoid), spread=spread)  # fmt: skip
     nodes = {component.node_id for component in components if component.role == "kvnode"}
     try:
-        decided = plan(asked)
+        decided = make_plan(asked)
     except Unavailable:
         assert not any(component.role == "decode" and component.node_id in nodes for component in components)
         return
@@ -264,11 +267,14 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, components, 
         assert len(one.sources) <= MAX_FETCH_SOURCES + 1
         assert [source.blocks for source in one.sources] == sorted((s.blocks for s in one.sources), reverse=True)
         known = max((hits.get(n, 0) for n in nodes if n == one.node_id or n not in avoid), default=0)
-        wanted = bringing(one.sources, one.node_id, cached, one.limit_blocks)
+        wanted = plan_fetch(one.sources, one.node_id, cached, one.limit_blocks)
         assert (wanted.blocks if wanted else cached) == max(cached, min(known, one.limit_blocks))
     # More load on the chosen one never makes another one's choice less likely: it is left, or there is no other.
-    busier = [replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p for p in components]
-    again = plan(replace(asked, components=tuple(busier)))
+    busier = [
+        msgspec.structs.replace(p, running_requests=p.running_requests + 50) if p == decided.decode else p
+        for p in components
+    ]
+    again = make_plan(replace(asked, components=tuple(busier)))
     rivals = [
         p for p in components if p.role == "decode" and p.node_id == decided.node_id and p.component_id not in avoid
     ]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Leanings
+from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, StickyChoices
 from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel
-from pillion.gateway.planning.planner import plan, replan, shorten
+from pillion.gateway.planning.planner import make_plan, replan, shorten
 from pillion.wire.registry import ComponentRecord
-from tests.support.planner_components import COST, decode, is_shared, line, node, picture, prefill
+from tests.support.planner_components import COST, decode, is_shared, line, node, prefill, snapshot
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ from tests.support.planner_components import COST, decode, is_shared, line, node
     ],
 )
 def test_who_computes_the_prompt(prompt: int, components: tuple[ComponentRecord, ...], expected: bool) -> None:
-    decided = plan(picture(prompt, components))
+    decided = make_plan(snapshot(prompt, components))
     assert is_shared(decided) == expected
     assert decided.reason.startswith("auto: ")
     assert decided.decode.component_id in decided.reason
@@ -50,22 +50,22 @@ def test_who_computes_the_prompt(prompt: int, components: tuple[ComponentRecord,
 
 
 def test_the_reason_says_what_was_compared() -> None:
-    decided = plan(picture(hits={"kv-0": 10}))
+    decided = make_plan(snapshot(hits={"kv-0": 10}))
     split = decided.split_tokens
     assert decided.reason.startswith(f"auto: prefill-0 computes {split - 160}: ")
     assert " s alone, " in decided.reason
     assert decided.reason.endswith("with prefill-0; decode-0 is the only one; prefix of 160 tokens")
-    assert plan(picture(components=(node(0), decode()))).reason == (
+    assert make_plan(snapshot(components=(node(0), decode()))).reason == (
         "auto: co-located, no prefill worker; decode-0 is the only one; no prefix"
     )
-    blind = plan(picture(index_available=False))
+    blind = make_plan(snapshot(index_available=False))
     assert blind.reason.endswith("; decode-0 is the only one, the index is away; no prefix")
-    assert plan(picture(15)).reason == "auto: nothing to share out; decode-0 is the only one; no prefix"
+    assert make_plan(snapshot(15)).reason == "auto: nothing to share out; decode-0 is the only one; no prefix"
     assert shorten(decided, split - 16).reason == decided.reason + ": the span ended 16 tokens early"
 
 
 def test_the_tickets_truth_turns_the_dial() -> None:
-    hinted = plan(picture(hits={"kv-0": 100}))
+    hinted = make_plan(snapshot(hits={"kv-0": 100}))
     assert (hinted.cached_tokens, hinted.split_tokens >= 1600) == (1600, True)
     less = replan(hinted, 10)
     assert (less.cached_tokens, is_shared(less)) == (160, True)
@@ -77,15 +77,15 @@ def test_the_tickets_truth_turns_the_dial() -> None:
 def test_a_hit_is_worth_what_it_saves() -> None:
     components = (node(0), node(1), decode(0, 0), decode(1, 1))
     hits = {"kv-0": 60}
-    assert plan(picture(1000, components, hits=hits, fetch_block_s=1.0)).node_id == "kv-0"
+    assert make_plan(snapshot(1000, components, hits=hits, fetch_block_s=1.0)).node_id == "kv-0"
     # The hot node has so much to do that the other one is done sooner, though it computes everything again.
     hot = (node(0), node(1), decode(0, 0, queued_tokens=5000), decode(1, 1))
-    decided = plan(picture(1000, hot, hits=hits, fetch_block_s=1.0))
+    decided = make_plan(snapshot(1000, hot, hits=hits, fetch_block_s=1.0))
     assert (decided.node_id, decided.cached_tokens, decided.sources) == ("kv-1", 0, ())
     assert "decode-1 is soonest of 2, decode-0 has more of the prefix and is busier" in decided.reason
     assert "blocks of kv-0 cost more to fetch" in decided.reason
     # Where blocks come fast, they are fetched.
-    fetched = plan(picture(1000, hot, hits=hits, fetch_block_s=1e-4))
+    fetched = make_plan(snapshot(1000, hot, hits=hits, fetch_block_s=1e-4))
     assert (fetched.node_id, fetched.cached_tokens) == ("kv-1", 960)
     assert [source.node_id for source in fetched.sources] == ["kv-0"]
     assert "with blocks of kv-0" in fetched.reason
@@ -97,7 +97,9 @@ def test_a_node_of_one_popular_prompt_does_not_melt() -> None:
     streams: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for number in range(80):
-        decided = plan(picture(600, components, hits={"kv-0": 36}, own_load=streams, own_tokens=tokens, spread=number))
+        decided = make_plan(
+            snapshot(600, components, hits={"kv-0": 36}, own_load=streams, own_tokens=tokens, spread=number)
+        )
         streams[decided.decode.component_id] += 1
         tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
     assert len(streams) == 4
@@ -107,42 +109,44 @@ def test_a_node_of_one_popular_prompt_does_not_melt() -> None:
 def test_equal_workers_share() -> None:
     components = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
     for prompt in (40, 2000):
-        plans = [plan(picture(prompt, components, spread=n)) for n in range(30)]
+        plans = [make_plan(snapshot(prompt, components, spread=n)) for n in range(30)]
         assert set(Counter(decided.decode.component_id for decided in plans).values()) == {10}
         assert set(Counter(d.prefill and d.prefill.component_id for d in plans).values()) == {10}
 
 
 def test_a_prefill_worker_elsewhere_costs_its_transfers() -> None:
     components = (node(0), node(1), decode(0, 0, streams=30), prefill(0, 0), prefill(1, 1))
-    near = plan(picture(components=components))
+    near = make_plan(snapshot(components=components))
     assert near.prefill is not None
     assert near.prefill.component_id == "prefill-0"
     busy = tuple(replace(p, queued_tokens=9000) if p.component_id == "prefill-0" else p for p in components)
-    far = plan(picture(components=busy, fetch_block_s=1e-4))
+    far = make_plan(snapshot(components=busy, fetch_block_s=1e-4))
     assert far.prefill is not None
     assert (far.prefill.component_id, far.remote) == ("prefill-1", True)
-    slow = plan(picture(components=busy, fetch_block_s=1.0))
+    slow = make_plan(snapshot(components=busy, fetch_block_s=1.0))
     assert slow.prefill is not None
     assert slow.prefill.component_id == "prefill-0"
 
 
 def test_parts_that_failed_are_avoided() -> None:
     components = (node(0), node(1), decode(0, 0), decode(1, 1, streams=60), prefill(0, 0), prefill(1, 1))
-    assert plan(picture(components=components, avoid=frozenset({"decode-0"}))).decode.component_id == "decode-1"
-    assert plan(picture(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 90})).node_id == "kv-1"
-    lost = plan(picture(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
+    assert make_plan(snapshot(components=components, avoid=frozenset({"decode-0"}))).decode.component_id == "decode-1"
+    assert make_plan(snapshot(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 90})).node_id == "kv-1"
+    lost = make_plan(snapshot(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
     assert (lost.decode.component_id, lost.prefill) == ("decode-0", None)
 
 
 def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
-    assert is_shared(plan(picture()))
-    assert not is_shared(plan(picture(own_tokens={"prefill-0": 50_000})))
-    assert not is_shared(plan(picture(components=line(prefill=prefill(queued_tokens=20_000)))))
+    assert is_shared(make_plan(snapshot()))
+    assert not is_shared(make_plan(snapshot(own_tokens={"prefill-0": 50_000})))
+    assert not is_shared(make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000)))))
     # 1,600 tokens take some 2 s, and they were said 2 s ago. Silence for longer does not say that work is done.
     few = prefill(queued_tokens=1600)
-    assert not is_shared(plan(picture(600, line(prefill=few))))
-    assert is_shared(plan(picture(600, line(prefill=replace(few, heartbeat_age_ms=2000)))))
-    assert not is_shared(plan(picture(components=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000)))))
+    assert not is_shared(make_plan(snapshot(600, line(prefill=few))))
+    assert is_shared(make_plan(snapshot(600, line(prefill=replace(few, heartbeat_age_ms=2000)))))
+    assert not is_shared(
+        make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000))))
+    )
 
 
 def test_who_has_not_measured_anything_is_judged_like_others() -> None:
@@ -178,24 +182,28 @@ def test_the_pace_of_fetches() -> None:
 
 def test_small_changes_do_not_flap() -> None:
     """Both ways are about equal, and the loads that are heard of waver: after the first choice nothing changes."""
-    dial = plan(picture(1000, line(decode=decode(streams=4)))).dial
+    dial = make_plan(snapshot(1000, line(decode=decode(streams=4)))).dial
     assert dial is not None
     # As much prefill queue as makes both ways equal.
     queue = next(
         tokens
         for tokens in range(0, 50_000, 20)
-        if not is_shared(plan(picture(1000, line(decode=decode(streams=4), prefill=prefill(queued_tokens=tokens)))))
+        if not is_shared(
+            make_plan(snapshot(1000, line(decode=decode(streams=4), prefill=prefill(queued_tokens=tokens))))
+        )
     )
     # In tokens of that queue: less than the margin.
     waver = int(HYSTERESIS * 1000 * 0.4)
     draw, flips = random.Random(1), Counter[str]()
     for hysteresis in (False, True):
-        leanings, last = Leanings(), None
+        sticky_choices, last = StickyChoices(), None
         for _ in range(100):
             said = prefill(queued_tokens=queue + draw.randint(-waver, waver))
-            lean = leanings.of("toy", 1000) if hysteresis else ""
-            shared = is_shared(plan(picture(1000, line(decode=decode(streams=4), prefill=said), lean=lean)))
-            leanings.note("toy", 1000, shared)
+            sticky_choice = sticky_choices.of("toy", 1000) if hysteresis else ""
+            shared = is_shared(
+                make_plan(snapshot(1000, line(decode=decode(streams=4), prefill=said), sticky_choice=sticky_choice))
+            )
+            sticky_choices.note("toy", 1000, shared)
             flips[f"with {hysteresis}"] += last is not None and shared != last
             last = shared
     assert flips["with False"] > 10
@@ -203,21 +211,24 @@ def test_small_changes_do_not_flap() -> None:
 
 
 def test_what_was_done_last_is_kept_by_size() -> None:
-    leanings = Leanings()
-    leanings.note("m", 2000, shared=True)
-    leanings.note("m", 100, shared=False)
-    assert (leanings.of("m", 1500), leanings.of("m", 70), leanings.of("m", 5000)) == (ON_PREFILL, ON_DECODE, "")
-    assert leanings.of("other", 2000) == ""
+    sticky_choices = StickyChoices()
+    sticky_choices.note("m", 2000, shared=True)
+    sticky_choices.note("m", 100, shared=False)
+    found = [sticky_choices.of("m", tokens) for tokens in (1500, 70, 5000)]
+    assert found == [ON_PREFILL, ON_DECODE, ""]
+    assert sticky_choices.of("other", 2000) == ""
 
 
 def test_a_long_prompt_leaves_the_decode_worker_to_those_who_come() -> None:
     """Of two long prompts the second, alone in the world, is computed beside the first one's worker; where many
     short ones come, it waits there, for they would wait behind it."""
     components = line(prefill=prefill(queued_tokens=1000))
-    assert not is_shared(plan(picture(2000, components)))
-    assert is_shared(plan(picture(2000, components, demand_per_s=(1.0, 0.2))))
+    assert not is_shared(make_plan(snapshot(2000, components)))
+    assert is_shared(make_plan(snapshot(2000, components, demand_per_s=(1.0, 0.2))))
     # But not at any price.
-    assert not is_shared(plan(picture(2000, line(prefill=prefill(queued_tokens=20_000)), demand_per_s=(1.0, 0.2))))
+    assert not is_shared(
+        make_plan(snapshot(2000, line(prefill=prefill(queued_tokens=20_000)), demand_per_s=(1.0, 0.2)))
+    )
 
 
 def test_demand_is_a_mean_that_fades() -> None:
@@ -266,25 +277,27 @@ parts_strategy = st.lists(
     pinned=st.integers(0, 400),
     components=parts_strategy,
     avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
-    lean=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
+    sticky_choice=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     fetch_block_s=st.sampled_from([0.0, 1e-4, 1.0]),
     spread=st.integers(0, 99),
 )
 @settings(max_examples=300, deadline=None)
-def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, lean, fetch_block_s, spread) -> None:
+def test_properties(
+    prompt, block_size, chunk, hits, pinned, components, avoid, sticky_choice, fetch_block_s, spread
+) -> None:
     nodes = {component.node_id for component in components if component.role == "kvnode"}
     seated = [component for component in components if component.role == "decode" and component.node_id in nodes]
     if not seated:
         return
-    decided = plan(
-        picture(
+    decided = make_plan(
+        snapshot(
             prompt,
             (*components,),
             block_size=block_size,
             chunk_tokens=chunk,
             hits=hits,
             avoid=frozenset(avoid),
-            lean=lean,
+            sticky_choice=sticky_choice,
             fetch_block_s=fetch_block_s,
             spread=spread,
         )
@@ -321,12 +334,14 @@ def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, 
     further=st.integers(0, 20),
     waiting=st.integers(0, 20_000),
     target=st.sampled_from([0.0, 30.0, 200.0]),
-    lean=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
+    sticky_choice=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     hit=st.integers(0, 100),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 0.0), (5.0, 3.0)]),
 )
 @settings(max_examples=300, deadline=None)
-def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, lean, hit, demand) -> None:
+def test_monotone_in_load(
+    prompt, cost, queue, more, streams, further, waiting, target, sticky_choice, hit, demand
+) -> None:
     """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
 
     def split(prefill_tokens: int, decode_streams: int, decode_tokens: int) -> int:
@@ -335,7 +350,9 @@ def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, 
             *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
             decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, target_itl_ms=target),
         )
-        return plan(picture(prompt, components, lean=lean, hits={"kv-0": hit}, demand_per_s=demand)).split_tokens
+        return make_plan(
+            snapshot(prompt, components, sticky_choice=sticky_choice, hits={"kv-0": hit}, demand_per_s=demand)
+        ).split_tokens
 
     before = split(queue, streams, waiting)
     assert split(queue + more, streams, waiting) <= before

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
-from pillion.gateway.planning.planner import plan
+from msgspec.structs import replace
+
+from pillion.gateway.planning.planner import make_plan
 from pillion.wire.registry import ComponentRecord
-from tests.support.planner_components import COST, decode, node, picture, prefill
+from tests.support.planner_components import COST, decode, node, prefill, snapshot
 
 
 def test_several_gateways_do_not_herd() -> None:
@@ -19,7 +20,7 @@ def test_several_gateways_do_not_herd() -> None:
         tokens: Counter[str] = Counter()
         for number in range(16):
             spread = 17 * gateway + number
-            decided = plan(picture(600, components, own_load=streams, own_tokens=tokens, spread=spread))
+            decided = make_plan(snapshot(600, components, own_load=streams, own_tokens=tokens, spread=spread))
             streams[decided.decode.component_id] += 1
             tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:
@@ -33,7 +34,7 @@ def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
     said = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
     assert ComponentRecord.from_json(said.to_json()) == said
     for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
-        text = said.to_json().replace("[0.005,0.001,0.0002,1e-07,2e-07]", broken)
+        text = said.to_json().replace("[0.005,0.001,0.0002,1e-7,2e-7]", broken)
         assert text != said.to_json()
         assert ComponentRecord.from_json(text) == replace(said, step_cost_s=())
     for broken in ("-5", "NaN", "1e999", "1" + 400 * "0", '"7"', "null", "[7]", "true"):
@@ -52,7 +53,7 @@ def test_who_is_too_good_to_be_true_does_not_attract_everything() -> None:
         streams: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for number in range(60):
-            decided = plan(picture(2000, components, own_load=streams, own_tokens=tokens, spread=number))
+            decided = make_plan(snapshot(2000, components, own_load=streams, own_tokens=tokens, spread=number))
             streams[decided.decode.component_id] += 1
             tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_components import record, running_line, until
+from tests.support.fake_components import record, running_fake_cluster, until
 
 
 async def pools(line: Any, **blocks: int) -> None:
@@ -15,11 +15,11 @@ async def pools(line: Any, **blocks: int) -> None:
         component_id = "kv-0" if role == "kvnode" else f"{role}-0"
         address = f"unix:{line.folder}/{role}.sock"
         more = {"total_blocks": blocks["kv0"]} if role == "kvnode" else {}
-        await line.registry.beat(record(component_id, role, address, **more))
+        await line.registry.heartbeat(record(component_id, role, address, **more))
     gone = f"unix:{line.folder}/gone.sock"
-    await line.registry.beat(record("decode-1", "decode", gone, node_id="kv-1"))
+    await line.registry.heartbeat(record("decode-1", "decode", gone, node_id="kv-1"))
     if "kv1" in blocks:
-        await line.registry.beat(record("kv-1", "kvnode", gone, node_id="kv-1", total_blocks=blocks["kv1"]))
+        await line.registry.heartbeat(record("kv-1", "kvnode", gone, node_id="kv-1", total_blocks=blocks["kv1"]))
     view = line.gateway.gateway._cluster.view
     wanted = {"decode-1", "kv-0", *(["kv-1"] if "kv1" in blocks else [])}
     await until(
@@ -33,7 +33,7 @@ async def pools(line: Any, **blocks: int) -> None:
     ids=["its node is gone", "its node is larger", "its node is as large"],
 )
 async def test_a_lost_host_does_not_stop_requests_that_left_max_tokens_to_us(blocks: dict[str, int]) -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await pools(line, **blocks)
         stream = line.client.generate("What is the capital of France?", timeout_s=20)
         assert "".join([delta.text async for delta in stream]) == "The answer."

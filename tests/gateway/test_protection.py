@@ -18,7 +18,7 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.admission.tenants import Tenant, cache_salt
 from pillion.kvstore.hashing import request_root
 from pillion.net.rpc import open_channel
-from tests.support.fake_components import NAMESPACE, Line, running_line, until
+from tests.support.fake_components import NAMESPACE, FakeCluster, running_fake_cluster, until
 from tests.support.http import call
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("acme", "other", "friend", "small")}
@@ -49,7 +49,7 @@ def file(tmp_path: pathlib.Path) -> str:
     return write_keys(tmp_path / "keys.toml", FILE, list(KEYS))
 
 
-def client_of(line: Line, name: str) -> AsyncClient:
+def client_of(line: FakeCluster, name: str) -> AsyncClient:
     return AsyncClient(line.gateway.grpc_address, api_key=KEYS[name] if name else "")
 
 
@@ -64,7 +64,7 @@ async def ask(client: AsyncClient, prompt: str = "hello", **said: Any) -> str:
 def running_with(file: str, **flags: Any) -> Any:
     """``running_line`` waits for a model, which needs a key."""
     os.environ["PILLION_API_KEY"] = KEYS["friend"]
-    return running_line("abc", api_keys=file, **flags)
+    return running_fake_cluster("abc", api_keys=file, **flags)
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from pillion import DeadlineExceeded
 from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.request import remote_span
 from pillion.kvstore.hashing import chain_hashes, request_root
+from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
-from tests.support.fake_components import BLOCK, NAMESPACE, Line, knows, running_line, until
-from tests.support.toy_tokenizer import byte_tokenizer
+from tests.support.fake_components import BLOCK, NAMESPACE, FakeCluster, knows, running_fake_cluster, until
 
 APART = "kvnode decode far-kvnode far-prefill"
 IDS = tuple(byte_tokenizer().encode(PROMPT).ids)
@@ -24,7 +24,7 @@ def blocks_of(fetches: list) -> list[int]:
     return [len(fetch.block_hashes) // 32 for fetch in fetches]
 
 
-async def finished(line: Line, deltas: list, replays: int = 0) -> tuple[int, int, int]:
+async def finished(line: FakeCluster, deltas: list, replays: int = 0) -> tuple[int, int, int]:
     """The three parts of the prompt, once the answer is right and everything is freed."""
     whole(line, deltas, replays)
     await line.settled()
@@ -33,7 +33,7 @@ async def finished(line: Line, deltas: list, replays: int = 0) -> tuple[int, int
 
 
 async def test_chunks_flow_from_node_to_node() -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         deltas = await read(line.client.generate(PROMPT, priority=3))
         assert await finished(line, deltas) == (0, 28, 2)
         timings = deltas[-1].timings
@@ -55,7 +55,7 @@ async def test_chunks_flow_from_node_to_node() -> None:
 
 
 async def test_one_fetch_at_a_time_and_the_newest_end_wins() -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.node.fetch_gate.clear()
         reading = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: line.node.fetches and line.far_prefill.spans and not line.far_prefill.running)
@@ -79,7 +79,7 @@ async def test_one_fetch_at_a_time_and_the_newest_end_wins() -> None:
     ],
 )
 async def test_the_cached_prefix_is_lent_to_the_prefill_workers_node(here, there, brings, start, fetches) -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.node.pinned, line.far_node.pinned, line.far_node.brings = here, there, brings
         deltas = await read(line.client.generate(PROMPT))
         assert await finished(line, deltas) == (4 * here, 28 - 4 * here, 2)
@@ -90,7 +90,7 @@ async def test_the_cached_prefix_is_lent_to_the_prefill_workers_node(here, there
 
 
 async def test_a_prefix_that_is_only_there_is_fetched_first_and_counts_as_cached() -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.far_node.pinned = 4
         knows(line, kv_1=4)
         assert await finished(line, await read(line.client.generate(PROMPT))) == (16, 12, 2)
@@ -107,7 +107,7 @@ async def test_a_prefix_that_is_only_there_is_fetched_first_and_counts_as_cached
      ([NotFound("ticket")], 0)],
 )  # fmt: skip
 async def test_a_short_fetch_makes_a_longer_prompt_tail(brings: list, prefilled: int) -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.node.brings = brings
         deltas = await read(line.client.generate(PROMPT))
         assert await finished(line, deltas) == (0, prefilled, 30 - prefilled)
@@ -116,14 +116,14 @@ async def test_a_short_fetch_makes_a_longer_prompt_tail(brings: list, prefilled:
 
 
 async def test_nothing_more_is_computed_that_does_not_come_over() -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.node.brings, line.far_prefill.hang_at = [1, 1], 1
         assert await finished(line, await read(line.client.generate(PROMPT))) == (0, 4, 26)
 
 
 async def test_a_source_lost_between_chunks() -> None:
     """Its worker goes with it. What came over counts, and the rest is planned anew, without both."""
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.node.brings, line.far_prefill.hang_at = [2, 2], 1
         reading = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: len(line.node.fetches) == 1 and not line.node.fetching)
@@ -140,7 +140,7 @@ async def test_a_source_lost_between_chunks() -> None:
 async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests that hold one node each and wait for the other must both go on."""
     monkeypatch.setattr(remote_span, "MAX_REMOTE_ADMISSION_WAIT_S", 0.1)
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         if wait:
             line.far_node.gate.clear()
         else:
@@ -160,7 +160,7 @@ async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: py
     "error", [Unavailable("gone"), NotFound("no such ticket"), Overloaded("queue full"), Internal("bug")]
 )
 async def test_a_lost_worker_is_planned_again(chunks: int, error: PillionError) -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.far_prefill.failures = [(chunks, error)]
         deltas = await read(line.client.generate(PROMPT))
         # What was committed before the loss still came over.
@@ -169,7 +169,7 @@ async def test_a_lost_worker_is_planned_again(chunks: int, error: PillionError) 
 
 
 async def test_the_second_attempt_goes_to_another_node() -> None:
-    async with running_line(SCRIPT, f"{APART} prefill") as line:
+    async with running_fake_cluster(SCRIPT, f"{APART} prefill") as line:
         line.prefill.failures = [(1, Unavailable("gone"))]
         deltas = await read(line.client.generate(PROMPT))
         assert await finished(line, deltas, replays=1) == (0, 28, 2)
@@ -179,14 +179,14 @@ async def test_the_second_attempt_goes_to_another_node() -> None:
 
 @pytest.mark.parametrize("error", [Unavailable("restarting"), Conflict("no worker has attached"), NotFound("epoch")])
 async def test_a_node_that_refuses_the_second_ticket(error: PillionError) -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.far_node.failures = [error]
         deltas = await read(line.client.generate(PROMPT))
         assert await finished(line, deltas, replays=1) == (0, 0, 30)
 
 
 async def test_a_decode_worker_lost_behind_a_remote_span() -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.decode.break_after = 5
         deltas = await read(line.client.generate(PROMPT))
         assert (await finished(line, deltas, replays=1))[0] == 0
@@ -196,7 +196,7 @@ async def test_a_decode_worker_lost_behind_a_remote_span() -> None:
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("stage", ["far ticket", "far fetch", "span", "fetch"])
 async def test_both_tickets_end_with_the_request(stage: str, end: str) -> None:
-    async with running_line(SCRIPT, APART) as line:
+    async with running_fake_cluster(SCRIPT, APART) as line:
         line.node.pinned = 1
         gate, reached = {
             "far ticket": (line.far_node.gate, lambda: line.far_node.waiting),

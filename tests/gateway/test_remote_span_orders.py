@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.planning.plan_cost import FetchPace
-from pillion.gateway.planning.planner import Picture, Plan, parse_policy, plan, replan
+from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy, replan
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.job import Chain, Job
+from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan
-from pillion.gateway.request.validation import Resolved
+from pillion.gateway.request.validation import ResolvedSampling
 from pillion.types import SamplingParams
-from pillion.wire.kvnode import Brought, Ticket
+from pillion.wire.kvnode import OpenTicketReply, PrefetchReply
 from pillion.wire.prefill import ChunkAck, Span
 from pillion.wire.registry import ComponentRecord
 
@@ -28,7 +28,7 @@ ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict(
 
 
 @dataclass
-class World:
+class SpanWorld:
     """Both nodes and the worker. ``said`` draws what happens; ``blocks`` is what each node has under its ticket."""
 
     said: Callable[[Any], Any]
@@ -39,14 +39,14 @@ class World:
     numbers: Any = field(default_factory=lambda: itertools.count(10))
     pace: FetchPace = field(default_factory=FetchPace)
 
-    def node(self, node_id: str) -> Node:
+    def node(self, node_id: str) -> ModelNode:
         if self.said(st.integers(0, 20)) == 0:
             # Its end lets go of everything.
             self.held = {hold for hold in self.held if hold[0] != node_id}
             raise Unavailable(f"KV node {node_id} is gone")
-        return Node(self, node_id)
+        return ModelNode(self, node_id)
 
-    def prefill(self, component_id: str) -> World:
+    def prefill(self, component_id: str) -> SpanWorld:
         assert component_id == "prefill-1"
         return self
 
@@ -77,27 +77,29 @@ class World:
 
 
 @dataclass
-class Node:
+class ModelNode:
     """One node as the gateway's link and client of it."""
 
-    world: World
+    world: SpanWorld
     node_id: str
     epoch: int = 5
 
     @property
-    def client(self) -> Node:
+    def client(self) -> ModelNode:
         return self
 
-    async def open_ticket(self, epoch: int, hashes: bytes, total_blocks: int, **_: Any) -> Ticket:
+    async def open_ticket(self, epoch: int, hashes: bytes, total_blocks: int, **_: Any) -> OpenTicketReply:
         assert (self.node_id, total_blocks) == ("kv-1", len(hashes) // 32 + 1)
         await self.world.pause()
-        ticket = Ticket(next(self.world.numbers), min(self.world.blocks["kv-1"], len(hashes) // 32))
+        ticket = OpenTicketReply(
+            ticket_id=next(self.world.numbers), pinned_blocks=min(self.world.blocks["kv-1"], len(hashes) // 32)
+        )
         self.world.held.add((self.node_id, ticket.ticket_id))
         return ticket
 
     async def prefetch(
         self, epoch: int, ticket_id: int, hashes: bytes, sources: Sequence[str], *, timeout_s: float
-    ) -> Brought:
+    ) -> PrefetchReply:
         world, asked = self.world, len(hashes) // 32
         world.check(self.node_id, ticket_id)
         assert self.node_id not in world.fetching, "one fetch at a time"
@@ -109,30 +111,30 @@ class Node:
             assert asked > here
             came = world.said(st.integers(here, max(here, min(asked, there)))) if world.said(st.booleans()) else there
             world.blocks[self.node_id] = max(here, min(asked, there, came))
-            return Brought(world.blocks[self.node_id])
+            return PrefetchReply(blocks=world.blocks[self.node_id])
         finally:
             world.fetching.discard(self.node_id)
 
-    def release(self, hold: ev.Hold) -> None:
+    def release(self, hold: ev.TicketHold) -> None:
         self.world.released.append((hold.node_id, hold.ticket_id))
         self.world.held.discard((hold.node_id, hold.ticket_id))
 
 
-def planned(tokens: int, cached: int) -> Plan:
+def planned(tokens: int, cached: int) -> RequestPlan:
     components = (
         ComponentRecord(component_id="kv-0", role="kvnode", address="x", node_id="kv-0"),
         ComponentRecord(component_id="kv-1", role="kvnode", address="x", node_id="kv-1"),
         ComponentRecord(component_id="decode-0", role="decode", address="x", node_id="kv-0"),
         ComponentRecord(component_id="prefill-1", role="prefill", address="x", node_id="kv-1"),
     )
-    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": cached}, components=components,
+    snapshot = ClusterSnapshot(model="toy", prompt_tokens=tokens, hits={"kv-0": cached}, components=components,
                       policy=parse_policy("disaggregated"), block_size=BLOCK, chunk_tokens=8)  # fmt: skip
-    return replan(plan(picture), cached)
+    return replan(make_plan(snapshot), cached)
 
 
 JOB = Job(
     request_id="r", model="toy", fingerprint="", prompt=(),
-    resolved=Resolved(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1), cache_salt="",
+    resolved=ResolvedSampling(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1), cache_salt="",
     policy=parse_policy("disaggregated"), chunk_tokens=8, max_attempts=1, arrived=0.0, deadline=None, spread=0,
 )  # fmt: skip
 
@@ -147,7 +149,7 @@ def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
     decided = planned(tokens, cached)
     if not decided.chunks:
         return
-    world = World(said, {"kv-0": decided.cached_blocks, "kv-1": said(st.integers(0, decided.split_blocks))})
+    world = SpanWorld(said, {"kv-0": decided.cached_blocks, "kv-1": said(st.integers(0, decided.split_blocks))})
     world.held.add(("kv-0", 1))
     hashes = b"".join(bytes([n]) * 32 for n in range(decided.limit_blocks))
     acks: list[ChunkAck] = []
@@ -157,9 +159,9 @@ def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
         acks.append(ack)
 
     async def run() -> int | BaseException:
-        action = ev.RunSpan(1, decided, ev.Hold("kv-0", 5, 1), tuple(range(tokens)))
+        action = ev.RunSpan(1, decided, ev.TicketHold("kv-0", 5, 1), tuple(range(tokens)))
         assert decided.prefill is not None
-        span = RemoteSpan(world, JOB, Chain(b"root", hashes), action, decided.prefill, acked)  # type: ignore[arg-type]
+        span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, decided.prefill, acked)  # type: ignore[arg-type]
         task = asyncio.create_task(span.run())
         patience = said(st.integers(0, 30) | st.none())
         for _ in range(patience or 0):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.planning.planner import Picture, parse_policy, plan
+from pillion.gateway.planning.planner import ClusterSnapshot, make_plan, parse_policy
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
-from pillion.gateway.request.request_machine import RequestMachine, State
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason, TokenLogprob
 from pillion.wire.decode import DecodeTimings
 from pillion.wire.prefill import ChunkAck
@@ -34,12 +33,12 @@ def planned(
     avoid=frozenset(),
     far: int = 0,
     components=PARTS,
-) -> ev.Planned:
+) -> ev.PlanMade:
     """On kv-0, whatever the index knows of kv-1."""
-    picture = Picture(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
+    snapshot = ClusterSnapshot(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
                       components=(*components, FAR),
                       policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
-    return ev.Planned(attempt, plan(picture))
+    return ev.PlanMade(attempt, make_plan(snapshot))
 
 
 def machine(prompt: int = 21, max_tokens: int = 5, attempts: int = 4, arrived: float = 0.0) -> RequestMachine:
@@ -50,8 +49,8 @@ def ack(n: int, end: int) -> ChunkAck:
     return ChunkAck(chunk_index=n, end_tokens=end, queue_ms=0, compute_ms=1)
 
 
-def hold(number: int = 1) -> ev.Hold:
-    return ev.Hold("kv-0", 5, number)
+def hold(number: int = 1) -> ev.TicketHold:
+    return ev.TicketHold("kv-0", 5, number)
 
 
 def kinds(actions) -> list[str]:
@@ -84,8 +83,8 @@ def test_a_whole_life() -> None:
     assert m.handle(ev.ChunkAcked(1, ack(0, 12)), 10.4) == []
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 10.5) == []
     assert m.handle(ev.SpanEnded(1, 20), 10.5) == []
-    assert m.handle(ev.Tokens(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
-    assert m.handle(ev.Tokens(1, (3,)), 10.8) == [ev.Emit((3,))]
+    assert m.handle(ev.TokensSampled(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
+    assert m.handle(ev.TokensSampled(1, (3,)), 10.8) == [ev.Emit((3,))]
     done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2)
     assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, done), 11.0) == [
         ev.ReleaseTicket(hold()), ev.Finish(FinishReason.STOP),
@@ -102,8 +101,8 @@ def test_a_whole_life() -> None:
 def test_the_ticket_is_handed_over_once() -> None:
     m = machine()
     to_decoding(m)
-    assert m.handle(ev.Adopted(1), 2.0) == [ev.ReleaseTicket(hold())]
-    assert m.handle(ev.Adopted(1), 2.0) == []
+    assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
+    assert m.handle(ev.TicketAdopted(1), 2.0) == []
     assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0) == [ev.Finish(FinishReason.STOP)]
 
 
@@ -119,15 +118,15 @@ def test_everything_cached_needs_no_prefill() -> None:
 def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
     m = machine()
     to_decoding(m)
-    m.handle(ev.Tokens(1, (1, 2)), 2.0)
+    m.handle(ev.TokensSampled(1, (1, 2)), 2.0)
     released, look_up = m.handle(ev.DecodeLost(1, GONE, True), 3.0)
     assert released == ev.ReleaseTicket(hold(1))
     assert look_up == ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
-    assert m.handle(ev.Tokens(1, (3,)), 3.0) == []
+    assert m.handle(ev.TokensSampled(1, (3,)), 3.0) == []
     assert m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 3.0) == []
     submit = to_decoding(m, 2, 4.0)
     assert submit.token_ids == (*m.prompt, 1, 2)
-    assert m.handle(ev.Tokens(2, (3, 4, 5, 6)), 5.0) == [ev.Emit((3, 4, 5))]
+    assert m.handle(ev.TokensSampled(2, (3, 4, 5, 6)), 5.0) == [ev.Emit((3, 4, 5))]
     # Usage and timings speak of the client's prompt, whatever the replay found.
     m.handle(ev.DecodeFinished(2, FinishReason.LENGTH, None), 6.0)
     timings = m.timings(6.0)
@@ -139,7 +138,7 @@ def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
 def test_a_worker_lost_behind_its_last_token_is_no_loss(last: tuple[int, ...], reason: FinishReason) -> None:
     m = machine()
     to_decoding(m)
-    m.handle(ev.Tokens(1, last), 2.0)
+    m.handle(ev.TokensSampled(1, last), 2.0)
     assert m.handle(ev.DecodeLost(1, GONE, True), 3.0)[-1] == ev.Finish(reason)
 
 
@@ -187,12 +186,12 @@ def prefilling() -> RequestMachine:
 )  # fmt: skip
 def test_a_stream_that_speaks_before_the_spans_last_word_has_all_its_chunks(late: ev.Event, left: list[str]) -> None:
     m = prefilling()
-    assert m.handle(ev.Adopted(1), 2.0) == [ev.ReleaseTicket(hold())]
-    assert m.state is State.DECODING
+    assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
+    assert m.state is RequestState.DECODING
     assert m.handle(late, 2.5) == []
     timings = m.timings(3.0)
     assert (timings.prefilled_tokens, timings.prefill_chunks, timings.prefill_ms) == (16, 2, 1000)
-    assert kinds(m.handle(ev.Cancelled(), 3.0)) == [*left, "Fail"]
+    assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == [*left, "Fail"]
 
 
 def test_a_stream_lost_before_its_chain_is_there_ends_the_span_too() -> None:
@@ -232,16 +231,16 @@ def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
     (again,) = m.handle(ev.PlanFailed(2, GONE), 20.0)
-    assert (again.attempt, again.after_ms) == (2, module.PART_POLL_MS)
-    last = m.handle(ev.PlanFailed(2, GONE), 10.0 + module.MAX_PART_WAIT_S)
+    assert (again.attempt, again.after_ms) == (2, module.COMPONENT_POLL_MS)
+    last = m.handle(ev.PlanFailed(2, GONE), 10.0 + module.MAX_COMPONENT_WAIT_S)
     assert last == [ev.StopWork(2), ev.Fail(GONE)]
 
 
 def test_silence_counts_as_loss() -> None:
     m = machine()
     to_decoding(m)
-    assert kinds(m.handle(ev.WentSilent(1), 9.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
-    assert m.handle(ev.WentSilent(1), 9.0) == []
+    assert kinds(m.handle(ev.AttemptSilent(1), 9.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+    assert m.handle(ev.AttemptSilent(1), 9.0) == []
 
 
 # ---- further answers ---------------------------------------------------------------------------------------------
@@ -254,9 +253,9 @@ def follower(max_tokens: int = 5) -> RequestMachine:
 def test_a_follower_has_no_work_of_its_own_until_it_is_lost_behind_the_first_token() -> None:
     m = follower()
     assert m.start() == []
-    assert m.handle(ev.Joined(1, planned(1, 21).plan), 1.0) == []
-    assert m.handle(ev.Parted(), 1.0) == []
-    assert m.handle(ev.Tokens(1, (1, 2)), 1.0) == [ev.Emit((1, 2))]
+    assert m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0) == []
+    assert m.handle(ev.LeaderStarted(), 1.0) == []
+    assert m.handle(ev.TokensSampled(1, (1, 2)), 1.0) == [ev.Emit((1, 2))]
     assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == [
         ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
     ]
@@ -265,36 +264,40 @@ def test_a_follower_has_no_work_of_its_own_until_it_is_lost_behind_the_first_tok
 
 def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
     m = follower()
-    m.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
+    m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     assert m.handle(ev.DecodeLost(1, GONE, True), 1.0) == []
-    assert m.handle(ev.WentSilent(1), 1.0) == []
+    assert m.handle(ev.AttemptSilent(1), 1.0) == []
     # The stream of an attempt that came to nothing is cancelled, and what it still says is dropped.
-    assert m.handle(ev.Unjoined(2), 1.0) == [ev.CancelDecode(1)]
-    assert m.handle(ev.Unjoined(2), 1.0) == []
-    assert m.handle(ev.Tokens(1, (8,)), 1.0) == m.handle(ev.Tokens(2, (8,)), 1.0) == []
-    m.handle(ev.Joined(2, planned(2, 21).plan), 1.0)
-    assert (m.state, m.handle(ev.Tokens(2, (9,)), 1.0), m.state) == (State.FOLLOWING, [ev.Emit((9,))], State.DECODING)
+    assert m.handle(ev.LeaderRetried(2), 1.0) == [ev.CancelDecode(1)]
+    assert m.handle(ev.LeaderRetried(2), 1.0) == []
+    assert m.handle(ev.TokensSampled(1, (8,)), 1.0) == m.handle(ev.TokensSampled(2, (8,)), 1.0) == []
+    m.handle(ev.LeaderSubmitted(2, planned(2, 21).plan), 1.0)
+    assert (m.state, m.handle(ev.TokensSampled(2, (9,)), 1.0), m.state) == (
+        RequestState.FOLLOWING,
+        [ev.Emit((9,))],
+        RequestState.DECODING,
+    )
     # From now on the first answer's fate is not its own.
-    assert m.handle(ev.Unjoined(3), 1.0) == m.handle(ev.Joined(3, planned(3, 21).plan), 1.0) == []
+    assert m.handle(ev.LeaderRetried(3), 1.0) == m.handle(ev.LeaderSubmitted(3, planned(3, 21).plan), 1.0) == []
     assert m.attempt == 2
 
 
 def test_a_fork_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
     m = follower()
-    m.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
+    m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     m.handle(ev.DecodeLost(1, GONE, True), 1.0)
-    assert kinds(m.handle(ev.Parted(), 2.0)) == ["LookUp"]
+    assert kinds(m.handle(ev.LeaderStarted(), 2.0)) == ["LookUp"]
     other = follower()
-    other.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
+    other.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     other.handle(ev.DecodeLost(1, Overloaded("full"), False), 1.0)
-    assert other.handle(ev.Parted(), 2.0)[-1] == ev.Fail(other._lost.error)
+    assert other.handle(ev.LeaderStarted(), 2.0)[-1] == ev.Fail(other._lost.error)
 
 
 def test_log_probabilities_go_with_their_tokens() -> None:
     m = machine(max_tokens=2)
     to_decoding(m)
     said = tuple(TokenLogprob(n, -n / 4) for n in (1, 2, 3))
-    assert m.handle(ev.Tokens(1, (1, 2, 3), None, said), 1.0) == [ev.Emit((1, 2), said[:2])]
+    assert m.handle(ev.TokensSampled(1, (1, 2, 3), None, said), 1.0) == [ev.Emit((1, 2), said[:2])]
 
 
 # ---- ends --------------------------------------------------------------------------------------------------------
@@ -303,31 +306,32 @@ def test_log_probabilities_go_with_their_tokens() -> None:
 def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
     m = machine()
     to_decoding(m)
-    m.handle(ev.Tokens(1, (1, 2, 3)), 2.0)
-    assert kinds(m.handle(ev.StopHit(2), 2.0)) == ["CancelDecode", "ReleaseTicket", "Finish"]
+    m.handle(ev.TokensSampled(1, (1, 2, 3)), 2.0)
+    assert kinds(m.handle(ev.StopStringFound(2), 2.0)) == ["CancelDecode", "ReleaseTicket", "Finish"]
     assert m.usage().completion_tokens == 2
 
 
-@pytest.mark.parametrize("event", [ev.Cancelled(), ev.DeadlinePassed()])
-@pytest.mark.parametrize("state", State)
-def test_ending_frees_everything_in_every_state(event: ev.Event, state: State) -> None:
+@pytest.mark.parametrize("event", [ev.RequestCancelled(), ev.DeadlinePassed()])
+@pytest.mark.parametrize("state", RequestState)
+def test_ending_frees_everything_in_every_state(event: ev.Event, state: RequestState) -> None:
     m = machine()
     m.start()
-    expected = {State.FOLLOWING: ["CancelDecode", "Fail"], State.PLANNING: ["StopWork", "Fail"],
-                State.PINNING: ["StopWork", "Fail"], State.FETCHING: ["StopWork", "ReleaseTicket", "Fail"],
-                State.PREFILLING: ["CancelDecode", "StopWork", "ReleaseTicket", "Fail"],
-                State.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], State.DONE: []}  # fmt: skip
-    if state is State.FOLLOWING:
+    expected = {RequestState.FOLLOWING: ["CancelDecode", "Fail"], RequestState.PLANNING: ["StopWork", "Fail"],
+                RequestState.PINNING: ["StopWork", "Fail"],
+                RequestState.FETCHING: ["StopWork", "ReleaseTicket", "Fail"],
+                RequestState.PREFILLING: ["CancelDecode", "StopWork", "ReleaseTicket", "Fail"],
+                RequestState.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], RequestState.DONE: []}  # fmt: skip
+    if state is RequestState.FOLLOWING:
         m = follower()
-        m.handle(ev.Joined(1, planned(1, 21).plan), 1.0)
-    if state is not State.PLANNING:
-        m.handle(planned(1, 21, 1 if state is State.FETCHING else 0), 1.0)
-    if state in (State.FETCHING, State.PREFILLING):
+        m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
+    if state is not RequestState.PLANNING:
+        m.handle(planned(1, 21, 1 if state is RequestState.FETCHING else 0), 1.0)
+    if state in (RequestState.FETCHING, RequestState.PREFILLING):
         m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
-    if state in (State.DECODING, State.DONE):
+    if state in (RequestState.DECODING, RequestState.DONE):
         m.handle(ev.TicketGranted(1, hold(), 99), 1.0)
-    if state is State.DONE:
-        m.handle(ev.StopHit(0), 1.0)
+    if state is RequestState.DONE:
+        m.handle(ev.StopStringFound(0), 1.0)
     assert m.state is state
     assert kinds(m.handle(event, 2.0)) == expected[state]
     # A ticket on its way when the request ended is let go of when it arrives.

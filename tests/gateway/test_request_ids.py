@@ -11,11 +11,13 @@ import pytest
 from pillion.errors import Unavailable
 from pillion.net.rpc import open_channel
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.support.fake_components import Line, running_line, until
+from tests.support.fake_components import FakeCluster, running_fake_cluster, until
 from tests.support.http import call
 
 
-async def ask(line: Line, said: dict[str, Any], *metadata: tuple[str, str]) -> tuple[str, grpc.StatusCode, list[str]]:
+async def ask(
+    line: FakeCluster, said: dict[str, Any], *metadata: tuple[str, str]
+) -> tuple[str, grpc.StatusCode, list[str]]:
     """Text, status, and the labels in the trailers."""
     async with open_channel(line.gateway.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
@@ -31,7 +33,7 @@ async def ask(line: Line, said: dict[str, Any], *metadata: tuple[str, str]) -> t
 
 
 async def test_grpc_takes_it_from_the_message_or_the_metadata_or_makes_one() -> None:
-    async with running_line("abc") as line:
+    async with running_fake_cluster("abc") as line:
         header = ("x-request-id", "from/header:1")
         assert await ask(line, {"text": "x"}, header) == ("abc", grpc.StatusCode.OK, ["from/header:1"])
         assert line.decode.submits[-1].request_id == "from/header:1"
@@ -43,7 +45,7 @@ async def test_grpc_takes_it_from_the_message_or_the_metadata_or_makes_one() -> 
 
 
 async def test_a_refusal_carries_it_beside_its_details() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         _, code, found = await ask(line, {"text": "x", "model": "none"}, ("x-request-id", "a"))
         assert (code, found) == (grpc.StatusCode.NOT_FOUND, ["a"])
         _, code, found = await ask(line, {"text": ""}, ("x-request-id", "b"))
@@ -63,7 +65,7 @@ async def test_a_refusal_carries_it_beside_its_details() -> None:
 
 async def test_many_requests_with_one_id_at_once() -> None:
     """Over both ports; one of them is cancelled, which ends no other."""
-    async with running_line("A longer answer than that.") as line:
+    async with running_fake_cluster("A longer answer than that.") as line:
         line.decode.gate.clear()
         same = ("x-request-id", "same")
         over_grpc = [asyncio.create_task(ask(line, {"text": "x"}, same)) for _ in range(4)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import NotFound, Overloaded
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.request_machine import RequestMachine, State
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason
 from tests.gateway.test_request import GONE, ack, hold, machine, planned
 
@@ -20,12 +20,12 @@ def token_at(position: int) -> int:
 
 
 @dataclass
-class World:
+class RequestWorld:
     """Parts that answer late, twice, for old attempts, or not at all; and an account of what they were told."""
 
     machine: RequestMachine
-    opened: set[ev.Hold] = field(default_factory=set)
-    released: list[ev.Hold] = field(default_factory=list)
+    opened: set[ev.TicketHold] = field(default_factory=set)
+    released: list[ev.TicketHold] = field(default_factory=list)
     asked: list[ev.Action] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     ends: list[ev.Action] = field(default_factory=list)
@@ -63,7 +63,7 @@ class World:
                 self.opened.add(made)
                 return ev.TicketGranted(attempt, made, draw(st.integers(0, 9)))
             case "fetched":
-                return ev.Fetched(attempt, draw(st.integers(0, 9)))
+                return ev.BlocksFetched(attempt, draw(st.integers(0, 9)))
             case "acked":
                 return ev.ChunkAcked(attempt, ack(0, draw(st.integers(0, 40))))
             case "tokens":
@@ -71,21 +71,21 @@ class World:
                 at = self.sent.get(attempt, 0)
                 count = draw(st.integers(1, 3))
                 self.sent[attempt] = at + count
-                return ev.Tokens(attempt, tuple(token_at(p) for p in range(at, at + count)))
+                return ev.TokensSampled(attempt, tuple(token_at(p) for p in range(at, at + count)))
             case "adopted":
-                return ev.Adopted(attempt)
+                return ev.TicketAdopted(attempt)
             case "planfailed":
                 return ev.PlanFailed(attempt, error)
             case "finished":
                 return ev.DecodeFinished(attempt, FinishReason.LENGTH, None)
             case "stop":
-                return ev.StopHit(len(self.emitted))
+                return ev.StopStringFound(len(self.emitted))
             case "cancelled":
-                return ev.Cancelled()
+                return ev.RequestCancelled()
             case "deadline":
                 return ev.DeadlinePassed()
             case "silent":
-                return ev.WentSilent(attempt)
+                return ev.AttemptSilent(attempt)
             case "spanended":
                 return ev.SpanEnded(attempt, draw(st.integers(0, 40)))
         lost = {"ticketlost": ev.TicketLost, "spanlost": ev.SpanLost, "decodelost": ev.DecodeLost}[choice]
@@ -122,15 +122,15 @@ EVENTS = COMMON * 3 + [
 @settings(max_examples=400, deadline=None)
 def test_any_order_of_events(data) -> None:
     m = machine(prompt=data.draw(st.integers(1, 30)), max_tokens=data.draw(st.integers(1, 12)), attempts=5)
-    world, now = World(m), 0.0
+    world, now = RequestWorld(m), 0.0
     world.perform(m.start())
     for _ in range(data.draw(st.integers(0, 60))):
         now += 0.1
         world.perform(m.handle(world.events(data.draw), now))
         assert world.emitted == [token_at(len(m.prompt) + n) for n in range(len(world.emitted))]
         assert len(world.ends) <= 1
-        assert (m.state is State.DONE) == bool(world.ends)
-    world.perform(m.handle(ev.Cancelled(), now))
+        assert (m.state is RequestState.DONE) == bool(world.ends)
+    world.perform(m.handle(ev.RequestCancelled(), now))
     assert len(world.ends) == 1
     assert len(world.released) == len(set(world.released))
     assert set(world.released) == world.opened, "a ticket that was opened is released exactly once"

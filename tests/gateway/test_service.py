@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from dataclasses import replace
 
+import msgspec
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -18,8 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
-from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_line, until
-from tests.support.toy_tokenizer import byte_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer
+from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster, until
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"
@@ -34,7 +35,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 async def test_an_answer_streams_through_all_parts() -> None:
-    async with running_line("Größe: 北京") as line:
+    async with running_fake_cluster("Größe: 北京") as line:
         line.node.pinned = 2
         deltas = await read(line.client.generate(PROMPT, temperature=0, seed=5, request_id="r-1"))
         assert text_of(deltas) == "Größe: 北京"
@@ -70,7 +71,7 @@ async def test_an_answer_streams_through_all_parts() -> None:
 
 
 async def test_the_salt_changes_every_hash_and_the_seed_is_drawn() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         for salt in ("", "tenant"):
             await read(line.client.generate(PROMPT, cache_salt=salt))
         first, second = line.decode.submits
@@ -80,7 +81,7 @@ async def test_the_salt_changes_every_hash_and_the_seed_is_drawn() -> None:
 
 
 async def test_priority_reaches_every_part() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await read(line.client.generate(PROMPT, priority=-7))
         await read(line.client.chat([{"role": "user", "content": "x"}], priority=9))
         assert [submit.priority for submit in line.decode.submits] == [-7, 9]
@@ -90,7 +91,7 @@ async def test_priority_reaches_every_part() -> None:
 
 
 async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the_one_before() -> None:
-    async with running_line("The answer.", enable_prefix_caching=False) as line:
+    async with running_fake_cluster("The answer.", enable_prefix_caching=False) as line:
         asked, index = [], line.gateway._cluster.index
         longest = index.longest_prefix
 
@@ -115,7 +116,7 @@ async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the
 
 
 async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
-    async with running_line(enable_chunked_prefill=False) as line:
+    async with running_fake_cluster(enable_chunked_prefill=False) as line:
         await read(line.client.generate("x" * 251))
         assert [span.chunk_tokens for span in line.prefill.spans] == [(248,)]
         await line.settled()
@@ -124,12 +125,12 @@ async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
 async def sized(line, blocks: int) -> None:
     """The pool has ``blocks`` blocks, as its node's heartbeat says."""
     node = next(component for component in line.gateway._cluster.view.records() if component.role == "kvnode")
-    await line.registry.beat(replace(node, total_blocks=blocks))
+    await line.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
     await until(lambda: line.gateway._cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
 
 
 async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
-    async with running_line("y" * 300) as line:
+    async with running_fake_cluster("y" * 300) as line:
         await sized(line, 16)
         with pytest.raises(InvalidRequest, match=r"text: 64 tokens; the KV pool holds 64, and one of the answer"):
             await read(line.client.generate("x" * 64))
@@ -150,7 +151,7 @@ async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
 
 
 async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await sized(line, 4)
         nodes = line.gateway._cluster.served("toy", FINGERPRINT)
         assert len(nodes.holding(16)) == 3
@@ -170,13 +171,13 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another()
 
 @pytest.mark.parametrize(("policy", "split"), [("colocated", 0), ("fraction:0.5", 12), ("disaggregated", 28)])
 async def test_split_policies(policy: str, split: int) -> None:
-    async with running_line(split_policy=policy) as line:
+    async with running_fake_cluster(split_policy=policy) as line:
         assert text_of(await read(line.client.generate(PROMPT))) == "The answer."
         assert [span.split_tokens for span in line.prefill.spans] == ([split] if split else [])
 
 
 async def test_chat_is_rendered_by_the_models_own_template() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await read(line.client.chat([{"role": "user", "content": "Hé"}]))
         rendered = "<bos>[user] Hé\n[assistant] "
         assert line.decode.submits[0].token_ids == tuple(CODEC.encode(rendered).ids)
@@ -184,7 +185,7 @@ async def test_chat_is_rendered_by_the_models_own_template() -> None:
 
 @pytest.mark.parametrize("per_delta", [1, 3, 50])
 async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
-    async with running_line("one two three four") as line:
+    async with running_fake_cluster("one two three four") as line:
         line.decode.per_delta = per_delta
         deltas = await read(line.client.generate(PROMPT, stop=[" th", "zz"]))
         assert text_of(deltas) == "one two"
@@ -195,14 +196,14 @@ async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
 
 
 async def test_a_stop_that_is_one_text_is_not_its_letters() -> None:
-    async with running_line("one two three four") as line:
+    async with running_fake_cluster("one two three four") as line:
         for said in ({"stop": " th"}, {"sampling": SamplingParams(stop=" th")}):  # type: ignore[arg-type]
             assert text_of(await read(line.client.generate(PROMPT, **said))) == "one two"
         await line.settled()
 
 
 async def test_limits_and_stop_ids() -> None:
-    async with running_line("one. two.") as line:
+    async with running_fake_cluster("one. two.") as line:
         deltas = await read(line.client.generate(PROMPT, max_tokens=3))
         assert (text_of(deltas), deltas[-1].finish_reason) == ("one", FinishReason.LENGTH)
         dot = CODEC.encode(".").ids[0]
@@ -216,7 +217,7 @@ async def test_limits_and_stop_ids() -> None:
 
 
 async def test_bad_requests_reach_no_part() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         with pytest.raises(InvalidRequest) as failure:
             await read(line.client.generate("", temperature=-1, max_tokens=0, model="toy"))
         assert [v.field for v in failure.value.violations] == ["text", "sampling.temperature", "sampling.max_tokens"]
@@ -231,7 +232,7 @@ async def test_bad_requests_reach_no_part() -> None:
 
 
 async def test_admission_is_bounded() -> None:
-    async with running_line(max_inflight_requests=2, max_inflight_tokens=70) as line:
+    async with running_fake_cluster(max_inflight_requests=2, max_inflight_tokens=70) as line:
         line.decode.gate.clear()
         first = asyncio.create_task(read(line.client.generate(PROMPT)))
         await until(lambda: line.decode.submits)
@@ -252,7 +253,7 @@ async def test_admission_is_bounded() -> None:
     [("kvnode prefill", "no decode worker of model 'toy'"), ("prefill decode", "no KV node lives")],
 )
 async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
-    async with running_line(roles=roles) as line:
+    async with running_fake_cluster(roles=roles) as line:
         with pytest.raises(Unavailable, match=missing):
             await read(line.client.generate(PROMPT))
         assert await line.client.models() == []
@@ -260,13 +261,13 @@ async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
 
 
 async def test_no_prefill_worker_falls_back_to_the_decode_worker() -> None:
-    async with running_line(roles="kvnode decode") as line:
+    async with running_fake_cluster(roles="kvnode decode") as line:
         deltas = await read(line.client.generate(PROMPT))
         assert deltas[-1].timings.plan_reason == "co-located: no prefill worker"
 
 
 async def test_the_blocking_client() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
 
         def use() -> tuple[str, list[str], str]:
             with Client(line.gateway.grpc_address) as client:
@@ -293,7 +294,7 @@ def get(address: str, path: str) -> tuple[int, dict]:
 
 
 async def test_http_pages() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         address = line.gateway.http_address
         assert await asyncio.to_thread(get, address, "/health") == (200, {"status": "ok"})
         assert await asyncio.to_thread(get, address, "/version") == (200, {"version": "0.1.0"})
@@ -311,7 +312,7 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         with provider.get_tracer("client").start_as_current_span("client") as client_span:
             await read(line.client.generate(PROMPT, request_id="r-9", max_tokens=4))
         await line.settled()

@@ -9,10 +9,10 @@ import pytest
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import NotFound
 from pillion.gateway.request import runner
-from pillion.gateway.request.request_machine import State
+from pillion.gateway.request.request_machine import RequestState
 from pillion.types import GenerateRequest, SamplingParams
-from tests.support.fake_components import Line, running_line, script_of, until
-from tests.support.toy_tokenizer import byte_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer
+from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of, until
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"
@@ -20,7 +20,7 @@ TEXTS = ("Paris, of course, since long ago.", "It is Paris — 巴黎, as far as
 SEED = 40
 
 
-def tell(line: Line, *texts: str) -> None:
+def tell(line: FakeCluster, *texts: str) -> None:
     """Answer ``n`` to a request with SEED is text ``n``, on every worker (I6)."""
     line.decode.scripts = {SEED + n: script_of(text) for n, text in enumerate(texts)}
 
@@ -29,7 +29,7 @@ async def read(stream) -> list[Delta]:
     return [delta async for delta in stream]
 
 
-def ask(line: Line, n: int = 3, **more):
+def ask(line: FakeCluster, n: int = 3, **more):
     return line.client.generate(PROMPT, seed=SEED, n=n, **more)
 
 
@@ -57,7 +57,7 @@ def whole(deltas: list[Delta], *texts: str) -> None:
 
 
 async def test_one_prompt_one_prefill_three_streams() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         deltas = await read(ask(line))
         whole(deltas, *TEXTS)
@@ -73,7 +73,7 @@ async def test_one_prompt_one_prefill_three_streams() -> None:
 
 
 async def test_one_answer_forks_nothing() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await read(line.client.generate(PROMPT))
         await read(line.client.generate(PROMPT, n=1, best_of=1))
         assert [submit.forks for submit in line.decode.submits] == [(), ()]
@@ -81,7 +81,7 @@ async def test_one_answer_forks_nothing() -> None:
 
 
 async def test_a_drawn_seed_makes_different_answers_too() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         await read(line.client.generate(PROMPT, n=4))
         (submit,) = line.decode.submits
         assert len({submit.sampling.seed, *(fork.seed for fork in submit.forks)}) == 4
@@ -89,7 +89,7 @@ async def test_a_drawn_seed_makes_different_answers_too() -> None:
 
 
 async def test_a_stop_string_ends_its_own_answer_only() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         deltas = await read(ask(line, stop=["?"]))
         assert texts_of(deltas) == [TEXTS[0], TEXTS[1], "I think: Paris"]
@@ -99,7 +99,7 @@ async def test_a_stop_string_ends_its_own_answer_only() -> None:
 
 
 async def test_the_first_answer_may_end_first() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, "x?y", *TEXTS[:2])
         deltas = await read(ask(line, stop=["?"]))
         assert texts_of(deltas) == ["x", *TEXTS[:2]]
@@ -109,7 +109,7 @@ async def test_the_first_answer_may_end_first() -> None:
 
 
 async def test_each_answer_counts_as_a_request() -> None:
-    async with running_line(max_inflight_requests=4) as line:
+    async with running_fake_cluster(max_inflight_requests=4) as line:
         tell(line, *TEXTS)
         with pytest.raises(InvalidRequest, match="300 tokens"):
             await read(line.client.generate("x" * 300, n=3))
@@ -132,7 +132,7 @@ async def test_each_answer_counts_as_a_request() -> None:
 
 
 async def test_a_worker_lost_before_the_first_token_is_the_first_answers_business() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.break_after = 1
         deltas = await read(ask(line))
@@ -147,7 +147,7 @@ async def test_a_worker_lost_before_the_first_token_is_the_first_answers_busines
 
 @pytest.mark.parametrize("after", [2, 3, 4, 9, 60])
 async def test_a_worker_lost_behind_the_first_token_is_everybodys(after: int) -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.break_after = after
         whole(await read(ask(line)), *TEXTS)
@@ -163,7 +163,7 @@ async def test_a_worker_lost_behind_the_first_token_is_everybodys(after: int) ->
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_refused_submit_is_forked_again(times: int) -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.refusals = [(NotFound.code, True)] * times
         whole(await read(ask(line)), *TEXTS)
@@ -172,7 +172,7 @@ async def test_a_refused_submit_is_forked_again(times: int) -> None:
 
 
 async def test_a_lost_span_costs_one_more_plan() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.prefill.failures = [(1, Unavailable("gone"))]
         whole(await read(ask(line)), *TEXTS)
@@ -183,7 +183,7 @@ async def test_a_lost_span_costs_one_more_plan() -> None:
 
 
 async def test_more_answers_than_a_worker_takes_are_its_own_refusal() -> None:
-    async with running_line(max_attempts=2) as line:
+    async with running_fake_cluster(max_attempts=2) as line:
         line.decode.refusals = [(Overloaded.code, True)] * 2
         with pytest.raises(Overloaded, match="given up after 2 attempts"):
             await read(ask(line, n=4))
@@ -191,7 +191,7 @@ async def test_more_answers_than_a_worker_takes_are_its_own_refusal() -> None:
 
 
 async def test_one_answer_that_fails_for_good_ends_the_request() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.gate.clear()
         line.decode.break_after = 20
@@ -208,7 +208,7 @@ async def test_one_answer_that_fails_for_good_ends_the_request() -> None:
 
 async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.3)
-    async with running_line("x" * 200) as line:
+    async with running_fake_cluster("x" * 200) as line:
         line.decode.pace_s = 0.02
         asked = SamplingParams(seed=SEED, n=2)
         generation = await line.gateway.gateway.generate(GenerateRequest(text=PROMPT, sampling=asked))
@@ -218,7 +218,7 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
         line.gateway._cluster.decode("decode-0")._sinks[line.decode.submits[0].forks[0].key] = lambda delta: None
         await until(lambda: len(line.decode.submits) == 2)
         assert line.decode.submits[1].sampling.seed == SEED + 1
-        assert first.state is State.DECODING
+        assert first.state is RequestState.DECODING
         generation.cancel()
         await line.settled()
 
@@ -228,7 +228,7 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
 
 @pytest.mark.parametrize("tokens", [0, 10])
 async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
-    async with running_line("z" * 200) as line:
+    async with running_fake_cluster("z" * 200) as line:
         if not tokens:
             line.decode.gate.clear()
         stream = ask(line, n=4)
@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
 
 
 async def test_a_deadline_frees_all_streams() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         line.decode.gate.clear()
         with pytest.raises(DeadlineExceeded):
             await read(ask(line, n=4, timeout_s=0.4))
@@ -256,18 +256,18 @@ async def test_a_deadline_frees_all_streams() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_defect_at_an_answers_end_ends_the_request(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     from pillion.errors import Internal
-    from pillion.gateway.tokens.answer import Answer
+    from pillion.gateway.tokens.answer_text import AnswerText
 
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
-        flush = Answer.flush
+        flush = AnswerText.flush
 
-        def broken(answer: Answer) -> str:
+        def broken(answer: AnswerText) -> str:
             if answer.completion_tokens == len(script_of(TEXTS[count - 1])):
                 raise RuntimeError("a defect")
             return flush(answer)
 
-        monkeypatch.setattr(Answer, "flush", broken)
+        monkeypatch.setattr(AnswerText, "flush", broken)
         with pytest.raises(Internal, match="the gateway's log"):
             await read(ask(line, count))
         await line.settled()
@@ -278,7 +278,7 @@ async def test_a_defect_at_an_answers_end_ends_the_request(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("per_delta", [1, 4, 50])
 async def test_log_probabilities_are_those_of_the_tokens(per_delta: int) -> None:
-    async with running_line("one two three four") as line:
+    async with running_fake_cluster("one two three four") as line:
         line.decode.per_delta = per_delta
         deltas = await read(line.client.generate(PROMPT, logprobs=2, stop=[" th"]))
         assert texts_of(deltas) == ["one two"]
@@ -292,7 +292,7 @@ async def test_log_probabilities_are_those_of_the_tokens(per_delta: int) -> None
 
 
 async def test_log_probabilities_go_on_after_a_loss() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.break_after = 30
         deltas = await read(ask(line, logprobs=0))
@@ -305,14 +305,14 @@ async def test_log_probabilities_go_on_after_a_loss() -> None:
 
 
 async def test_nobody_is_told_what_they_did_not_ask_for() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         deltas = await read(line.client.generate(PROMPT))
         assert not any(delta.logprobs for delta in deltas)
         assert line.decode.submits[0].sampling.logprobs is None
 
 
 async def test_the_best_of_several() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.worth = {SEED: -2.0, SEED + 1: 0.0, SEED + 2: -1.0}
         deltas = await read(line.client.generate(PROMPT, seed=SEED, n=2, best_of=3))
@@ -329,7 +329,7 @@ async def test_the_best_of_several() -> None:
 
 
 async def test_the_best_of_several_after_a_loss() -> None:
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         tell(line, *TEXTS)
         line.decode.worth = {SEED: -2.0, SEED + 1: -3.0, SEED + 2: -1.0}
         line.decode.break_after = 40

@@ -19,9 +19,9 @@ from pillion.gateway.admission.shared_quotas import TELL_MS, SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.redis_link import OPEN_MS
-from pillion.kvstore.index.shared_buckets import Ask, SharedBuckets, Short
+from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
+from testbed.redis import RedisServer, running_redis
 from tests.support.fake_components import until
-from tests.support.redis import RedisServer, running_redis
 
 LUA = pathlib.Path(__file__).resolve().parents[2] / "kvstore" / "index" / "lua"
 
@@ -56,7 +56,7 @@ steps = st.tuples(
 def test_redis_counts_as_the_class_does(server: RedisServer, said: list[tuple[float, int, int | None, int]]) -> None:
     """Whatever is asked, told and when, and whatever the rate becomes: the same answers, to the millisecond."""
     clock = "local function now_ms() return tonumber(ARGV[4]) end\n"
-    script = (LUA / "common.lua").read_text() + clock + (LUA / "take.lua").read_text().replace("#ARGV / 3", "1")
+    script = (LUA / "common.lua").read_text() + clock + (LUA / "take_tokens.lua").read_text().replace("#ARGV / 3", "1")
     bucket: Bucket | None = None
     with redis.Redis(unix_socket_path=str(server.socket)) as client:
         client.delete("bucket")
@@ -79,26 +79,28 @@ def test_redis_counts_as_the_class_does(server: RedisServer, said: list[tuple[fl
 async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server: RedisServer) -> None:
     buckets = SharedBuckets(server.url)
     try:
-        assert await buckets.take("a", [Ask(2, 0, 1), Ask(100, 0, 90)]) is None
+        assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 90)]) is None
         # The first is taken from, the second is short: ten are left, and it gets 100 a minute.
-        short = await buckets.take("a", [Ask(2, 0, 1), Ask(100, 0, 40)])
+        short = await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 40)])
         assert short is not None
         assert short.place == 1
         assert 17_000 < short.wait_ms <= 18_000
-        assert (await buckets.take("a", [Ask(2, 0, 1), Ask(100, 0, 1)])).place == 0
+        assert (await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)])).place == 0
         # Others have their own; no quota is no bucket; what is only told is taken without a question.
-        assert await buckets.take("b", [Ask(2, 0, 1), Ask(0, 0, 10**9)]) is None
-        assert await buckets.take("b", [Ask(2, 5, None), Ask(0)]) is None
-        assert (await buckets.take("b", [Ask(2, 0, 1), Ask(0)])) == Short(0, pytest.approx(150_000, abs=1000))
+        assert await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0, 0, 10**9)]) is None
+        assert await buckets.take("b", [BucketDemand(2, 5, None), BucketDemand(0)]) is None
+        assert (await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0)])) == Shortage(
+            0, pytest.approx(150_000, abs=1000)
+        )
         left_ms = server.command("PTTL", buckets_of("a"))
         assert 50_000 < left_ms <= 61_000
-        assert await buckets.take("c", [Ask(60, 0, 1)]) is None
+        assert await buckets.take("c", [BucketDemand(60, 0, 1)]) is None
         assert 1000 < server.command("PTTL", buckets_of("c")) <= 2001
         # What somebody else has put there, or half of a bucket, is no count.
         server.command("SET", buckets_of("d"), "x")
-        assert await buckets.take("d", [Ask(1, 0, 1)]) is None
+        assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
         server.command("HSET", buckets_of("d"), "1", "no bucket")
-        assert await buckets.take("d", [Ask(1, 0, 1)]) is None
+        assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
     finally:
         await buckets.aclose()
 
@@ -165,7 +167,7 @@ async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None
     quotas.spend(tenant, 30, now())
     await quotas.aclose()
     buckets = SharedBuckets(server.url)
-    assert (await buckets.take("acme", [Ask(0), Ask(10, 0, 1)])).place == 1
+    assert (await buckets.take("acme", [BucketDemand(0), BucketDemand(10, 0, 1)])).place == 1
     await buckets.aclose()
 
 
@@ -202,7 +204,7 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
         async def together() -> bool:
             buckets = SharedBuckets(redis_server.url)
             try:
-                return (await buckets.take("acme", [Ask(4, 0, 0), Ask(100, 0, 100)])) is not None
+                return (await buckets.take("acme", [BucketDemand(4, 0, 0), BucketDemand(100, 0, 100)])) is not None
             except Unavailable:
                 return False
             finally:

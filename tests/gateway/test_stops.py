@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.tokens.answer import Answer
+from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.detokenizer import Detokenizer
 from pillion.gateway.tokens.stops import StopMatcher
-from tests.support.toy_tokenizer import byte_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
 letters = st.text("abc", max_size=30)
@@ -47,7 +47,7 @@ def test_what_looks_like_a_stop_is_let_go() -> None:
 
 
 def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] = frozenset()) -> tuple[str, int, bool]:
-    answer, got, ids = Answer(Detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
+    answer, got, ids = AnswerText(Detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
     for at in range(0, len(ids), step):
         piece = answer.push(ids[at : at + step])
         got += piece.text
@@ -65,7 +65,7 @@ def test_an_answer_does_not_depend_on_batches(step: int) -> None:
 
 def test_a_stop_string_that_ends_with_the_flush() -> None:
     codec_ids = CODEC.encode("ab😀").ids[:-1]
-    answer = Answer(Detokenizer(CODEC), ("b\ufffd",), frozenset())
+    answer = AnswerText(Detokenizer(CODEC), ("b\ufffd",), frozenset())
     text = answer.push(codec_ids).text
     assert text == "a"
     assert answer.flush() == ""
@@ -78,6 +78,6 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 
 
 def test_flush_happens_once() -> None:
-    answer = Answer(Detokenizer(CODEC), ("xyz",), frozenset())
+    answer = AnswerText(Detokenizer(CODEC), ("xyz",), frozenset())
     assert answer.push(CODEC.encode("ax").ids).text == "a"
     assert [answer.flush(), answer.flush()] == ["x", ""]

@@ -12,9 +12,9 @@ import pytest
 
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
-from pillion.gateway.http_api.http_call import Call
+from pillion.gateway.http_api.http_call import HttpCall
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
-from tests.support.fake_components import Line, running_line, until
+from tests.support.fake_components import FakeCluster, running_fake_cluster, until
 from tests.support.http import call, connected, request_bytes
 
 KEY = "plk-" + "k" * 43
@@ -23,11 +23,11 @@ TEXT = {"prompt": "x"}
 
 
 @contextlib.asynccontextmanager
-async def guarded(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Line]:
+async def guarded(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeCluster]:
     path = folder / "keys.toml"
     path.write_text(f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(KEY)}"\n')
     monkeypatch.setenv("PILLION_API_KEY", KEY)
-    async with running_line("abc", api_keys=str(path)) as line:
+    async with running_fake_cluster("abc", api_keys=str(path)) as line:
         yield line
 
 
@@ -53,7 +53,7 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
     """gRPC would decompress it, and look at its size then."""
     message = b"\xfa\x06\x80\x80\x80\x20" + bytes(2**26)
     options = [("grpc.max_send_message_length", -1)]
-    async with running_line("abc") as line:
+    async with running_fake_cluster("abc") as line:
         for packing in (grpc.Compression.Gzip, grpc.Compression.Deflate):
             address = line.gateway.grpc_address
             async with grpc.aio.insecure_channel(address, options=options, compression=packing) as channel:
@@ -64,7 +64,7 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
 
 async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 0.3)
-    async with running_line("abc") as line:
+    async with running_fake_cluster("abc") as line:
         address = line.gateway.http_address
         whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
         for said in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
@@ -92,7 +92,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
 
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.STALL_TIMEOUT_S", 0.3)
-    async with running_line("abc") as line:
+    async with running_fake_cluster("abc") as line:
         connections = line.gateway._http._server.server_state.connections
         async with connected(line.gateway.http_address) as (reader, writer):
             await until(lambda: connections)
@@ -110,7 +110,7 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
 async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.SPARE_CONNECTIONS", 2)
-    async with running_line("abc") as line, contextlib.AsyncExitStack() as stack:
+    async with running_fake_cluster("abc") as line, contextlib.AsyncExitStack() as stack:
         address = line.gateway.http_address
         server = line.gateway._http._server
         for _ in range(5):
@@ -128,17 +128,17 @@ async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_call, "MAX_BODIES_BYTES", 100_000)
-    async with running_line("abc") as line, contextlib.AsyncExitStack() as stack:
+    async with running_fake_cluster("abc") as line, contextlib.AsyncExitStack() as stack:
         address = line.gateway.http_address
         head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": "500000"})
         first = (await stack.enter_async_context(connected(address)))[1]
         first.write(head + b" " * 60_000)
-        await until(lambda: Call.bodies_bytes >= 60_000)
+        await until(lambda: HttpCall.bodies_bytes >= 60_000)
         reader, second = await stack.enter_async_context(connected(address))
         second.write(head + b" " * 60_000)
         assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 429 ")
         # What comes in one piece is served.
         assert (await call(address, "/v1/completions", TEXT)).status == 200
         await stack.aclose()
-        await until(lambda: not Call.bodies_bytes)
+        await until(lambda: not HttpCall.bodies_bytes)
         await line.settled()

@@ -26,7 +26,7 @@ from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles
 from pillion.supervisor.probes import is_serving
 from pillion.v1 import kvnode_pb2_grpc
-from tests.support.fake_components import BLOCK, FakeNode, Line, running_line, toy_model, until
+from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
@@ -58,7 +58,7 @@ async def shown(address: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def edge(line: Line, **flags: Any) -> AsyncIterator[GatewayServer]:
+async def edge(line: FakeCluster, **flags: Any) -> AsyncIterator[GatewayServer]:
     """A second gateway before the line's parts."""
     said = {"redis_url": line.url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
     component = await start_gateway(GatewayFlags(**said), prepared=toy_model(line.folder / "again"))
@@ -96,7 +96,7 @@ async def let_in(address: str, ca: pathlib.Path, own: TlsFiles | None) -> bool:
 
 async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
     one, two = sets
-    async with running_line("abc") as line, edge(line, **edge_flags(one)) as component:
+    async with running_fake_cluster("abc") as line, edge(line, **edge_flags(one)) as component:
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
             await until(client.models)
             assert "".join([delta.text async for delta in client.generate("x")]) == "abc"
@@ -117,7 +117,7 @@ async def test_clients_may_have_to_show_a_certificate(
     one, two = sets
     probe = f"unix:{tmp_path}/probe.sock"
     flags = edge_flags(one, tls_ca=str(one / "ca.pem"), probe_listen=probe)
-    async with running_line("abc") as line, edge(line, **flags) as component:
+    async with running_fake_cluster("abc") as line, edge(line, **flags) as component:
         target = f"grpcs://{component.grpc_address}"
         own = {"cert": one / "client.pem", "key": one / "client.key"}
         async with AsyncClient(target, ca=one / "ca.pem", **own) as client:
@@ -143,7 +143,7 @@ async def test_new_certificates_without_a_restart(
     one, two = sets
     at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key")
-    async with running_line("abc") as line, edge(line, **edge_flags(tmp_path)) as component:
+    async with running_fake_cluster("abc") as line, edge(line, **edge_flags(tmp_path)) as component:
         for address in (component.grpc_address, component.http_address):
             assert await shown(address) == (one / "server.pem").read_text()
         line.decode.gate.clear()
@@ -189,7 +189,7 @@ def identity(
 
 
 @contextlib.asynccontextmanager
-async def serving_node(node: FakeNode, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+async def serving_node(node: FakeKVNode, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
     add = kvnode_pb2_grpc.add_KVNodeServicer_to_server
     credentials = rpc.internal_credentials(listen)
     server = await rpc.start_server(listen, [("pillion.v1.KVNode", lambda s: add(node, s))], credentials=credentials)
@@ -199,7 +199,7 @@ async def serving_node(node: FakeNode, listen: str = "127.0.0.1:0") -> AsyncIter
         await server.stop(0)
 
 
-class CertifiedNode(FakeNode):
+class CertifiedNode(FakeKVNode):
     """Remembers whose certificate each ticket was asked with."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
     at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key", "ca.pem")
     async with (
-        running_line("abc") as line,
+        running_fake_cluster("abc") as line,
         edge(line, **edge_flags(tmp_path, tls_ca=str(tmp_path / "ca.pem"))) as component,
     ):
         own = files_in(one, "client")
@@ -290,7 +290,7 @@ async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.
 
 async def test_strangers_do_not_reach_a_part(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
     one, _ = sets
-    async with serving_node(FakeNode()) as address:
+    async with serving_node(FakeKVNode()) as address:
         trusted = (one / "internal-ca.pem").read_bytes()
         named = [("grpc.ssl_target_name_override", tls.INTERNAL_NAME)]
         # No certificate, and one that the edge's authority has signed.
@@ -323,7 +323,7 @@ async def test_a_part_is_not_taken_for_an_impostor(
 
 
 async def test_unix_sockets_stay_plain(identity: pathlib.Path) -> None:
-    async with serving_node(FakeNode(), f"unix:{identity}/n.sock") as address:
+    async with serving_node(FakeKVNode(), f"unix:{identity}/n.sock") as address:
         assert rpc.internal_credentials(address) is None
         assert await is_serving(address)
 

@@ -13,7 +13,7 @@ import pytest
 from pillion.errors import ConfigError, Overloaded
 from pillion.gateway.tokens import tokenizer as module
 from pillion.gateway.tokens.tokenizer import ModelTokenizer, TokenizerPool
-from tests.support.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
+from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
 BOS, EOS = 256, 257
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
 from pillion.errors import InvalidRequest
@@ -62,9 +61,9 @@ def test_own_load_adds_up_to_nothing() -> None:
 
 def test_one_prompt_is_always_let_in() -> None:
     admission = Admission(max_requests=2, max_tokens=10)
-    visit = admission.enter()
-    admission.weigh(visit, 50)
-    admission.leave(visit)
+    permit = admission.enter()
+    admission.weigh(permit, 50)
+    admission.leave(permit)
     assert (admission.requests, admission.tokens) == (0, 0)
 
 

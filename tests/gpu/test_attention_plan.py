@@ -23,7 +23,7 @@ from pillion.kernels.gpu.attention.gpu_attention_plan import (
     ROWS,
     SHIFT,
     TABLE,
-    AttentionPlanner,
+    GpuAttentionPlanner,
     Tiling,
 )
 
@@ -60,7 +60,7 @@ def planner_of(batch, kv_heads, group, decode, chunk, windows, **more):
         "max_context_blocks": batch.block_tables.shape[1],
         **more,
     }
-    return AttentionPlanner(
+    return GpuAttentionPlanner(
         kv_heads=kv_heads, group=group, block_size=BLOCK_SIZE, decode=decode, chunk=chunk, windows=windows, **limits
     )
 

@@ -15,9 +15,9 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
 from pillion.errors import ConfigError, Internal
+from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
-from tests.support.tiny_model import save_model
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
 # float32 products are cuBLAS's, in another order.
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_the_hosts_sampler(prepared, said):
     rows = rows_of([9, 20], **said)
     logits = driver.backend.forward(batch).clone()
     wanted = sample(logits, rows)
-    found = driver.backend.launch(batch, (), rows).land()
+    found = driver.backend.launch(batch, (), rows).wait()
     assert found.token_ids == wanted.token_ids
     assert len(found.logprobs) == len(wanted.logprobs)
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
@@ -121,15 +121,15 @@ def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
         chosen = []
         for step in range(4):
             if not ahead:
-                chosen.append(flight.land().token_ids)
+                chosen.append(flight.wait().token_ids)
             # The sequences change places, so a row is not its own successor.
             one, two = (-2, -1) if ahead else chosen[-1][::-1]
             batch = driver.sequences.step([(b, [one]), (a, [two])])
             following = driver.backend.launch(batch, (), rows_of([21 + step, 10 + step]))
             if ahead:
-                chosen.append(flight.land().token_ids)
+                chosen.append(flight.wait().token_ids)
             flight, (a, b) = following, (b, a)
-        return [*chosen, flight.land().token_ids]
+        return [*chosen, flight.wait().token_ids]
 
     assert answers(ahead=True) == answers(ahead=False)
 
@@ -142,9 +142,9 @@ def test_copies_come_before_the_step(prepared):
     fork, sources, targets = driver.sequences.fork(one)
     assert len(sources) == 1
     batch = driver.sequences.step([(fork, [5])])
-    copied = driver.backend.launch(batch, tuple(zip(sources, targets, strict=True)), rows_of([22])).land()
+    copied = driver.backend.launch(batch, tuple(zip(sources, targets, strict=True)), rows_of([22])).wait()
     (fresh,) = driver.sequences.add()
-    again = driver.backend.launch(driver.sequences.step([(fresh, [*prompt, 5])]), (), rows_of([22])).land()
+    again = driver.backend.launch(driver.sequences.step([(fresh, [*prompt, 5])]), (), rows_of([22])).wait()
     assert copied.token_ids == again.token_ids
 
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from pillion import Client
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from tests.support import cluster, fake_cuda
+from testbed import cluster, fake_cuda
+from testbed.tiny_model import save_model
 from tests.support.families import tokens_of
 from tests.support.gpu import NATIVE
-from tests.support.tiny_model import save_model
 
 PROMPT_TOKENS, ANSWER_TOKENS = 53, 5
 # The interpreter computes a step of these sizes in a second or two.

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
-from pillion.kernels.gpu.rows.embedding import embed, reference
+from pillion.kernels.gpu import gpu_reference
+from pillion.kernels.gpu.rows.embedding import embed
 
 
 @given(
@@ -28,8 +29,8 @@ def test_rows_are_those_of_known_tokens_and_of_the_last_steps_samples(tokens, hi
     out = torch.empty(len(tokens), hidden, dtype=dtype, device=DEVICE)
     embed(ids, sampled, table, out, scale)
     if scale == 1.0 or NATIVE:
-        assert torch.equal(out, reference(ids, sampled, table, scale))
-    torch.testing.assert_close(out, reference(ids, sampled, table, scale), **rounded(dtype))
+        assert torch.equal(out, gpu_reference.embed(ids, sampled, table, scale))
+    torch.testing.assert_close(out, gpu_reference.embed(ids, sampled, table, scale), **rounded(dtype))
 
 
 def test_misshapen_tensors_are_refused():

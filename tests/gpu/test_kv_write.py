@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.models.layers import Norm
+from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
 from pillion.kernels.gpu import gpu_reference as reference
@@ -149,7 +149,7 @@ def test_the_reference_is_what_the_decoder_does(head_dim):
     rope, cos, sin = tables(head_dim)
     positions = torch.randint(0, LENGTH, (tokens,))
     every = qkv.view(tokens, -1, head_dim)
-    expected = rotate(Norm(weight, EPS, wide=True)(every[:, :-kv_heads]), *rope.tables(positions, torch.float32))
+    expected = rotate(RmsNorm(weight, EPS, wide=True)(every[:, :-kv_heads]), *rope.tables(positions, torch.float32))
     found = reference.normed_and_turned(qkv, kv_heads, heads, (weight, EPS), (cos, sin, positions))
     torch.testing.assert_close(torch.cat(found[:2], 1), expected, **rounded(torch.float32, 8))
     assert torch.equal(found[2], every[:, -kv_heads:])

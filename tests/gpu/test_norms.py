@@ -128,7 +128,7 @@ def test_the_reference_is_what_the_decoder_does(wide, dtype):
     torch.manual_seed(5)
     hidden, found = (torch.randn(3, 48).to(dtype) for _ in range(2))
     weight, post_weight = (made_weight(48, dtype, wide).cpu() for _ in range(2))
-    norm, post_norm = (layers.Norm(each, EPS, wide) for each in (weight, post_weight))
+    norm, post_norm = (layers.RmsNorm(each, EPS, wide) for each in (weight, post_weight))
     total, normed = reference.add_rms_norm(hidden, found, 0.5, post_weight, weight, EPS, wide)
     expected = torch.add(hidden, post_norm(found), alpha=0.5)
     assert torch.equal(total, expected)

@@ -19,10 +19,10 @@ from pillion.errors import Internal
 from pillion.kernels.gpu.sampling import sampling_record
 from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
 from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
-from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, Scratch
+from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
-from tests.support.sampling import Ask, all_noise, chi_square_fits, rows_of, unpruned, warp
+from tests.support.sampling import RowParameters, all_noise, chi_square_fits, rows_of, unpruned, warp
 
 torch.set_num_threads(1)
 # The interpreter takes about a second for a row.
@@ -30,8 +30,8 @@ EXAMPLES = 150 if NATIVE else 8
 # numpy speaks of infinities where a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
-asks = st.builds(
-    Ask,
+all_params = st.builds(
+    RowParameters,
     temperature=st.sampled_from([0.0, 1e-5, 0.01, 0.6, 1.0, 2.5, 100.0]),
     top_k=st.sampled_from([0, 0, 1, 3, 50, 5000]),
     top_p=st.sampled_from([1.0, 1e-9, 0.5, 0.9, 0.999]),
@@ -45,11 +45,11 @@ def random_logits(*shape: int, seed: int = 4, spread: float = 2.0) -> torch.Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def on_cpu(logits: torch.Tensor, batch: list[Ask]) -> list[int]:
+def on_cpu(logits: torch.Tensor, batch: list[RowParameters]) -> list[int]:
     return list(sample(logits.float().clone(), rows_of(batch)).token_ids)
 
 
-def check(logits: torch.Tensor, batch: list[Ask]) -> None:
+def check(logits: torch.Tensor, batch: list[RowParameters]) -> None:
     """The same tokens; or, of a drawn row, one that may be chosen as well by the module's tolerances."""
     found, wanted = chosen_on_device(logits, batch), on_cpu(logits, batch)
     for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
@@ -60,7 +60,7 @@ def check(logits: torch.Tensor, batch: list[Ask]) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    batch=st.lists(asks, min_size=1, max_size=4),
+    batch=st.lists(all_params, min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
     size=st.sampled_from([1, 127, 300, 1000, 2000]),
     spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
@@ -73,22 +73,22 @@ def test_tokens_are_those_of_the_cpu(batch, seed, size, spread, dtype):
 @pytest.mark.parametrize(
     ("ask", "spread"),
     [
-        (Ask(temperature=0.0), 2.0),
-        (Ask(temperature=0.7, seed=9, position=2**33 + 1), 2.0),
-        (Ask(top_k=20, top_p=0.95, seed=5), 3.0),
-        (Ask(top_p=0.9, seed=8), 0.2),
-        (Ask(min_p=0.05, seed=6), 2.0),
+        (RowParameters(temperature=0.0), 2.0),
+        (RowParameters(temperature=0.7, seed=9, position=2**33 + 1), 2.0),
+        (RowParameters(top_k=20, top_p=0.95, seed=5), 3.0),
+        (RowParameters(top_p=0.9, seed=8), 0.2),
+        (RowParameters(min_p=0.05, seed=6), 2.0),
     ],
     ids=repr,
 )
-def test_tokens_of_several_slices_are_those_of_the_cpu(ask, spread):
+def test_tokens_of_several_slices_are_those_of_the_cpu(params, spread):
     """A vocabulary whose last slice is one group, and that not full; a nucleus of more than the head holds."""
-    check(random_logits(1, 8195, spread=spread), [ask])
+    check(random_logits(1, 8195, spread=spread), [params])
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    batch=st.lists(asks, min_size=1, max_size=2),
+    batch=st.lists(all_params, min_size=1, max_size=2),
     seed=st.integers(0, 2**20),
     bias=st.dictionaries(st.integers(0, 299), st.floats(-20, 20, width=32), max_size=9),
     seen=st.lists(st.integers(0, 299), max_size=30),
@@ -96,9 +96,11 @@ def test_tokens_of_several_slices_are_those_of_the_cpu(ask, spread):
     banned=st.lists(st.sampled_from([0, 7, 299, 300, 9000]), max_size=3),
 )
 def test_edited_rows_are_those_of_the_cpu(batch, seed, bias, seen, answered, banned):
-    ask = Ask(bias=bias, seen=seen, repetition=1.3, answered=answered, presence=0.5, frequency=-0.3, banned=banned)
+    params = RowParameters(
+        bias=bias, seen=seen, repetition=1.3, answered=answered, presence=0.5, frequency=-0.3, banned=banned
+    )
     edited = [
-        replace(ask, temperature=one.temperature, top_k=one.top_k, seed=one.seed, position=one.position)
+        replace(params, temperature=one.temperature, top_k=one.top_k, seed=one.seed, position=one.position)
         for one in batch
     ]
     mixed = [one for pair in zip(batch, edited, strict=True) for one in pair]
@@ -109,11 +111,11 @@ ODD = [-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1.0, 3e38, -3e38]
 
 
 @settings(max_examples=EXAMPLES * 2, deadline=None)
-@given(values=st.lists(st.sampled_from(ODD), min_size=1, max_size=200), ask=asks)
-def test_logits_that_are_no_numbers(values, ask):
+@given(values=st.lists(st.sampled_from(ODD), min_size=1, max_size=200), params=all_params)
+def test_logits_that_are_no_numbers(values, params):
     logits = torch.tensor([values, [0.0] * len(values)])
-    greedy = replace(ask, temperature=0.0)
-    check(logits, [ask, greedy])
+    greedy = replace(params, temperature=0.0)
+    check(logits, [params, greedy])
     # A greedy row is told by the same code with and without drawn rows beside it.
     assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
 
@@ -123,17 +125,17 @@ def test_of_equal_logits_the_lowest_id_is_taken():
     logits = torch.zeros(3, 4300)
     for row, equals in enumerate(([9, 40, 127], [130, 4000], [4095, 4096, 4299])):
         logits[row, equals] = 1.0
-    assert chosen_on_device(logits, [Ask(temperature=0.0)] * 3) == [9, 130, 4095]
+    assert chosen_on_device(logits, [RowParameters(temperature=0.0)] * 3) == [9, 130, 4095]
 
 
 def test_a_row_does_not_depend_on_its_batch():
     """Alone, in any place and any company: the same token (I6)."""
     batch = [
-        Ask(temperature=0.0),
-        Ask(seed=3),
-        Ask(temperature=1.5, top_k=9, seed=4),
-        Ask(top_p=0.8, seed=5),
-        Ask(temperature=0.8, min_p=0.1, seed=6),
+        RowParameters(temperature=0.0),
+        RowParameters(seed=3),
+        RowParameters(temperature=1.5, top_k=9, seed=4),
+        RowParameters(top_p=0.8, seed=5),
+        RowParameters(temperature=0.8, min_p=0.1, seed=6),
     ]
     logits = random_logits(len(batch), 4300, spread=1.0)
     together = chosen_on_device(logits, batch)
@@ -144,42 +146,51 @@ def test_a_row_does_not_depend_on_its_batch():
 
 
 def test_nothing_is_written_for_rows_that_are_none():
-    batch = [Ask(seed=3), Ask(temperature=0.0)]
+    batch = [RowParameters(seed=3), RowParameters(temperature=0.0)]
     logits = random_logits(2, 300)
     assert chosen_on_device(logits, batch, padded_to=4, cutting=True) == [*on_cpu(logits, batch), -7, -7]
 
 
 @pytest.mark.skipif(not NATIVE, reason="the interpreter would take hours for so many draws")
-@pytest.mark.parametrize("ask", [Ask(), Ask(temperature=0.6), Ask(temperature=1.3, top_k=7), Ask(top_p=0.8)], ids=repr)
-def test_tokens_are_distributed_as_the_softmax_says(ask):
+@pytest.mark.parametrize(
+    "ask",
+    [
+        RowParameters(),
+        RowParameters(temperature=0.6),
+        RowParameters(temperature=1.3, top_k=7),
+        RowParameters(top_p=0.8),
+    ],
+    ids=repr,
+)
+def test_tokens_are_distributed_as_the_softmax_says(params):
     draws = 20_000
     logits = random_logits(40)
-    batch = [replace(ask, seed=number % 7, position=number) for number in range(draws)]
+    batch = [replace(params, seed=number % 7, position=number) for number in range(draws)]
     tokens = chosen_on_device(logits.expand(draws, -1), batch)
-    assert chi_square_fits(tokens, warp(logits[None], ask)[0].double().softmax(-1).numpy())
+    assert chi_square_fits(tokens, warp(logits[None], params)[0].double().softmax(-1).numpy())
 
 
 def test_totals_decide_down_to_the_tolerance():
     """A token is raised until it almost wins, and until it just does: further apart than promised, that is seen."""
-    ask, logits = Ask(temperature=0.7, seed=12, position=5), random_logits(300)
-    scores = logits.double().numpy() / np.float32(ask.temperature)
-    totals = scores + all_noise(ask.seed, ask.position, 300)
+    params, logits = RowParameters(temperature=0.7, seed=12, position=5), random_logits(300)
+    scores = logits.double().numpy() / np.float32(params.temperature)
+    totals = scores + all_noise(params.seed, params.position, 300)
     second, first = np.argsort(totals)[-2:].tolist()
     ahead = [-1e-3, -TOTAL_TOLERANCE, TOTAL_TOLERANCE, 1e-3]
     table = logits.repeat(len(ahead), 1)
     for row, step in zip(table, ahead, strict=True):
-        row[second] += float((totals[first] - totals[second] + step) * np.float32(ask.temperature))
-    assert chosen_on_device(table, [ask] * len(ahead)) == [first, first, second, second]
+        row[second] += float((totals[first] - totals[second] + step) * np.float32(params.temperature))
+    assert chosen_on_device(table, [params] * len(ahead)) == [first, first, second, second]
 
 
 def test_masses_decide_down_to_the_tolerance():
     """The winner of all is at the edge of the nucleus: top_p is the mass before it, and a little more or less."""
-    ask, logits = Ask(temperature=1.5, seed=2, position=8), random_logits(300, spread=1.0)
-    weights = (logits.double() / np.float32(ask.temperature)).softmax(-1).numpy()
-    winner = unpruned(logits, ask)
+    params, logits = RowParameters(temperature=1.5, seed=2, position=8), random_logits(300, spread=1.0)
+    weights = (logits.double() / np.float32(params.temperature)).softmax(-1).numpy()
+    winner = unpruned(logits, params)
     before = float(weights[weights > weights[winner]].sum())
     assert before > 0.1
-    batch = [replace(ask, top_p=before + step) for step in (MASS_TOLERANCE, -MASS_TOLERANCE)]
+    batch = [replace(params, top_p=before + step) for step in (MASS_TOLERANCE, -MASS_TOLERANCE)]
     inside, outside = chosen_on_device(logits.repeat(2, 1), batch)
     assert inside == winner
     assert outside == unpruned(logits, batch[1]) != winner
@@ -187,19 +198,24 @@ def test_masses_decide_down_to_the_tolerance():
 
 def test_records_are_what_kernels_read():
     assert sampling_record.MIN_TEMPERATURE == MIN_TEMPERATURE
-    rows = rows_of([Ask(temperature=1e-6, top_k=2**40, seed=-1, position=2**33), Ask(temperature=2.0, min_p=0.5)])
+    rows = rows_of(
+        [
+            RowParameters(temperature=1e-6, top_k=2**40, seed=-1, position=2**33),
+            RowParameters(temperature=2.0, min_p=0.5),
+        ]
+    )
     record = pack_rows(rows, 3)
     assert record.shape == (3, sampling_record.RECORD_FIELDS)
     assert record.view(np.float32)[:, 0].tolist() == [0.0, 2.0, -1.0]
     assert record.view(np.float32)[:2, 3].tolist() == [-np.inf, np.float32(2.0) * np.log(np.float32(0.5))]
     assert record[0, [1, 4, 5, 6, 7]].tolist() == [2**31 - 1, -1, -1, 0, 2]
     assert cuts_any(rows)
-    assert not cuts_any(rows_of([Ask(temperature=0.0, top_k=3), Ask()]))
+    assert not cuts_any(rows_of([RowParameters(temperature=0.0, top_k=3), RowParameters()]))
 
 
 def test_misshapen_tensors_are_refused():
-    scratch = Scratch.allocate(2, 300, DEVICE)
-    record = torch.from_numpy(pack_rows(rows_of([Ask()] * 2))).to(DEVICE)
+    scratch = SamplerScratch.allocate(2, 300, DEVICE)
+    record = torch.from_numpy(pack_rows(rows_of([RowParameters()] * 2))).to(DEVICE)
     out, logits = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.zeros(2, 300, device=DEVICE)
     for wrong in (
         (torch.zeros(2, 301, device=DEVICE), record, out),
@@ -211,15 +227,15 @@ def test_misshapen_tensors_are_refused():
         with pytest.raises(Internal):
             choose(*wrong, scratch)
     with pytest.raises(Internal):
-        Scratch.allocate(2, 2**25, DEVICE)
+        SamplerScratch.allocate(2, 2**25, DEVICE)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (0, 0.9)])
 def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
     """Nearly flat logits: more of them reach the bound than are gathered, so the row itself is searched."""
     logits = random_logits(1, 2 * HEAD_TOKENS + 3, spread=0.05)
-    batch = [Ask(temperature=1.0, top_k=top_k, top_p=top_p)]
-    scratch = Scratch.allocate(1, logits.shape[1], DEVICE)
+    batch = [RowParameters(temperature=1.0, top_k=top_k, top_p=top_p)]
+    scratch = SamplerScratch.allocate(1, logits.shape[1], DEVICE)
     record = torch.from_numpy(pack_rows(rows_of(batch))).to(DEVICE)
     find_cuts(logits.to(DEVICE), record, scratch)
     row = logits[0].numpy()

@@ -14,7 +14,7 @@ from pillion.engine.sampling.penalties import edited
 from pillion.errors import Internal
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS, EditPacker
-from tests.support.sampling import Ask, rows_of
+from tests.support.sampling import RowParameters, rows_of
 
 VOCAB = 300
 # numpy speaks of infinities where a GPU is silent.
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=40)
 edits = st.builds(
-    Ask,
+    RowParameters,
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=20),
     seen=ids,
     repetition=st.sampled_from([1.0, 0.1, 1.2, 10.0]),

@@ -12,7 +12,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.sampling.philox import random_words as words_on_cpu
+from pillion.engine.sampling.gumbel import random_words as words_on_cpu
 from pillion.kernels.gpu.sampling.gpu_philox import exponential, philox, random_words
 
 WORD = 0xFFFFFFFF

@@ -17,8 +17,8 @@ from pillion.engine.backends.gpu.gpu_weights import (
 )
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
+from testbed.tiny_model import save_model
 from tests.support.gpu import DEVICE
-from tests.support.tiny_model import save_model
 from tests.support.torch_model import perturb_vectors
 
 FAMILIES = {

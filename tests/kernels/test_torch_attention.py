@@ -178,7 +178,7 @@ def test_a_plan_holds_what_is_seen_and_no_more(parts, block_size, window, tile, 
     batch = sequences.step([(n, [0] * now) for n, (_, now) in zip(numbers, parts, strict=True)])
     lengths = batch.query_starts[1:] - batch.query_starts[:-1]
     with mock.patch.object(attention_plan, "GATHER_BYTES", gather_blocks * block_bytes):
-        planned = attention_plan.Planner(shape, torch.float32, batch, lengths, tile).plan(window)
+        planned = attention_plan.TilePlanner(shape, torch.float32, batch, lengths, tile).plan(window)
     seen = torch.zeros(batch.num_tokens, dtype=torch.int64)
     for group in planned:
         rows = torch.arange(batch.num_tokens)[group.rows]

@@ -8,8 +8,8 @@ import torch
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import Internal
-from tests.support.tiny_model import save_model
-from tests.support.torch_model import Driver
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
 
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 def driver(request, tmp_path, monkeypatch):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model")
-    return Driver(prepare(ModelFlags(model=str(folder), dtype=request.param)))
+    return BackendDriver(prepare(ModelFlags(model=str(folder), dtype=request.param)))
 
 
 @pytest.mark.parametrize("length", [37, 32, 5])

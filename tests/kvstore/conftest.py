@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.redis import RedisServer, running_redis
+from testbed.redis import RedisServer, running_redis
 
 
 @pytest.fixture

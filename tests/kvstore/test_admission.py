@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from pillion.errors import Overloaded
+from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.ledger.waiting_line import Waiter, WaitingLine
+from pillion.kvstore.ledger.waiting_queue import Waiter, WaitingQueue
 from pillion.priority import PRIORITY_AGING_S
 
 SLOTS = 8
@@ -22,7 +23,7 @@ class Line:
     def __init__(self) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(SLOTS)
-        self.line = WaitingLine(self.ledger, MAX_WAITING)
+        self.line = WaitingQueue(self.ledger, MAX_WAITING)
         self.epoch = self.ledger.attach("edge", SESSION)
         holding = self.line.ask(Waiter(epoch=self.epoch, nonce=1, hashes=(), total_blocks=SLOTS))
         assert holding is not None
@@ -47,7 +48,7 @@ class Line:
         while grants := self.line.poll():
             order += [grant.key[1] for grant in grants]
             self.ledger.release(self.epoch, [grant.ticket_id for grant in grants])
-        self.ledger.check_integrity()
+        check_integrity(self.ledger)
         assert not len(self.line)
         return order
 

@@ -12,7 +12,7 @@ from pillion.config import DecodeFlags, KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.kvstore.index import advertise
 from pillion.kvstore.index.advertise import advertised
-from pillion.supervisor.components import name_of
+from pillion.supervisor.component_process import name_of
 
 REDIS = "redis://127.0.0.1:6379/0"
 

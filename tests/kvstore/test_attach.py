@@ -17,10 +17,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from pillion.errors import ConfigError, Conflict
+from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.kvstore.node.attach import MAX_LINE_BYTES, AttachServer, attach
+from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
-from pillion.wire.kvnode import AttachHello, AttachReply
+from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply
 
 BLOCK_BYTES = 4096
 POOL_BYTES = 64 * BLOCK_BYTES
@@ -28,7 +29,7 @@ POOL_BYTES = 64 * BLOCK_BYTES
 # Attaches, leases through the parent's pool by epoch, writes into slot 3, and then waits to be killed.
 CHILD = """
 import sys, time
-from pillion.kvstore.node.attach import attach
+from pillion.kvstore.client.attachment import attach
 a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)

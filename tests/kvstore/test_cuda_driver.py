@@ -18,15 +18,15 @@ from pillion.kvstore.memory.cuda_driver import (
     AccessDesc,
     AllocationFlags,
     AllocationProp,
+    CudaDevice,
+    CudaDriver,
     CudaError,
-    Device,
-    Driver,
+    CudaStream,
     Location,
-    Stream,
 )
 from pillion.kvstore.memory.cuda_segment import DeviceSegment, map_device
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 
@@ -34,7 +34,7 @@ MIB = 2**20
 CHILD = """
 import sys, time
 from pillion.kvstore.memory.cuda_segment import map_device
-from tests.support.fake_cuda import DeviceBytes
+from testbed.fake_cuda import DeviceBytes
 mapped = map_device(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 bytes_ = DeviceBytes(mapped)
 print(bytes_.read(MIB := 2**20, 5).decode(), flush=True)
@@ -44,9 +44,9 @@ time.sleep(60)
 """
 FOLLOW = """
 import ctypes, sys
-from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
-segment = DeviceSegment(Driver().device(0), 2**21)
+segment = DeviceSegment(CudaDriver().device(0), 2**21)
 print("mapped", flush=True)
 ctypes.string_at(segment.mapping.address, 1)
 print("followed", flush=True)
@@ -54,8 +54,8 @@ print("followed", flush=True)
 
 
 @pytest.fixture
-def device() -> Device:
-    return Driver(fake_cuda.library()).device(0)
+def device() -> CudaDevice:
+    return CudaDriver(fake_cuda.library()).device(0)
 
 
 def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None:
@@ -100,13 +100,13 @@ def test_symbols_are_those_that_cuda_h_declares() -> None:
         assert (name != plain) == (f"{plain}_v2" in header and f"#define {plain} " in header), name
 
 
-def test_memory_is_what_was_written(device: Device) -> None:
+def test_memory_is_what_was_written(device: CudaDevice) -> None:
     segment = DeviceSegment(device, 3 * MIB)
     assert segment.size_bytes == 4 * MIB == device.rounded(3 * MIB)
     bytes_ = DeviceBytes(segment.mapping)
     bytes_.write(3 * MIB - 5, b"hello")
     assert bytes_.read(3 * MIB - 5, 5) == b"hello"
-    stream = Stream(device)
+    stream = CudaStream(device)
     stream.within(segment.mapping.address, segment.mapping.address + 3 * MIB - 5, 5)
     stream.synchronize()
     stream.close()
@@ -117,7 +117,7 @@ def test_memory_is_what_was_written(device: Device) -> None:
     device.close()
 
 
-def test_others_see_it_as_bytes(device: Device) -> None:
+def test_others_see_it_as_bytes(device: CudaDevice) -> None:
     """Under CUDA a tensor is a view of it; elsewhere the description is all that can be looked at."""
     segment = DeviceSegment(device, MIB)
     DeviceBytes(segment.mapping).write(5, b"hello")
@@ -133,7 +133,7 @@ def test_others_see_it_as_bytes(device: Device) -> None:
     segment.close()
 
 
-def test_memory_goes_back_with_its_last_user(device: Device) -> None:
+def test_memory_goes_back_with_its_last_user(device: CudaDevice) -> None:
     free, total = device.memory_info()
     assert 0 < free <= total
     segment = DeviceSegment(device, 64 * MIB)
@@ -145,7 +145,7 @@ def test_memory_goes_back_with_its_last_user(device: Device) -> None:
     assert device.memory_info()[0] > free - 32 * MIB
 
 
-def test_what_is_held_stays_mapped(device: Device) -> None:
+def test_what_is_held_stays_mapped(device: CudaDevice) -> None:
     segment = DeviceSegment(device, MIB)
     hold = segment.mapping.hold()
     bytes_ = DeviceBytes(segment.mapping)
@@ -156,7 +156,7 @@ def test_what_is_held_stays_mapped(device: Device) -> None:
     assert segment.mapping.address == 0
 
 
-def test_a_descriptor_crosses_processes_and_outlives_its_maker(device: Device) -> None:
+def test_a_descriptor_crosses_processes_and_outlives_its_maker(device: CudaDevice) -> None:
     segment = DeviceSegment(device, 4 * MIB)
     bytes_ = DeviceBytes(segment.mapping)
     bytes_.write(MIB, b"hello")
@@ -185,7 +185,7 @@ def test_the_host_cannot_follow_a_device_address() -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
-def test_what_cannot_be_is_refused_in_one_line(device: Device) -> None:
+def test_what_cannot_be_is_refused_in_one_line(device: CudaDevice) -> None:
     with pytest.raises(ConfigError, match="nothing"):
         DeviceSegment(device, 0)
     with pytest.raises(ConfigError, match="of whose") as caught:
@@ -194,9 +194,9 @@ def test_what_cannot_be_is_refused_in_one_line(device: Device) -> None:
 
 
 @pytest.mark.skipif(NATIVE, reason="a real driver may not survive it")
-def test_misuse_is_an_error(device: Device, tmp_path: pathlib.Path) -> None:
+def test_misuse_is_an_error(device: CudaDevice, tmp_path: pathlib.Path) -> None:
     segment = DeviceSegment(device, 2 * MIB)
-    stream, other, new = Stream(device), Stream(device), ctypes.create_string_buffer(b"new", 3)
+    stream, other, new = CudaStream(device), CudaStream(device), ctypes.create_string_buffer(b"new", 3)
     back = ctypes.create_string_buffer(3)
     with pytest.raises(CudaError, match="cuMemcpyDtoHAsync"):
         stream.to_host(ctypes.addressof(back), 4096, 3)
@@ -222,13 +222,13 @@ def test_misuse_is_an_error(device: Device, tmp_path: pathlib.Path) -> None:
 
 def test_no_driver_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no CUDA driver") as caught:
-        Driver("libcuda-that-is-nowhere.so.1")
+        CudaDriver("libcuda-that-is-nowhere.so.1")
     assert "\n" not in caught.value.message
-    driver = Driver(fake_cuda.library())
+    driver = CudaDriver(fake_cuda.library())
     with pytest.raises(ConfigError, match="no CUDA device 99"):
         driver.device(99)
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         driver.device_of("00000000-0000-0000-0000-000000000000")
     # Some other library of that name.
     with pytest.raises(ConfigError, match="no CUDA driver"):
-        Driver("libc.so.6")
+        CudaDriver("libc.so.6")

@@ -14,17 +14,16 @@ import pytest
 from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.memory import cuda_driver, cuda_memory
-from pillion.kvstore.memory.cuda_driver import Driver
+from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.cuda_memory import STAGES, CudaMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
-from pillion.kvstore.memory.memory import HostMemory
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.wire.kvnode import Brought, NodeStatus
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
+from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, content, hosts, prompt
-from tests.support.redis import RedisServer
 
 CUDA: dict[str, Any] = {"kv_device": "cuda", "kv_transport": "grpc"}
 HOST_BLOCKS = 16
@@ -143,12 +142,12 @@ async def test_a_flipped_bit_in_host_memory_is_computed_again(short_folder: str,
 async def test_a_chain_goes_from_one_device_to_another(short_folder: str, redis: RedisServer) -> None:
     async with hosts(short_folder, redis, "a", "b", **CUDA) as (a, b):
         hashes = prompt(*range(20))
-        assert await a.serve(hashes) == Brought(0)
-        assert await b.serve(hashes, "a") == Brought(20, fetched_blocks=20)
+        assert await a.serve(hashes) == PrefetchReply(blocks=0)
+        assert await b.serve(hashes, "a") == PrefetchReply(blocks=20, fetched_blocks=20)
         await checked(a, b)
         assert a.node is not None
         assert a.node._storage is not None
-        pool, _ = await a.node._storage.describe()
+        pool = await a.node._storage.describe()
         assert (pool.memory_kind, pool.device_index) == ("cuda", 0)
 
 
@@ -189,7 +188,7 @@ async def test_storms_of_requests_on_two_devices(short_folder: str, redis: Redis
 
 
 def memory_of(slots: int, block_bytes: int = BLOCK_BYTES) -> tuple[CudaMemory, DeviceBytes, DeviceSegment]:
-    segment = DeviceSegment(Driver().device(0), slots * block_bytes)
+    segment = DeviceSegment(CudaDriver().device(0), slots * block_bytes)
     return CudaMemory(segment.mapping, slots, block_bytes), DeviceBytes(segment.mapping), segment
 
 

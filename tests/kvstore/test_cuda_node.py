@@ -15,11 +15,11 @@ import pytest
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
+from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.memory import cuda_driver
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 BLOCK_BYTES = 65536
@@ -28,8 +28,10 @@ NUM_SLOTS = 24
 # Attaches, writes or reads a slot, says so, and then waits to be killed.
 WORKER = """
 import sys, time
-from pillion.kvstore.node.attach import attach
-from tests.support.fake_cuda import DeviceBytes
+from pillion.kvstore.client.attachment import attach
+from testbed.fake_cuda import DeviceBytes
+from pillion.kvstore.client.attachment import attach
+from testbed.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
 a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=10)
 assert len(a.memory) == 0
@@ -126,7 +128,7 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
 # Loses its connection as a dying process does, whose kernels may still run; then waits to be killed.
 DYING = """
 import sys, time
-from pillion.kvstore.node.attach import attach
+from pillion.kvstore.client.attachment import attach
 a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=10)
 print(a.epoch, flush=True)
 sys.stdin.readline()
@@ -224,19 +226,19 @@ async def test_the_pool_is_what_the_device_has_left(short_folder: str, monkeypat
 
 
 async def test_a_refused_worker_leaves_the_memory(short_folder: str) -> None:
-    free = cuda_driver.Driver().device(0).memory_info()[0]
+    free = cuda_driver.CudaDriver().device(0).memory_info()[0]
     async with running(short_folder, kv_pool_bytes=64 * MIB) as node:
         with pytest.raises(ConfigError, match="--kv-pool-bytes"):
             await attached(short_folder, 65 * MIB)
         with pytest.raises(ConfigError, match="at least one byte"):
             await attached(short_folder, 0)
-        assert cuda_driver.Driver().device(0).memory_info()[0] > free - 32 * MIB
+        assert cuda_driver.CudaDriver().device(0).memory_info()[0] > free - 32 * MIB
         worker = await attached(short_folder, 32 * MIB)
         assert worker.num_slots == 2
-        assert cuda_driver.Driver().device(0).memory_info()[0] < free - 32 * MIB
+        assert cuda_driver.CudaDriver().device(0).memory_info()[0] < free - 32 * MIB
         worker.close()
         await until(lambda: not node.pool.ledger.holders)
-    assert cuda_driver.Driver().device(0).memory_info()[0] > free - 32 * MIB
+    assert cuda_driver.CudaDriver().device(0).memory_info()[0] > free - 32 * MIB
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pillion.errors import ConfigError
-from pillion.kvstore.tiers.disk_files import HEADER_BYTES, LOCK_NAME, DiskFolder, Layout
+from pillion.kvstore.tiers.disk_files import HEADER_BYTES, LOCK_NAME, BlockFileLayout, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName
 from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, OTHER, chain, file_of, files_in, flip, loaded, opened
 from tests.support.processes import started
@@ -203,7 +203,7 @@ async def test_other_versions_and_block_sizes_are_removed(tmp_path: Path, monkey
 
 def test_a_header_has_192_bytes() -> None:
     name = BlockName(b"h" * 32, b"", b"s" * 32, 7)
-    layout = Layout(NAMESPACE, BLOCK_BYTES)
+    layout = BlockFileLayout(NAMESPACE, BLOCK_BYTES)
     assert len(layout.pack(name)) == HEADER_BYTES
     assert layout.unpack(layout.pack(name), name.hash) == name
     assert layout.file_bytes == FILE_BYTES
@@ -222,11 +222,8 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
     with started([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        try:
-            with pytest.raises(ConfigError, match=str(tmp_path)):
-                DiskFolder(tmp_path)
-        finally:
-            other.kill()
+        with pytest.raises(ConfigError, match=str(tmp_path)):
+            DiskFolder(tmp_path)
     DiskFolder(tmp_path).close()
 
 

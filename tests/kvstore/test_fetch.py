@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.memory.memory import HostMemory
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module
 from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
-from pillion.kvstore.transfer.plane import Pinned
+from pillion.v1.kvplane_pb2 import PinBlocksReply
 from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64
@@ -48,7 +48,7 @@ class FakeSource:
         self.released: list[int] = []
         self._ids = itertools.count(1)
 
-    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> Pinned:
+    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(self.pin_takes_s)
@@ -59,7 +59,11 @@ class FakeSource:
         here = split_hashes(hashes)[first_block : self.blocks]
         ticket_id = next(self._ids)
         self.pinned[ticket_id] = here
-        return Pinned(ticket_id, tuple(range(len(here))), tuple(block_checksum(content(each)) for each in here))
+        return PinBlocksReply(
+            ticket_id=ticket_id,
+            slots=range(len(here)),
+            checksums=[block_checksum(content(each)) for each in here],
+        )
 
     def release(self, ticket_id: int) -> None:
         self.released.append(ticket_id)
@@ -147,7 +151,7 @@ class Node:
 
     def check(self) -> None:
         """The books add up, nothing is left, and every block holds what its hash stands for."""
-        self.ledger.check_integrity()
+        check_integrity(self.ledger)
         for block_hash, block in self.ledger.tree.by_hash.items():
             assert bytes(self.memory.block(block.slot)) == content(block_hash)
         assert self.ledger.holders.keys() == {self.gateway}
@@ -165,7 +169,7 @@ async def test_all_of_a_chain_comes_and_is_pinned():
     assert node.fetcher.counts.fetched_blocks == 10
     node.check()
     node.ledger.release(node.gateway, [ticket_id])
-    assert node.ledger.books().committed_blocks == 10
+    assert node.ledger.status().committed_blocks == 10
     assert node.ledger.reserved == 0
     # A second prompt finds them without asking anybody.
     other = node.ticket()
@@ -275,13 +279,13 @@ async def test_a_late_read_keeps_its_slots_until_it_ends():
     ticket_id = node.ticket()
     assert await node.bring(ticket_id, "a") == 0
     node.ledger.release(node.gateway, [ticket_id])
-    assert node.ledger.books().leased_blocks == 10
-    node.ledger.check_integrity()
+    assert node.ledger.status().leased_blocks == 10
+    check_integrity(node.ledger)
     assert source.released == []
     source.gate.set()
     await node.fetcher.close()
     await asyncio.sleep(0)
-    assert node.ledger.books().free_blocks == NUM_SLOTS
+    assert node.ledger.status().free_blocks == NUM_SLOTS
     node.check()
 
 
@@ -299,7 +303,7 @@ async def test_a_caller_that_goes_away_leaves_nothing():
     source.gate.set()
     await node.fetcher.close()
     await asyncio.sleep(0)
-    assert node.ledger.books().free_blocks == NUM_SLOTS
+    assert node.ledger.status().free_blocks == NUM_SLOTS
     node.check()
 
 
@@ -334,7 +338,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     source.gate.set()
     assert await call == 10
     node.ledger.gone(worker)
-    assert node.ledger.books().committed_blocks == 10
+    assert node.ledger.status().committed_blocks == 10
     node.check()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import ConfigError
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import block_checksum
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.tiers import BlockName, BufferTier
 
@@ -50,12 +50,12 @@ async def opened(*, verify: bool = True) -> AsyncIterator[HostTier]:
 
 async def filled(tier: HostTier, *numbers: int) -> list[BlockName]:
     """Stores as the spiller does: in the tier's own buffers."""
-    buffers = tier.lend(len(numbers))
+    buffers = tier.acquire_empty(len(numbers))
     assert len(buffers) == len(numbers)
     for buffer, number in zip(buffers, numbers, strict=True):
         buffer[:] = bytes_of(number)
     gone = await tier.store([(name_of(number), buffer) for number, buffer in zip(numbers, buffers, strict=True)])
-    tier.take_back(buffers)
+    tier.release_buffers(buffers)
     return gone
 
 
@@ -84,39 +84,39 @@ async def test_the_least_recently_used_makes_room_and_is_told() -> None:
         assert await filled(tier, 10, 11) == [name_of(1), name_of(3)]
         assert tier.counts.dropped == 2
         # What came again before it could be told is not gone.
-        tier.take_back(tier.lend(1))
+        tier.release_buffers(tier.acquire_empty(1))
         assert await tier.store([payload(4)]) == []
 
 
 async def test_a_lent_buffer_is_nobody_elses() -> None:
     async with opened() as tier:
         await filled(tier, 1)
-        borrowed = await tier.borrow([name_of(1).hash])
-        lent = tier.lend(BLOCKS)
+        borrowed = await tier.acquire_blocks([name_of(1).hash])
+        lent = tier.acquire_empty(BLOCKS)
         assert len(lent) == BLOCKS - 1
         assert tier.room_bytes() == 0
         for buffer in lent:
             buffer[:] = bytes(BLOCK_BYTES)
         assert await tier.store([payload(2)]) == [name_of(2)], "no buffer is to be had"
         assert bytes(borrowed[0]) == bytes_of(1)
-        tier.take_back(borrowed)
-        tier.take_back(lent)
-        tier.take_back([memoryview(b"another one's")])
+        tier.release_buffers(borrowed)
+        tier.release_buffers(lent)
+        tier.release_buffers([memoryview(b"another one's")])
         assert tier.room_bytes() == BLOCKS * BLOCK_BYTES
 
 
 async def test_a_block_that_is_dropped_while_it_is_read_stays_readable() -> None:
     async with opened() as tier:
         await filled(tier, *range(BLOCKS))
-        borrowed = await tier.borrow([name_of(0).hash])
+        borrowed = await tier.acquire_blocks([name_of(0).hash])
         # Flipped and found by another reader: the block goes, the first reader's buffer does not.
         borrowed[0][3] ^= 1
-        assert await tier.borrow([name_of(0).hash]) == []
+        assert await tier.acquire_blocks([name_of(0).hash]) == []
         assert name_of(0).hash not in tier
-        lent = tier.lend(BLOCKS)
+        lent = tier.acquire_empty(BLOCKS)
         assert all(buffer is not borrowed[0] for buffer in lent)
-        tier.take_back(lent)
-        tier.take_back(borrowed)
+        tier.release_buffers(lent)
+        tier.release_buffers(borrowed)
         tier.check_integrity()
 
 
@@ -139,8 +139,8 @@ async def test_what_does_not_fit_is_refused() -> None:
         assert await tier.store([(name_of(1), memoryview(b"short"))]) == [name_of(1)]
         assert tier.counts.failed == 1
     assert tier.room_bytes() == 0
-    assert tier.lend(1) == []
-    assert await tier.borrow([name_of(1).hash]) == []
+    assert tier.acquire_empty(1) == []
+    assert await tier.acquire_blocks([name_of(1).hash]) == []
     assert await tier.store([payload(1)]) == [name_of(1)]
 
 
@@ -168,30 +168,30 @@ async def _play(steps: list[tuple[str, int, int]]) -> None:
             numbers = [(first + offset) % 8 for offset in range(count)]
             hashes = [name_of(number).hash for number in numbers]
             if what == "fill":
-                for number, buffer in zip(numbers, tier.lend(count), strict=False):
+                for number, buffer in zip(numbers, tier.acquire_empty(count), strict=False):
                     buffer[:] = bytes_of(number)
                     await tier.store([(name_of(number), buffer)])
-                    tier.take_back([buffer])
+                    tier.release_buffers([buffer])
             elif what == "store":
                 await tier.store([payload(number) for number in numbers])
             elif what == "load":
                 await loaded(tier, *numbers)
             elif what == "lend":
-                for buffer in tier.lend(count):
+                for buffer in tier.acquire_empty(count):
                     buffer[:] = bytes([first]) * BLOCK_BYTES
                     held.append((buffer, bytes(buffer)))
             elif what == "borrow":
-                for number, buffer in zip(numbers, await tier.borrow(hashes), strict=False):
+                for number, buffer in zip(numbers, await tier.acquire_blocks(hashes), strict=False):
                     assert bytes(buffer) == bytes_of(number)
                     held.append((buffer, bytes(buffer)))
             elif what == "back" and held:
                 buffer, was = held.pop(first % len(held))
                 assert bytes(buffer) == was, "somebody else wrote to it"
-                tier.take_back([buffer])
+                tier.release_buffers([buffer])
             elif what == "touch":
                 tier.touch(hashes)
             elif what == "flip" and hashes[0] in tier and not tier._users[tier._places[hashes[0]]]:
                 tier._buffers[tier._places[hashes[0]]][0] ^= 1
             assert len(tier) <= BLOCKS
             tier.check_integrity()
-        tier.take_back([buffer for buffer, _ in held])
+        tier.release_buffers([buffer for buffer, _ in held])

@@ -10,11 +10,11 @@ import pytest
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.hot_prefixes import HotPrefixes
-from pillion.kvstore.index.index import Index, PrefixHit, Registry
+from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS
+from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis import RedisServer
+from testbed.redis import RedisServer
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, until
 
 
@@ -170,27 +170,27 @@ async def test_the_table_of_nodes_is_not_asked_for_more_than_needed(redis: Redis
 
 async def test_the_registry_knows_who_lives(redis: RedisServer) -> None:
     registry, short = Registry(redis.url, TTL_MS), Registry(redis.url, 100)
-    first = await registry.beat(
+    first = await registry.heartbeat(
         ComponentRecord(component_id="d", role="decode", address="x", model="m", waiting_tokens=5)
     )
     assert not first.known
     assert first.node_number == b""
-    again = await registry.beat(
+    again = await registry.heartbeat(
         ComponentRecord(component_id="d", role="decode", address="x", model="m", waiting_tokens=6)
     )
     assert again.known
-    await short.beat(ComponentRecord(component_id="p", role="prefill", address="y"))
+    await short.heartbeat(ComponentRecord(component_id="p", role="prefill", address="y"))
     components = await registry.components()
     assert [(component.component_id, component.waiting_tokens) for component in components] == [("d", 6), ("p", 0)]
     assert all(0 <= component.heartbeat_age_ms < 10_000 for component in components)
     await asyncio.sleep(0.15)
     assert [component.component_id for component in await registry.components()] == ["d"]
-    assert not (await short.beat(ComponentRecord(component_id="p", role="prefill", address="y"))).known, (
+    assert not (await short.heartbeat(ComponentRecord(component_id="p", role="prefill", address="y"))).known, (
         "it was lost meanwhile"
     )
     await registry.leave("d")
     await registry.leave("d")
-    redis.command("HSET", keys.PARTS, "p", b"123 not json")
+    redis.command("HSET", keys.COMPONENTS, "p", b"123 not json")
     assert await registry.components() == []
     await registry.aclose()
     await short.aclose()

@@ -14,9 +14,10 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import announcer as announcer_module
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import BATCH_BLOCKS, AnnounceQueue, Announcer
-from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
-from tests.support.redis import RedisServer
+from testbed.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until
 
 
@@ -198,7 +199,7 @@ def test_the_queue_says_the_last_word_on_every_block(
 
     for news, count, how, all_again in script:
         if all_again:
-            queue.say_all([(block, b"s") for block, here in truth.items() if here])
+            queue.repeat_all([(block, b"s") for block, here in truth.items() if here])
             if how == "overflows":
                 # Redis was emptied: only what is here needs to be known.
                 told.clear()
@@ -220,7 +221,7 @@ def test_the_queue_is_bounded() -> None:
     queue.push(IndexEvent(bytes([block]), here=True) for block in range(4))
     queue.push([IndexEvent(b"x", here=True)])
     assert (queue.overflowed, len(queue)) == (True, 0)
-    queue.say_all([(bytes([block]), b"") for block in range(10)])
+    queue.repeat_all([(bytes([block]), b"") for block in range(10)])
     assert (queue.overflowed, len(queue)) == (False, 0)
     assert len(queue.take_repeated(8)) == 8
     for block in range(3):

@@ -13,10 +13,11 @@ import pytest
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.index import LOOKUP_DEADLINE_MS, Index, PrefixHit, Registry
+from pillion.kvstore.index.index import LOOKUP_DEADLINE_MS, Index, PrefixHit
 from pillion.kvstore.index.redis_link import Breaker, RedisLink, ScriptCall
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
-from tests.support.redis import RedisServer, running_redis
+from pillion.kvstore.index.registry import Registry
+from testbed.redis import RedisServer, running_redis
 from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until
 
 
@@ -63,14 +64,14 @@ async def test_a_stopped_redis_is_not_waited_for(redis: RedisServer, index: Inde
             # 200 deadlines would be 50 s: the breaker let only a few wait.
             assert time.monotonic() - begun < 40 * LOOKUP_DEADLINE_MS / 1000
             with pytest.raises(Unavailable):
-                await node.registry.beat(node_record("a"))
+                await node.registry.heartbeat(node_record("a"))
             with pytest.raises(Unavailable):
                 await node.has(chain)
     await until(lambda: found(index, chain.packed, 2, available=True))
 
     async def told() -> bool:
         with contextlib.suppress(Unavailable):
-            return not (await node.lost(chain)).untold
+            return not (await node.lost(chain)).unreported
         return False
 
     await until(told)
@@ -94,7 +95,7 @@ async def _nobody_answers(url: str) -> None:
             assert await index.longest_prefix(bytes(32)) == []
         assert not index.available
         with pytest.raises(Unavailable) as caught:
-            await registry.beat(node_record("a"))
+            await registry.heartbeat(node_record("a"))
         assert "secret" not in caught.value.message
         with pytest.raises(Unavailable):
             await writer.announce(bytes(8), Chain([1]).events())
@@ -138,7 +139,7 @@ async def test_a_server_that_speaks_nonsense(short_folder: str, nonsense: bytes)
         for _ in range(10):
             assert [hit for hit in await index.longest_prefix(chain.packed) if hit.blocks > len(chain)] == []
         for work in (
-            lambda: registry.beat(node_record("a")),
+            lambda: registry.heartbeat(node_record("a")),
             registry.components,
             registry.nodes,
             lambda: registry.leave("a"),
@@ -156,7 +157,7 @@ async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(100))
     await node.has(chain)
-    for key in (chain.bucket(40), keys.PARTS, keys.EXPIRY, keys.NUMBERS, keys.NODES):
+    for key in (chain.bucket(40), keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES):
         redis.command("DEL", key)
         redis.command("RPUSH", key, "not ours")
     redis.command("DEL", keys.generation(b""))
@@ -180,7 +181,7 @@ async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) 
     redis.command("HSET", chain.bucket(1), chain.field(1), b"odd" + node.entry)
     redis.command("HSET", chain.bucket(2), chain.field(2), b"")
     redis.command("HSET", keys.NODES, b"\xff\xfe", b"short", "b", b"x" * 8 + b"later", "c", b"y" * 8 + b"1")
-    redis.command("HSET", keys.PARTS, "a", b"later {}")
+    redis.command("HSET", keys.COMPONENTS, "a", b"later {}")
     [hit] = await index.longest_prefix(chain.packed)
     assert 1 <= hit.blocks <= 3
     assert await node.registry.components() == []
@@ -203,7 +204,7 @@ async def test_a_replica_is_read_and_takes_no_news(redis: RedisServer, second_re
     assert await found(index, chain.packed, 2, available=True)
     redis.command("REPLICAOF", "NO", "ONE")
     assert await node.beat()
-    assert not (await node.has(chain)).untold
+    assert not (await node.has(chain)).unreported
 
 
 async def test_a_full_redis_is_read_and_takes_no_news(redis: RedisServer, index: Index) -> None:
@@ -242,7 +243,7 @@ async def test_a_cancel_is_heard_even_where_the_library_loses_it(
         return []
 
     monkeypatch.setattr(link._client, "execute_command", deaf)
-    question = ScriptCall([keys.PARTS], [])
+    question = ScriptCall([keys.COMPONENTS], [])
     call = asyncio.create_task(link.call("components", question, list[Any], deadline_ms=30_000))
     await asyncio.sleep(0.01)
     call.cancel()

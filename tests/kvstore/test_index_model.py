@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index.index import Index
-from tests.support.redis import RedisServer
-from tests.support.redis_kinds import running_cluster
+from testbed.redis import RedisServer
+from testbed.redis_kinds import running_cluster
 from tests.support.redis_nodes import Chain, FakeNode
 
 # Chains that share nothing, a block, a part of a segment, a segment, and more.

@@ -9,7 +9,7 @@ import pytest
 
 from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.integrity import IntegrityError
+from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH, SESSION, TicketState
 from pillion.wire.kvnode import CommitRun
@@ -32,7 +32,7 @@ def make(num_slots: int, reserve_percent: int = 0) -> Ledger:
 def ledger() -> Iterator[Ledger]:
     made = make(16)
     yield made
-    made.check_integrity()
+    check_integrity(made)
 
 
 nonces = itertools.count(1)
@@ -68,7 +68,7 @@ def test_what_is_here_is_pinned_and_the_rest_reserved(ledger: Ledger) -> None:
     gateway = ledger.attach("g", SESSION)
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 9, 9), 6)
     assert (ticket.blocks, ticket.reserved) == (2, 4)
-    books = ledger.books()
+    books = ledger.status()
     assert (books.pinned_blocks, books.reserved_blocks, books.committed_blocks) == (2, 4, 3)
     assert ledger.available == 14
 
@@ -102,8 +102,8 @@ def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
     runs = [CommitRun(t.ticket_id, s, b"".join(hashes)) for t, s in zip(tickets, own, strict=True)]
     [first], [second] = (ledger.commit(w, [run]) for w, run in zip(workers, runs, strict=True))
     assert first.slots == second.slots == own[0]
-    ledger.check_integrity()
-    assert ledger.books().leased_blocks == 3, "the loser's slots stay its own until it returns them"
+    check_integrity(ledger)
+    assert ledger.status().leased_blocks == 3, "the loser's slots stay its own until it returns them"
     ledger.release(gateway, [tickets[0].ticket_id])
     ledger.gone(workers[0])
     assert ledger.tree.protected == 3, "the loser's ticket pins the winner's blocks"
@@ -136,7 +136,7 @@ def test_pinning_a_cached_prefix_takes_it_from_what_can_be_evicted() -> None:
     assert ledger.available == 3
     assert ledger.shortage(prompt(1, 2, 3), 4) == 1
     assert ledger.shortage(prompt(9, 9), 3) == 0
-    ledger.check_integrity()
+    check_integrity(ledger)
 
 
 FORKS = {
@@ -156,10 +156,10 @@ def test_forks_are_refused_whole(ledger: Ledger, run: list[bytes]) -> None:
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 4))
     fill(ledger, worker, ticket, prompt(1, 2, 4)[2:])
     slots = ledger.lease(worker, len(run))
-    before = ledger.books()
+    before = ledger.status()
     [result] = ledger.commit(worker, [CommitRun(ticket.ticket_id, slots, b"".join(run))])
     assert result.refusal
-    assert ledger.books() == before
+    assert ledger.status() == before
 
 
 def test_a_block_under_a_wrong_parent_is_never_found(ledger: Ledger) -> None:
@@ -190,7 +190,7 @@ def test_wrong_runs_are_refused(ledger: Ledger) -> None:
         [result] = ledger.commit(epoch, [run])
         assert result.refusal
         assert not result.slots
-    assert ledger.books().leased_blocks == 2
+    assert ledger.status().leased_blocks == 2
 
 
 def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None:
@@ -222,7 +222,7 @@ def test_prefill_leaves_the_decode_reserve() -> None:
     prefill, decode = ledger.attach("p", "prefill"), ledger.attach("d", "decode")
     assert len(ledger.lease(prefill, 99)) == 15
     assert len(ledger.lease(decode, 99)) == 5
-    ledger.check_integrity()
+    check_integrity(ledger)
 
 
 def test_a_fenced_worker_changes_nothing_until_it_is_gone(ledger: Ledger) -> None:
@@ -243,13 +243,13 @@ def test_a_fenced_worker_changes_nothing_until_it_is_gone(ledger: Ledger) -> Non
         with pytest.raises(Conflict, match="fenced"):
             call()
     ledger.release(gateway, [ticket.ticket_id])
-    books = ledger.books()
+    books = ledger.status()
     assert (books.quarantined_blocks, books.pinned_blocks, books.reserved_blocks) == (2, 1, 0)
     greedy = ledger.attach("d", "decode")
     assert len(ledger.lease(greedy, 99)) == 13, "neither quarantined nor pinned slots are reused"
-    ledger.check_integrity()
+    check_integrity(ledger)
     ledger.drained(worker)
-    books = ledger.books()
+    books = ledger.status()
     assert (books.quarantined_blocks, books.pinned_blocks, books.free_blocks) == (0, 0, 2)
     with pytest.raises(NotFound):
         ledger.lease(worker, 1)
@@ -281,7 +281,7 @@ def test_giving_back_what_is_not_yours(ledger: Ledger) -> None:
         with pytest.raises(InvalidRequest):
             ledger.give_back(epoch, bad)
     ledger.give_back(a, slots)
-    assert ledger.books().free_blocks == 16
+    assert ledger.status().free_blocks == 16
 
 
 def test_release_by_nonce_and_twice(ledger: Ledger) -> None:
@@ -304,7 +304,7 @@ def test_damage_is_found() -> None:
         gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
         ticket = open_ticket(ledger, gateway, prompt(1), 3)
         ledger.adopt(worker, ticket.ticket_id, 1)
-        ledger.check_integrity()
+        check_integrity(ledger)
         names = {"ledger": ledger, "ticket": ticket, "worker": ledger.holders[worker]}
         exec(damage, names)
         return ledger
@@ -325,7 +325,7 @@ def test_damage_is_found() -> None:
     }
     for damage, words in damages.items():
         with pytest.raises(IntegrityError, match=words):
-            broken(damage).check_integrity()
+            check_integrity(broken(damage))
 
 
 def test_a_ticket_grows_over_what_others_committed_and_reserves_less(ledger):
@@ -346,17 +346,17 @@ def test_a_reader_does_not_pin_what_others_were_promised():
     cache(ledger, 1, 2)
     gateway, reader = ledger.attach("g", SESSION), ledger.attach("r", SESSION)
     greedy = open_ticket(ledger, gateway, prompt(9), 4)
-    ledger.check_integrity()
+    check_integrity(ledger)
     assert ledger.pin_chain(reader, 1, prompt(1, 2)).blocks == 0
-    ledger.check_integrity()
+    check_integrity(ledger)
     ledger.release(gateway, [greedy.ticket_id])
     ticket = ledger.pin_chain(reader, 2, prompt(1, 2, 3))
     assert (ticket.blocks, ticket.reserved) == (2, 0)
     with pytest.raises(InvalidRequest, match="nonce"):
         ledger.pin_chain(reader, 2, prompt(1))
     ledger.gone(reader)
-    assert ledger.books().pinned_blocks == 0
-    ledger.check_integrity()
+    assert ledger.status().pinned_blocks == 0
+    check_integrity(ledger)
 
 
 def test_a_fetch_is_lent_the_reservation_and_leaves_the_decodes_theirs():
@@ -364,10 +364,10 @@ def test_a_fetch_is_lent_the_reservation_and_leaves_the_decodes_theirs():
     gateway, fetch = ledger.attach("g", SESSION), ledger.attach("f", FETCH)
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 3), 4)
     # Four were reserved, six are left, three of them are the decodes'.
-    assert len(ledger.lend(fetch, ticket.ticket_id, 9)) == 7
-    assert ledger.lend(fetch, ticket.ticket_id, 1) == ()
+    assert len(ledger.lease_some(fetch, ticket.ticket_id, 9)) == 7
+    assert ledger.lease_some(fetch, ticket.ticket_id, 1) == ()
     ledger.gone(fetch)
     assert (ticket.reserved, len(ledger.free)) == (4, 10)
     with pytest.raises(NotFound):
-        ledger.lend(gateway, 999, 1)
-    ledger.check_integrity()
+        ledger.lease_some(gateway, 999, 1)
+    check_integrity(ledger)

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pillion.errors import Conflict, NotFound, Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.ledger.waiting_line import Grant, Waiter, WaitingLine
+from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.priority import PRIORITY_AGING_S
 from pillion.wire.kvnode import CommitRun
 
@@ -48,7 +49,7 @@ class NodeLife(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger(itertools.count(1).__next__, RESERVE_PERCENT)
         self.ledger.shape(NUM_SLOTS)
-        self.line = WaitingLine(self.ledger, MAX_WAITING)
+        self.line = WaitingQueue(self.ledger, MAX_WAITING)
         self.nonces = itertools.count(1)
         self.holders: dict[int, ModelHolder] = {}
         self.tickets: dict[int, ModelTicket] = {}
@@ -245,8 +246,8 @@ class NodeLife(RuleBasedStateMachine):
 
     @invariant()
     def books_add_up(self) -> None:
-        self.ledger.check_integrity()
-        books = self.ledger.books()
+        check_integrity(self.ledger)
+        books = self.ledger.status()
         assert books.leased_blocks == sum(len(h.leased) for h in self.holders.values() if not h.fenced)
         assert books.quarantined_blocks == sum(len(h.leased) for h in self.holders.values() if h.fenced)
         assert self.ledger.tickets.keys() == self.tickets.keys()
@@ -261,7 +262,7 @@ class NodeLife(RuleBasedStateMachine):
             assert [block.hash for block in chain] == ticket.prompt[: ticket.done]
             assert self.ledger.tickets[ticket_id].holders == ticket.holders
             held |= set(ticket.prompt[: ticket.done])
-        assert self.ledger.books().pinned_blocks == len(held)
+        assert self.ledger.status().pinned_blocks == len(held)
 
     @invariant()
     def the_index_could_follow(self) -> None:
@@ -283,8 +284,8 @@ class NodeLife(RuleBasedStateMachine):
         assert self.ledger.reserved == sum(t.reserved for t in self.ledger.tickets.values())
         for epoch in list(self.ledger.holders):
             self.ledger.gone(epoch)
-        self.ledger.check_integrity()
-        books = self.ledger.books()
+        check_integrity(self.ledger)
+        books = self.ledger.status()
         assert books.free_blocks + books.committed_blocks == NUM_SLOTS
         assert (books.pinned_blocks, books.reserved_blocks, books.tickets, books.holders) == (0, 0, 0, 0)
 

@@ -13,13 +13,14 @@ import random
 import pytest
 
 from pillion.errors import PillionError
+from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
-from pillion.kvstore.index.index import Index, Registry
+from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import IndexWriter
-from pillion.kvstore.node.attach import attach
-from pillion.wire.kvnode import Brought, NodeStatus
+from pillion.kvstore.index.registry import Registry
+from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, hosts, prompt
-from tests.support.redis import RedisServer
 from tests.support.redis_nodes import Chain
 
 
@@ -50,8 +51,8 @@ async def until_indexed(redis: RedisServer, hashes: bytes, wanted: dict[str, int
 async def test_a_chain_goes_from_one_node_to_another(short_folder: str, redis: RedisServer, transport: str) -> None:
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         hashes = prompt(*range(20))
-        assert await a.serve(hashes) == Brought(0)
-        assert await b.serve(hashes, "a") == Brought(20, fetched_blocks=20)
+        assert await a.serve(hashes) == PrefetchReply(blocks=0)
+        assert await b.serve(hashes, "a") == PrefetchReply(blocks=20, fetched_blocks=20)
         assert (await b.client.status()).kv_transport == transport
         assert (await a.client.status()).served_blocks == 20
         # A replica is a block like any other: it is found in the index, and serves others.
@@ -87,7 +88,7 @@ async def test_only_what_is_missing_comes(short_folder: str, redis: RedisServer,
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         await a.serve(prompt(*range(20)))
         await b.serve(prompt(*range(7), 99, 98))
-        assert await b.serve(prompt(*range(25)), "nobody", "a") == Brought(20, fetched_blocks=13)
+        assert await b.serve(prompt(*range(25)), "nobody", "a") == PrefetchReply(blocks=20, fetched_blocks=13)
         await b.idle()
         await b.check()
 
@@ -100,7 +101,7 @@ async def test_chunks_follow_while_others_are_computed(short_folder: str, redis:
         for end in (4, 8, 12):
             await a.fill(there, hashes[: end * HASH_BYTES])
             brought = await b.fetch(here, hashes[: end * HASH_BYTES], "a")
-            assert brought == Brought(end, fetched_blocks=4)
+            assert brought == PrefetchReply(blocks=end, fetched_blocks=4)
         assert await b.fill(here, hashes) == 12
         await a.release(there)
         await b.release(here)

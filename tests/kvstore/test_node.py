@@ -21,14 +21,15 @@ from pillion.errors import (
     Overloaded,
     Unavailable,
 )
-from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.client.attachment import Attachment, attach
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.kvstore.node.pool import Pool
 from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.wire.kvnode import AttachHello, CommitRun
+from pillion.wire.attach import AttachHello
+from pillion.wire.kvnode import CommitRun
 
 NUM_SLOTS = 20
 BLOCK_BYTES = 4096
@@ -54,7 +55,7 @@ def flags_in(folder: str, **more: object) -> KVNodeFlags:
 class Cluster:
     node: KVNode
     client: NodeClient
-    session: Session
+    session: NodeSession
     folder: str
 
     async def worker(self, role: str = "decode") -> Attachment:

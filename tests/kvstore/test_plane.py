@@ -10,16 +10,17 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
-from pillion.kvstore.memory.memory import HostMemory
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.kvstore.tiers.checksum import block_checksum
 from pillion.kvstore.transfer import grpc_plane, nixl_plane, peers
 from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl_plane import NixlPlane
 from pillion.kvstore.transfer.peers import Peer, Peers
-from pillion.kvstore.transfer.plane import BlockShape, DataPlane, Pinned, choose_transport
-from tests.support.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane
+from pillion.kvstore.transfer.plane_factory import choose_transport
+from pillion.v1.kvplane_pb2 import PinBlocksReply
+from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 65536
 NUM_SLOTS = 64
@@ -53,7 +54,7 @@ class Reader:
     def block(self, slot: int) -> bytes:
         return bytes(self.memory[slot * self.block_bytes : (slot + 1) * self.block_bytes])
 
-    async def pin(self, count: int, first_block: int = 0, node_id: str = "source") -> tuple[Peer, Pinned]:
+    async def pin(self, count: int, first_block: int = 0, node_id: str = "source") -> tuple[Peer, PinBlocksReply]:
         peer = await self.peers.get(node_id)
         hashes, _ = chain_of(self.num_slots)
         return peer, await peer.pin(b"".join(hashes[:count]), first_block, 5.0)
@@ -115,7 +116,7 @@ async def test_many_blocks_come_in_one_read_whatever_the_slots_order(reader: Rea
     peer, pinned = await reader.pin(NUM_SLOTS, first_block=3)
     local = tuple(reversed(range(1, NUM_SLOTS - 2)))
     await peer.read(reader.plane, pinned.ticket_id, pinned.slots, local)
-    assert pinned.slots == tuple(chain_of(NUM_SLOTS)[1][3:])
+    assert tuple(pinned.slots) == tuple(chain_of(NUM_SLOTS)[1][3:])
     for theirs, own, said in zip(pinned.slots, local, pinned.checksums, strict=True):
         assert reader.block(own) == block_of(1, theirs, BLOCK_BYTES)
         assert block_checksum(reader.block(own)) == said
@@ -266,7 +267,7 @@ def test_what_auto_comes_to(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     trouble = nixl_trouble()
     assert choose_transport("auto") == ("grpc" if trouble else "nixl")
     assert len([record for record in caplog.records if record.name == "pillion.kvnode"]) == 2
-    monkeypatch.setattr("pillion.kvstore.transfer.nixl_agent.nixl_trouble", lambda: "nixl does not import")
+    monkeypatch.setattr("pillion.kvstore.transfer.plane_factory.nixl_trouble", lambda: "nixl does not import")
     assert choose_transport("auto") == "grpc"
     assert "nixl does not import" in caplog.text
     with pytest.raises(ConfigError, match="does not import"):
@@ -289,7 +290,7 @@ def test_checksums_are_never_zero_and_differ_by_a_bit() -> None:
     assert clean != block_checksum(memoryview(block))
 
 
-async def _over_and_quiet(reader: Reader, read: asyncio.Task[None], pinned: Pinned) -> None:
+async def _over_and_quiet(reader: Reader, read: asyncio.Task[None], pinned: PinBlocksReply) -> None:
     """The read ends; either all came, and rightly, or Unavailable says that not. Nobody writes afterwards."""
     await asyncio.wait([read], timeout=20)
     assert read.done(), "a read ends by itself"

@@ -20,7 +20,8 @@ from pillion.kvstore.transfer.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl_plane import NixlPlane
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
-from tests.support.plane_source import NAMESPACE, block_of, chain_of, running_source
+from testbed.plane_source import NAMESPACE, block_of, chain_of, running_source
+from tests.support.processes import started
 
 BLOCK_BYTES = 2**18
 NUM_SLOTS = 64
@@ -38,7 +39,7 @@ async def main():
             print("read", flush=True)
 
 async def peers_pin(peers):
-    from tests.support.plane_source import chain_of
+    from testbed.plane_source import chain_of
     peer = await peers.get("source")
     return peer, await peer.pin(b"".join(chain_of(64)[0]), 0, 5.0)
 
@@ -78,14 +79,10 @@ async def test_readers_that_are_killed_take_no_source_with_them() -> None:
     """UCX's reads over TCP would: it aborts a source whose reader is gone."""
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         for _ in range(3):
-            reader = subprocess.Popen(  # noqa: ASYNC220  (it only starts)
-                [sys.executable, "-c", READER, source.address], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            assert reader.stdout is not None
-            assert await asyncio.to_thread(reader.stdout.readline) == b"read\n"
-            reader.kill()
-            reader.wait()
-            reader.stdout.close()
+            command, pipe = [sys.executable, "-c", READER, source.address], subprocess.PIPE
+            with started(command, stdout=pipe, stderr=subprocess.DEVNULL) as reader:
+                assert reader.stdout is not None
+                assert await asyncio.to_thread(reader.stdout.readline) == b"read\n"
             assert source.process.poll() is None
         async with reading_side(source.address) as (peers, plane, memory):
             peer = await peers.get("source")

@@ -15,9 +15,10 @@ from pillion.errors import Unavailable
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import Announcer
-from pillion.kvstore.index.index import Index, PrefixHit, Registry
+from pillion.kvstore.index.index import Index, PrefixHit
 from pillion.kvstore.index.redis_writer import SweepPlace
-from tests.support.redis_kinds import (
+from pillion.kvstore.index.registry import Registry
+from testbed.redis_kinds import (
     PortServer,
     SentinelSet,
     TlsServer,
@@ -127,7 +128,7 @@ async def test_a_shard_that_hangs_or_dies_costs_its_own_part(cluster: list[PortS
     await until(lambda: found(index, chain.packed, len(chain)))
     victim.kill()
     told = await a.has(chain)
-    assert told.untold
+    assert told.unreported
     assert told.generations
     victim.start()
     await a.aclose()

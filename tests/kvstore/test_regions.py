@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded
-from pillion.kvstore.client.region_client import Region, share_region
+from pillion.kvstore.client.attachment import Region, share_region
 from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node import region_server
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.kvstore.node.regions import FILL, READY, Action, Dropped, Granted, Regions
-from pillion.wire.kvnode import (
+from pillion.wire.attach import (
     RegionHello,
+    hello_from_line,
     line_to_bytes,
     region_filled_from_line,
-    region_hello_from_line,
     region_reply_from_line,
 )
-from tests.support import fake_cuda
-from tests.support.fake_cuda import NATIVE, DeviceBytes
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 SIZE = MIB + 4096
@@ -41,7 +41,9 @@ KEY, OTHER = hashlib.sha256(b"weights").hexdigest(), hashlib.sha256(b"others").h
 CHILD = """
 import sys
 from pillion.kvstore.client.region_client import share_region
-from tests.support.fake_cuda import DeviceBytes
+from testbed.fake_cuda import DeviceBytes
+from pillion.kvstore.client.attachment import share_region
+from testbed.fake_cuda import DeviceBytes
 region = share_region(sys.argv[1], sys.argv[2], int(sys.argv[3]), 20)
 print("fill" if region.must_fill else "ready", flush=True)
 sys.stdin.readline()
@@ -167,7 +169,7 @@ def test_one_fills_and_nobody_sees_less_than_all(steps: list[tuple[str, int, int
 
 def test_lines_that_are_none_are_refused() -> None:
     good = line_to_bytes(RegionHello(component_id="w", region_key=KEY, size_bytes=1))
-    assert region_hello_from_line(good).region_key == KEY
+    assert hello_from_line(good).region_key == KEY
     for bad in (
         good.replace(KEY.encode(), KEY[1:].encode()),
         good.replace(b'"size_bytes":1', b'"size_bytes":0'),
@@ -176,7 +178,7 @@ def test_lines_that_are_none_are_refused() -> None:
         b"[]\n",
     ):
         with pytest.raises(InvalidRequest):
-            region_hello_from_line(bad)
+            hello_from_line(bad)
     for reply in (
         b'{"protocol":1,"state":"other"}',
         b'{"state":"ready","memory_kind":"rom"}',

@@ -20,7 +20,7 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
 from pillion.observability.metrics_export import Exports, Page, push_wanted
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
-from tests.support.otlp import collecting
+from testbed.otlp import collecting
 
 QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 

@@ -18,7 +18,7 @@ from pillion.engine.worker.step_meter import IDLE, StepMeter
 from pillion.engine.worker.step_meter import readings as lines
 from pillion.gateway.request.request_meter import CHAT, GatewayMeter, RequestMeter
 from pillion.gateway.request.request_meter import readings as under_way
-from pillion.kvstore.node.node_meter import readings as books
+from pillion.kvstore.node.kv_node import metric_readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
 from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
@@ -111,7 +111,7 @@ def test_a_workers_lines() -> None:
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
-    said = list(lines(line.scheduler.lines.load(line.scheduler.budget), seats=2))
+    said = list(lines(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
     assert by_labels(said, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
     assert by_labels(said, names.SEATS) == {"": 0}
     assert by_labels(said, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}
@@ -123,7 +123,7 @@ def test_a_pools_states_add_up() -> None:
         line.submit(prompt(seed + 1, 12), 6)
     seen = set()
     for _ in itertools.takewhile(lambda _: line.scheduler.num_sequences, range(100)):
-        status = line.ledger.books()
+        status = line.ledger.status()
         said = list(books(status))
         states = by_labels(said, names.KV_BLOCKS)
         assert sum(states.values()) == status.total_blocks == 32
@@ -135,7 +135,7 @@ def test_a_pools_states_add_up() -> None:
         line.answer()
     assert seen >= {"free", "leased", "committed"}
     line.settle()
-    assert by_labels(books(line.ledger.books()), names.KV_USAGE) == {"": 0.0}
+    assert by_labels(books(line.ledger.status()), names.KV_USAGE) == {"": 0.0}
 
 
 def metered(answers: int = 1) -> tuple[Meters, RequestMeter]:

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.scheduling.in_flight import Flights
+from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, State
-from pillion.engine.scheduling.step_cost import Budget
-from pillion.engine.scheduling.step_plan import Piece, Sampled, StepPlan
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_plan import Sampled, SequencePiece, StepPlan
+from pillion.kvstore.ledger.integrity import check_integrity
 from tests.scheduler.test_drafts import Oracle
 from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
 from tests.scheduler.test_step_cost import decodes
@@ -120,7 +121,7 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
     line.hear_idle()
     while line.answer():
         pass
-    leased = line.ledger.books().leased_blocks
+    leased = line.ledger.status().leased_blocks
     assert leased, "the slots went back under a step that writes there"
     line.scribble()
     line.step()
@@ -173,17 +174,17 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
         flight = plan
     assert ran[3] == {1, 2, 5}, "its two slots are used at once; the third needs one more"
     assert [said for said in released if said[1]] == [(3, [4])]
-    assert newest.state is State.RUNNING
+    assert newest.state is SequenceState.RUNNING
 
 
 def test_what_was_launched_under_an_older_hold_is_void() -> None:
-    flights, sequence = Flights(), stream(1, 6, range(4))
-    sequence.state = State.RUNNING
-    plan = StepPlan((Piece(sequence, 0, 6, 1),))
-    flights.launched(plan)
+    in_flight, sequence = InFlightSteps(), stream(1, 6, range(4))
+    sequence.state = SequenceState.RUNNING
+    plan = StepPlan((SequencePiece(sequence, 0, 6, 1),))
+    in_flight.launched(plan)
     sequence.hold(Holding(2, (), (5, 6)))
-    sequence.state = State.RUNNING
-    assert flights.landed(plan, Sampled((3,))) == ([], Sampled())
+    sequence.state = SequenceState.RUNNING
+    assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
     assert sequence.flying == 0
 
 
@@ -260,7 +261,7 @@ def test_guesses_are_judged_before_the_next_ones() -> None:
 
 
 def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
-    budget, pieces = Budget(256), decodes(4, 100)
+    budget, pieces = TokenBudget(256), decodes(4, 100)
     seen = []
     budget.cost.observe = lambda found, seconds: seen.append(round(seconds, 6))  # type: ignore[method-assign]
     budget.begin(pieces, 0.0)
@@ -325,7 +326,7 @@ def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
     else:
         line.breaks = kind
     line.scheduler.check_integrity()
-    line.ledger.check_integrity()
+    check_integrity(line.ledger)
 
 
 @settings(max_examples=300, deadline=None)
@@ -340,4 +341,4 @@ def test_any_history_with_a_step_under_way(
         play(line, str(kind), [number for number in said if isinstance(number, int)])
     line.breaks, line.refuse_commits = "", 0
     run_out(line)
-    assert all(s.state is not State.RUNNING for s in line.scheduler._sequences.values())
+    assert all(s.state is not SequenceState.RUNNING for s in line.scheduler._sequences.values())

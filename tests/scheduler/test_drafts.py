@@ -11,7 +11,7 @@ from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.drafts import speculate
 from pillion.engine.scheduling.ngram import NGramDrafter
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import Piece
+from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from tests.support.scheduler_line import GREEDY, SchedulerLine, answer, prompt
 
@@ -184,5 +184,5 @@ def test_no_guess_is_longer_than_the_bound() -> None:
     sequence = sequence_of([1, 2, 3])
     sequence.num_computed = 2
     assert sequence.room_for_drafts > MAX_SPECULATIVE_TOKENS
-    (piece,) = speculate(Eager(), [Piece(sequence, 2, 1, 1)], 100)
+    (piece,) = speculate(Eager(), [SequencePiece(sequence, 2, 1, 1)], 100)
     assert piece.count == piece.samples == 1 + MAX_SPECULATIVE_TOKENS

@@ -9,7 +9,7 @@ import pytest
 
 from pillion.engine.scheduling.forks import copy_tail
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
+from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import Sampled
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_line import BLOCK, GREEDY, ROOT, SchedulerLine, answer, prompt, states
@@ -44,7 +44,7 @@ def test_all_first_tokens_come_in_the_same_step() -> None:
     line.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
     line.step()
     assert [len(said.token_ids) for said in line.said.values()] == [1, 1, 1]
-    assert states(line) == [State.RUNNING, State.RESUMING, State.RESUMING]
+    assert states(line) == [SequenceState.RUNNING, SequenceState.RESUMING, SequenceState.RESUMING]
 
 
 def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
@@ -128,8 +128,8 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
     while line.answer():
         pass
     parent, child = line.scheduler._sequences[first], line.scheduler._sequences[2]
-    assert child.state is State.SWAPPED
-    for state in (State.CLOSING, State.RESUMING):
+    assert child.state is SequenceState.PREEMPTED
+    for state in (SequenceState.CLOSING, SequenceState.RESUMING):
         parent.state, kept = state, parent.state
         assert copy_tail(parent, child) is None
         parent.state = kept
@@ -213,4 +213,4 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
         if plan.pieces:
             tokens = sum(piece.samples + len(piece.fork_seeds) for piece in plan.pieces)
             outcomes.append(scheduler.commit(plan, Sampled((1,) * tokens), now))
-    assert any(s.marks.preemptions for s in scheduler._sequences.values()), "nobody was preempted"
+    assert any(s.progress.preemptions for s in scheduler._sequences.values()), "nobody was preempted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import State
+from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import ConfigError
 from pillion.priority import PRIORITY_AGING_S
 from tests.support.scheduler_line import SchedulerLine, prompt, states
@@ -26,7 +26,7 @@ def test_the_more_urgent_prompt_tail_goes_first() -> None:
     patient = line.submit(prompt(3, 30), 4, priority=1)
     assert served(line) == [urgent]
     line.finish()
-    ends = {i: said.end.marks.first_token_s for i, said in line.said.items() if said.end and said.end.marks}
+    ends = {i: said.end.progress.first_token_s for i, said in line.said.items() if said.end and said.end.progress}
     assert sorted(ends, key=ends.__getitem__) == [urgent, usual, patient]
     line.check_answers()
 
@@ -59,8 +59,8 @@ def test_a_patient_prompt_tail_is_not_starved_by_a_stream_of_urgent_ones() -> No
         served(line)
     line.finish()
     line.check_answers()
-    marks = {i: said.end.marks for i, said in line.said.items() if said.end and said.end.marks}
-    before = [m.arrived_s for m in marks.values() if m.first_step_s < marks[patient].first_step_s]
+    progress = {i: said.end.progress for i, said in line.said.items() if said.end and said.end.progress}
+    before = [m.arrived_s for m in progress.values() if m.first_step_s < progress[patient].first_step_s]
     # Three times as much comes as can be served. Yet it competes only with those that came within a level of aging, and
     # the class of a begun one, after it.
     assert len(before) > 20
@@ -79,12 +79,12 @@ def test_the_least_urgent_gives_way_even_to_newer_ones() -> None:
     line = SchedulerLine(slots=20, budget=32, max_num_seqs=4)
     patient = line.submit(prompt(1, 8), 40, priority=1)
     urgent = [line.submit(prompt(seed, 8), 40, priority=-1) for seed in (2, 3)]
-    while State.RESUMING not in states(line):
+    while SequenceState.RESUMING not in states(line):
         served(line)
         assert line.now < 1, "nobody was preempted"
     assert patient is not None
-    assert line.scheduler._sequences[patient].state is State.RESUMING
-    assert all(line.scheduler._sequences[i].state is State.RUNNING for i in urgent if i is not None)
+    assert line.scheduler._sequences[patient].state is SequenceState.RESUMING
+    assert all(line.scheduler._sequences[i].state is SequenceState.RUNNING for i in urgent if i is not None)
     line.finish()
     line.check_answers()
 
@@ -98,7 +98,7 @@ def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
     later = [line.submit(prompt(seed, 8), 40) for seed in (2, 3)]
     assert patient is not None
     ids = served(line)
-    while line.scheduler._sequences[patient].state is State.RUNNING:
+    while line.scheduler._sequences[patient].state is SequenceState.RUNNING:
         ids = served(line)
         assert line.now < 3 * PRIORITY_AGING_S + 1, "nobody was preempted"
     assert patient not in ids
@@ -117,8 +117,8 @@ def test_the_head_is_spared_even_if_it_is_the_least_urgent() -> None:
     assert head is not None
     end = line.said[head].end
     assert end is not None
-    assert end.marks is not None
-    assert end.marks.preemptions == 0
+    assert end.progress is not None
+    assert end.progress.preemptions == 0
     assert line.preemptions > 0
     line.check_answers()
 
@@ -127,14 +127,14 @@ def test_a_preempted_stream_comes_back_before_new_ones() -> None:
     line = SchedulerLine(slots=16, budget=24, max_num_seqs=2)
     for seed in range(2):
         line.submit(prompt(seed, 15), 20)
-    while State.RESUMING not in states(line):
+    while SequenceState.RESUMING not in states(line):
         served(line)
     # Its memory comes when the other one ends; a prompt that arrives meanwhile gets in line behind it.
-    while State.SWAPPED not in states(line):
+    while SequenceState.PREEMPTED not in states(line):
         served(line)
         if line.now < 3:
             line.submit(prompt(9, 3), 2)
-    waiting = list(line.scheduler.lines.waiting)
+    waiting = list(line.scheduler.queues.waiting)
     ids = served(line)
     assert ids[0] == 2
     assert waiting, "nobody waited: the scene shows nothing"

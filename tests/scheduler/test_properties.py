@@ -94,5 +94,5 @@ def test_spans_of_any_chunks_are_acknowledged_in_order(lengths: list[int], budge
     again = line.submit([*prompt(1, ends[-1]), 5], 3)
     assert again is not None
     line.finish()
-    assert line.said[again].end.marks.tail_tokens == 1  # type: ignore[union-attr]
+    assert line.said[again].end.progress.tail_tokens == 1  # type: ignore[union-attr]
     line.check_answers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import State
+from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import ConfigError, Internal
 from pillion.types import FinishReason
 from tests.support.fake_backend import greedy
@@ -51,9 +51,9 @@ def test_no_more_run_than_max_num_seqs_and_the_line_is_fifo() -> None:
     line = SchedulerLine(budget=32, max_num_seqs=2)
     ids = [line.submit(prompt(seed, 6), 5) for seed in range(5)]
     line.step()
-    assert states(line) == [State.RUNNING] * 2 + [State.WAITING] * 3
+    assert states(line) == [SequenceState.RUNNING] * 2 + [SequenceState.WAITING] * 3
     line.finish()
-    ends = [(said.end.marks.ended_s, i) for i, said in line.said.items() if said.end and said.end.marks]
+    ends = [(said.end.progress.ended_s, i) for i, said in line.said.items() if said.end and said.end.progress]
     assert [i for _, i in sorted(ends)] == ids
 
 
@@ -64,13 +64,13 @@ def test_generated_text_is_committed_too() -> None:
     assert first is not None
     tokens = prompt(1, 10) + line.said[first].token_ids
     # 20 tokens have their KV, the 21st has none: five blocks.
-    assert line.ledger.books().committed_blocks == 20 // BLOCK
+    assert line.ledger.status().committed_blocks == 20 // BLOCK
     again = line.submit([*tokens, 1], 3)
     assert again is not None
     line.finish()
-    marks = line.said[again].end.marks  # type: ignore[union-attr]
-    assert marks is not None
-    assert marks.tail_tokens == 2
+    progress = line.said[again].end.progress  # type: ignore[union-attr]
+    assert progress is not None
+    assert progress.tail_tokens == 2
     line.check_answers()
 
 
@@ -92,14 +92,14 @@ def test_the_newest_gives_way_and_says_the_same() -> None:
     for seed in range(3):
         assert line.submit(prompt(seed, 8), 40) is not None
     run_steps(line, 30)
-    assert [s for s in states(line) if s is State.RESUMING], "nobody was preempted"
-    assert states(line)[0] is State.RUNNING
+    assert [s for s in states(line) if s is SequenceState.RESUMING], "nobody was preempted"
+    assert states(line)[0] is SequenceState.RUNNING
     line.finish()
     assert line.preemptions > 0
     oldest = line.said[1].end
     assert oldest is not None
-    assert oldest.marks is not None
-    assert oldest.marks.preemptions == 0
+    assert oldest.progress is not None
+    assert oldest.progress.preemptions == 0
     line.check_answers()
 
 
@@ -114,7 +114,7 @@ def test_one_preemption_is_waited_for_before_the_next() -> None:
         line.step()
         while line.unheard and not line.unheard[0].commits:
             line.answer()
-    assert states(line) == [State.RUNNING] * 3 + [State.CLOSING]
+    assert states(line) == [SequenceState.RUNNING] * 3 + [SequenceState.CLOSING]
     line.finish()
     line.check_answers()
 
@@ -122,17 +122,17 @@ def test_one_preemption_is_waited_for_before_the_next() -> None:
 def test_who_only_waits_gives_way_before_who_runs() -> None:
     line = SchedulerLine(slots=8, budget=16, max_num_seqs=1)
     running, waiting = line.submit(prompt(1, 11), 12), line.submit(prompt(2, 15), 2)
-    while State.RESUMING not in states(line):
+    while SequenceState.RESUMING not in states(line):
         line.step()
         line.answer()
-    assert states(line) == [State.RUNNING, State.RESUMING]
+    assert states(line) == [SequenceState.RUNNING, SequenceState.RESUMING]
     line.finish()
     assert running is not None
     assert waiting is not None
     end = line.said[waiting].end
     assert end is not None
-    assert end.marks is not None
-    assert end.marks.preemptions == 1
+    assert end.progress is not None
+    assert end.progress.preemptions == 1
     line.check_answers()
 
 
@@ -142,7 +142,7 @@ def test_a_decode_waits_for_the_lease_under_way() -> None:
     for _ in range(12):
         line.step()
     assert line.preemptions == 0
-    assert states(line) == [State.RUNNING]
+    assert states(line) == [SequenceState.RUNNING]
     assert not line.step().pieces, "it ran without a slot"
     run_steps(line, 3)
     assert seq_id is not None
@@ -174,7 +174,7 @@ def test_a_lost_race_swaps_the_table_and_returns_the_own_slot() -> None:
     assert tables[0] == tables[1]
     line.finish()
     line.check_answers()
-    assert line.ledger.books().committed_blocks == 25 // BLOCK
+    assert line.ledger.status().committed_blocks == 25 // BLOCK
 
 
 def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_span() -> None:
@@ -193,7 +193,7 @@ def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_span() -> None:
     assert end.ending.error is not None
     assert not line.said[span].chunks
     assert line.said[stream].token_ids == greedy(prompt(1, 10), 20)
-    assert line.ledger.books().committed_blocks == 0
+    assert line.ledger.status().committed_blocks == 0
 
 
 def test_a_failed_step_fails_its_sequences_only() -> None:
@@ -228,7 +228,7 @@ def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
     line = SchedulerLine(slots=16, budget=16)
     for seed in range(3):
         line.submit(prompt(seed, 8), 40)
-    while State.RESUMING not in states(line):
+    while SequenceState.RESUMING not in states(line):
         line.step()
         line.answer()
     newest = max(line.scheduler._sequences)

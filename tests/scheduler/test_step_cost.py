@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, Budget, StepCost, features
-from pillion.engine.scheduling.step_plan import Piece, Sampled, StepPlan
+from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, StepCost, TokenBudget, features
+from pillion.engine.scheduling.step_plan import Sampled, SequencePiece, StepPlan
 from tests.support.scheduler_line import SchedulerLine, prompt
 
 
@@ -24,7 +24,7 @@ class Machine:
     per_pair: float = 1e-9
     slow: float = 1.0
 
-    def seconds(self, pieces: list[Piece]) -> float:
+    def seconds(self, pieces: list[SequencePiece]) -> float:
         tokens = sum(piece.count for piece in pieces)
         reads = sum(piece.start + piece.count for piece in pieces)
         pairs = sum(piece.count * (piece.start + piece.count / 2) for piece in pieces)
@@ -32,16 +32,16 @@ class Machine:
         return self.slow * work
 
 
-def decodes(count: int, context: int) -> list[Piece]:
-    return [Piece(None, context, 1, 1) for _ in range(count)]  # type: ignore[arg-type]
+def decodes(count: int, context: int) -> list[SequencePiece]:
+    return [SequencePiece(None, context, 1, 1) for _ in range(count)]  # type: ignore[arg-type]
 
 
-def chunk(start: int, count: int) -> Piece:
-    return Piece(None, start, count, 0)  # type: ignore[arg-type]
+def chunk(start: int, count: int) -> SequencePiece:
+    return SequencePiece(None, start, count, 0)  # type: ignore[arg-type]
 
 
 def run(
-    budget: Budget, machine: Machine, pieces: list[Piece], start: int, steps: int, noise: float = 0.0
+    budget: TokenBudget, machine: Machine, pieces: list[SequencePiece], start: int, steps: int, noise: float = 0.0
 ) -> list[float]:
     """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
     random, found = np.random.default_rng(7), []
@@ -66,12 +66,12 @@ def test_it_finds_the_machine() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_the_budget_meets_the_target(noise: float) -> None:
-    found = run(Budget(2048, 0.030), Machine(), decodes(16, 500), 4000, 60, noise)
+    found = run(TokenBudget(2048, 0.030), Machine(), decodes(16, 500), 4000, 60, noise)
     assert np.median(found[10:]) == pytest.approx(0.030, rel=0.1)
 
 
 def test_it_reacts_within_a_few_steps() -> None:
-    budget, machine = Budget(2048, 0.030), Machine()
+    budget, machine = TokenBudget(2048, 0.030), Machine()
     run(budget, machine, decodes(16, 500), 4000, 30)
     # The machine becomes twice as slow, for instance because somebody else computes on it too.
     machine.slow = 2.0
@@ -88,7 +88,7 @@ def test_it_reacts_within_a_few_steps() -> None:
 
 
 def test_a_hiccup_is_not_believed() -> None:
-    budget, machine = Budget(2048, 0.030), Machine()
+    budget, machine = TokenBudget(2048, 0.030), Machine()
     run(budget, machine, decodes(16, 500), 4000, 30)
     before = budget.left(decodes(16, 500), 4000)
     plan = [*decodes(16, 500), chunk(4000, before)]
@@ -99,7 +99,7 @@ def test_a_hiccup_is_not_believed() -> None:
 
 
 def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
-    budget = Budget(256, 0.001)
+    budget = TokenBudget(256, 0.001)
     found = run(budget, Machine(), decodes(16, 500), 0, 10)
     assert budget.left(decodes(16, 500), 0) == MIN_TAIL_TOKENS
     assert found[-1] > 0.001
@@ -108,19 +108,19 @@ def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
 
 
 def test_the_hard_limit_holds() -> None:
-    assert run(Budget(64, 10.0), Machine(), decodes(16, 500), 0, 10)[-1] < 0.02
-    assert Budget(64, 10.0).left(decodes(16, 500), 0) == 48
+    assert run(TokenBudget(64, 10.0), Machine(), decodes(16, 500), 0, 10)[-1] < 0.02
+    assert TokenBudget(64, 10.0).left(decodes(16, 500), 0) == 48
 
 
 def test_without_a_target_the_budget_follows_nothing() -> None:
-    budget = Budget(64)
+    budget = TokenBudget(64)
     run(budget, Machine(slow=100.0), decodes(16, 500), 0, 5)
     assert budget.left(decodes(16, 500), 0) == 48
 
 
 def test_what_the_planner_is_told_remembers_chunks() -> None:
     """With or without a target; long after the last chunk the price of a token is still known."""
-    budget, machine = Budget(256), Machine()
+    budget, machine = TokenBudget(256), Machine()
     assert budget.cost.weights_s() == ()
     for start in range(0, 4000, 200):
         run(budget, machine, decodes(4, 500), start, 1)
@@ -136,10 +136,13 @@ def test_what_the_planner_is_told_remembers_chunks() -> None:
 def test_no_budget_is_guessed() -> None:
     """A decode worker that rarely sees a chunk, on a machine for which a fourth stream costs next to nothing: neither
     its first chunk nor one after many plain steps overshoots its target of 100 ms."""
-    budget, machine = Budget(256, 0.1), Machine(constant=9.5e-3, per_token=1.05e-3, per_read=7.5e-7, per_pair=2.9e-7)
+    budget, machine = (
+        TokenBudget(256, 0.1),
+        Machine(constant=9.5e-3, per_token=1.05e-3, per_read=7.5e-7, per_pair=2.9e-7),
+    )
     random, prompt_tails = np.random.default_rng(1), []
 
-    def step(pieces: list[Piece]) -> float:
+    def step(pieces: list[SequencePiece]) -> float:
         streams = sum(piece.samples for piece in pieces)
         seconds = machine.seconds(pieces) - machine.per_token * min(streams, 4) + 3e-4 * streams
         budget.begin(pieces, 0.0)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pillion.engine.backends.backend import BackendLost, Landed
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.host_backend import FinishedStep
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 
@@ -33,13 +34,13 @@ async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
     scheduler, said, allowed = Counting(), [], [False]
     loop: Any = StepLoop(
         scheduler,  # type: ignore[arg-type]
-        lambda plan: Landed(Sampled()),
+        lambda plan: FinishedStep(Sampled()),
         on_outcome=lambda outcome: said.append(outcome.updates[0].seq_id),
         on_death=lambda reason: None,
         may_publish=lambda: allowed[0],
     )
     loop.start()
-    loop.tell(lambda scheduler, now: None)
+    loop.post_event(lambda scheduler, now: None)
     async with asyncio.timeout(10):
         while len(loop._held) < MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -62,20 +63,20 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     scheduler = Counting()
     loop: Any = StepLoop(
         scheduler,  # type: ignore[arg-type]
-        lambda plan: Landed(Sampled()),
+        lambda plan: FinishedStep(Sampled()),
         on_outcome=lambda outcome: None,
         on_death=lambda reason: None,
         may_publish=lambda: False,
     )
     loop.start()
-    loop.tell(lambda scheduler, now: None)
+    loop.post_event(lambda scheduler, now: None)
     await asyncio.sleep(0.1)
     await asyncio.wait_for(loop.stop(), 10)
     assert not loop._thread.is_alive()
 
 
 class _Lost:
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         raise BackendLost("no device")
 
 
@@ -85,7 +86,7 @@ async def test_a_device_that_is_lost_ends_the_thread(at_launch: bool) -> None:
     died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def launch(plan: StepPlan) -> _Lost:
-        return _Lost().land() if at_launch else _Lost()  # type: ignore[return-value]
+        return _Lost().wait() if at_launch else _Lost()  # type: ignore[return-value]
 
     loop: Any = StepLoop(
         Counting(),  # type: ignore[arg-type]
@@ -94,6 +95,6 @@ async def test_a_device_that_is_lost_ends_the_thread(at_launch: bool) -> None:
         on_death=died.set_result,
     )
     loop.start()
-    loop.tell(lambda scheduler, now: None)
+    loop.post_event(lambda scheduler, now: None)
     assert "no device" in await asyncio.wait_for(died, 10)
     await asyncio.wait_for(loop.stop(), 10)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pillion.engine.worker.books import Books
+from pillion.engine.scheduling.block_manager import BlockManager
 from tests.support.ahead_line import AheadLine
 from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt
 
@@ -40,15 +40,15 @@ def decode(room_tokens: int) -> Any:
 
 
 def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:
-    books = Books(16)
+    block_manager = BlockManager(16)
     decodes = [decode(2), decode(10), decode(10), decode(16)]
-    out = books.close(decodes, 0.0, urgent=False)
+    out = block_manager.close(decodes, 0.0, urgent=False)
     assert out.lease_blocks == 3, "a slot for each decode that fills its block within STOCK_TARGET_TOKENS"
-    books.granted((7, 8, 9), 0.0)
-    books.stock.recall(100)
-    out = books.close(decodes, 0.0, urgent=False)
+    block_manager.granted((7, 8, 9), 0.0)
+    block_manager.stock.recall(100)
+    out = block_manager.close(decodes, 0.0, urgent=False)
     assert len(out.give_back) == 2, "the one that grows within STOCK_LOW_TOKENS keeps its slot"
     assert out.lease_blocks == 0, "what was recalled is not asked for again at once"
-    assert books.close(decodes, 0.0, urgent=False).give_back == [], "a recall is for once"
-    out = books.close([], 0.0, urgent=False)
+    assert block_manager.close(decodes, 0.0, urgent=False).give_back == [], "a recall is for once"
+    out = block_manager.close([], 0.0, urgent=False)
     assert len(out.give_back) == 1, "without decodes nothing is kept"

@@ -12,10 +12,12 @@ import pytest
 
 from pillion import AsyncClient, Client, InvalidRequest, Overloaded, PillionError, RequestOutput, SamplingParams
 from pillion.client.batch import MAX_CONCURRENCY, one_each
-from tests.support.fake_components import Line, running_line, until
+from tests.support.fake_components import FakeCluster, running_fake_cluster, until
 
 
-async def batch(line: Line, blocking: bool, *arguments: Any, **options: Any) -> list[RequestOutput | PillionError]:
+async def batch(
+    line: FakeCluster, blocking: bool, *arguments: Any, **options: Any
+) -> list[RequestOutput | PillionError]:
     if not blocking:
         return await line.client.batch(*arguments, **options)
     with Client(line.gateway.grpc_address) as client:
@@ -34,7 +36,7 @@ def blocking(request: pytest.FixtureRequest) -> bool:
 
 
 async def test_results_stand_in_the_prompts_order(blocking: bool) -> None:
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         prompts = ["Once", [5, 6, 7], [{"role": "user", "content": "x"}]] * 4
         sampling = [SamplingParams(max_tokens=1 + n, seed=n) for n in range(12)]
         results = await batch(line, blocking, prompts, sampling=sampling, concurrency=5, priority=3, cache_salt="s")
@@ -51,7 +53,7 @@ async def test_results_stand_in_the_prompts_order(blocking: bool) -> None:
 
 
 async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         line.decode.gate.clear()
         work = asyncio.create_task(batch(line, blocking, ["x"] * 9, concurrency=3))
         await until(lambda: len(line.decode.submits) == 3)
@@ -62,7 +64,7 @@ async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
 
 
 async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> None:
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         prompts = ["a", "y" * 300, "b"]
         results = await batch(line, blocking, prompts, raise_errors=False)
         assert texts(results) == ["The answer.", "InvalidRequest", "The answer."]
@@ -74,7 +76,7 @@ async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> 
 
 
 async def test_who_is_refused_for_load_comes_again(blocking: bool) -> None:
-    async with running_line("The answer.", max_inflight_requests=2) as line:
+    async with running_fake_cluster("The answer.", max_inflight_requests=2) as line:
         line.decode.gate.clear()
         work = asyncio.create_task(batch(line, blocking, ["x"] * 4, concurrency=4))
         await until(lambda: len(line.decode.submits) == 2)
@@ -83,7 +85,7 @@ async def test_who_is_refused_for_load_comes_again(blocking: bool) -> None:
 
 
 async def test_cancelling_the_async_batch_cancels_its_requests() -> None:
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         line.decode.gate.clear()
         work = asyncio.create_task(batch(line, False, ["x"] * 9, concurrency=3))
         await until(lambda: len(line.decode.submits) == 3)
@@ -95,7 +97,7 @@ async def test_cancelling_the_async_batch_cancels_its_requests() -> None:
 
 async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives where the caller's thread waits: for the next result."""
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         line.decode.gate.clear()
         loop = asyncio.get_running_loop()
 
@@ -118,7 +120,7 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
 
 
 async def test_the_bar_goes_to_standard_error(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_line("The answer.") as line:
+    async with running_fake_cluster("The answer.") as line:
         said = io.StringIO()
         monkeypatch.setattr(sys, "stderr", said)
         await batch(line, blocking, ["x"] * 3, progress=True)
@@ -151,7 +153,9 @@ async def test_load_that_stays_is_an_error() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "wait_s", lambda error: 0.0)
-        (result,) = await module.run_async(stream, [module.GenerateRequest(text="x")], 1, False, False)
+        (result,) = await module.run_batch_async(
+            lambda request: request, stream, [module.GenerateRequest(text="x")], 1, False, False
+        )
     assert isinstance(result, Overloaded)
     assert len(waits) == module.OVERLOAD_RETRIES + 1
     assert module.wait_s(Overloaded("", 10**9)) == module.MAX_OVERLOAD_WAIT_MS / 1000

@@ -28,7 +28,7 @@ from pillion import (
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.support.fake_components import running_line, until
+from tests.support.fake_components import running_fake_cluster, until
 
 CONFIG = """
 [req]
@@ -209,7 +209,7 @@ async def test_details_of_errors_come_back() -> None:
 
 
 async def test_the_gateway_names_the_bound_that_was_met() -> None:
-    async with running_line("The answer.", max_inflight_requests=1) as line:
+    async with running_fake_cluster("The answer.", max_inflight_requests=1) as line:
         line.decode.gate.clear()
         first = asyncio.create_task(texts(line.client))
         await until(lambda: line.gateway.gateway.active_requests)
@@ -318,7 +318,7 @@ async def test_sizes_of_messages_are_options() -> None:
 
 
 async def test_the_gateways_flag() -> None:
-    async with running_line("The answer.", max_message_bytes=64 * 1024) as line:
+    async with running_fake_cluster("The answer.", max_message_bytes=64 * 1024) as line:
         with pytest.raises(Overloaded, match="larger than max"):
             await texts(line.client, stop=["x" * 70_000])
         assert "".join(await texts(line.client)) == "The answer."

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 
+from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
-from tests.support.tiny_model import save_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGET, MODEL = '"127.0.0.1:50051"', 'LLM("demo"'

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pillion import LLM, ConfigError, InvalidRequest, SamplingParams
 from pillion.offline.llm import read_options
+from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.oracle import Oracle, first_difference
-from tests.support.tiny_model import BOS, EOS, save_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 TEXTS = ["Once upon a time, in a land far away, ", "The sea", "x", "Once upon a time, in a land not so far"]
@@ -139,11 +139,11 @@ def test_more_answers_than_there_is_room_for(llm: LLM) -> None:
 def test_the_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[object] = []
 
-    class Bar:
+    class FakeBar:
         def __init__(self, **said: object) -> None:
             seen.append((said["total"], said["desc"]))
 
-        def __enter__(self) -> Bar:
+        def __enter__(self) -> FakeBar:
             return self
 
         def __exit__(self, *_: object) -> None:
@@ -155,7 +155,7 @@ def test_the_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) ->
         def update(self, count: int) -> None:
             seen.append(count)
 
-    llm.generate(["a", "b", "c"], GREEDY, use_tqdm=Bar)
+    llm.generate(["a", "b", "c"], GREEDY, use_tqdm=FakeBar)
     assert seen == [(3, "Processed prompts"), 1, 1, 1, "closed"]
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b", "c"], GREEDY)
@@ -170,7 +170,7 @@ def test_one_bad_prompt_ends_the_call_and_is_named(llm: LLM) -> None:
         llm.generate(["x", "y" * 600, "z"], long, use_tqdm=False)
     assert [violation.field for violation in caught.value.violations] == ["text"]
     assert caught.value.__notes__ == ["prompt 1 of 3"]
-    assert llm._thread.line.gateway.active_requests == 0
+    assert llm.status().active_requests == 0
 
 
 @pytest.mark.parametrize(

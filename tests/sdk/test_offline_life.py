@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
 
 import pytest
 
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
+from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAD = """
@@ -44,16 +44,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def run(model: pathlib.Path, body: str, code: int = 0) -> tuple[str, str]:
     """Output of a program; its temporary folder is empty behind it, and so is its process group."""
     with tempfile.TemporaryDirectory(prefix="pl-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HEAD + body, str(model)],
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        out, err = process.communicate(timeout=100)
+        command, environ = [sys.executable, "-c", HEAD + body, str(model)], {**os.environ, "TMPDIR": folder}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with started(command, cwd=ROOT, env=environ, start_new_session=True, **pipes) as process:
+            out, err = process.communicate(timeout=100)
         assert process.returncode == code, err
         assert os.listdir(folder) == []
     with pytest.raises(ProcessLookupError):
@@ -106,7 +100,7 @@ async def main():
     first.chat(TALK, SHORT, use_tqdm=False)
     await asyncio.to_thread(first.generate, ["y"] * 9, SHORT, use_tqdm=False)
 asyncio.run(main())
-while not second._thread.line.gateway.active_requests:
+while not second.status().active_requests:
     time.sleep(0.01)
 print("end")
 """,
@@ -120,7 +114,7 @@ def test_ctrl_c_cancels_the_call_and_the_next_one_works(model: pathlib.Path) -> 
         """
 llm = made()
 def interrupt():
-    while llm._thread.line.gateway.active_requests < 9:
+    while llm.status().active_requests < 9:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
@@ -128,10 +122,9 @@ try:
     llm.generate(["x"] * 9, LONG)
 except KeyboardInterrupt:
     print("interrupted")
-gateway = llm._thread.line.gateway
-while gateway.active_requests:
+while llm.status().active_requests:
     time.sleep(0.01)
-assert gateway.status().completion_tokens < 9 * 4000, "they ran to their ends"
+assert llm.status().completion_tokens < 9 * 4000, "they ran to their ends"
 print(len(llm.generate("x", SHORT, use_tqdm=False)[0].outputs[0].token_ids))
 """,
     )
@@ -144,7 +137,7 @@ def test_close_cancels_calls_of_other_threads(model: pathlib.Path) -> None:
         """
 llm = made()
 def close():
-    while llm._thread.line.gateway.active_requests < 9:
+    while llm.status().active_requests < 9:
         time.sleep(0.01)
     llm.close()
 threading.Thread(target=close).start()
@@ -182,11 +175,9 @@ def test_killed_it_leaves_a_folder_that_the_next_start_removes(model: pathlib.Pa
         environ = {**os.environ, "TMPDIR": folder}
         body = HEAD + "llm = made()\nprint('up', flush=True)\n"
         command = [sys.executable, "-c", body + "time.sleep(100)\n", str(model)]
-        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        with started(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
         assert len(os.listdir(folder)) == 1
         subprocess.run([sys.executable, "-c", body, str(model)], cwd=ROOT, env=environ, check=True, capture_output=True)
         assert os.listdir(folder) == []

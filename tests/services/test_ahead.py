@@ -151,7 +151,7 @@ async def test_cancels_at_any_time_leak_nothing() -> None:
             for key, answer in enumerate(answers):
                 said = list(answer.token_ids)
                 assert said == greedy(prompt(key + turn, 6 + 5 * key), len(said))
-        await until(lambda: not workers.decode.worker.owners, "the cancels")
+        await until(lambda: not workers.decode.worker.listeners, "the cancels")
 
 
 async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() -> None:
@@ -174,7 +174,7 @@ async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() 
 
 
 async def returned(worker: Worker, old: int) -> None:
-    await until(lambda: worker.tenure.epoch != old and not worker.tenure.over, "the new epoch")
+    await until(lambda: worker.epoch.number != old and not worker.epoch.over, "the new epoch")
 
 
 @pytest.mark.parametrize("gone", ["fenced", "closed"])
@@ -191,11 +191,11 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
 
         decode.before_step = hang
         await until(lambda: stuck.is_set() and len(decode.under_way) == 2, "a step ahead of one that does not end")
-        old = worker.tenure.epoch
-        leaving: Callable[[], Any] = worker.close if gone == "closed" else worker.tenure.close
+        old = worker.epoch.number
+        leaving: Callable[[], Any] = worker.close if gone == "closed" else worker.epoch.close
         if gone == "fenced":
             pool.ledger.fence(old)
-            await until(lambda: worker.tenure.over, "the end")
+            await until(lambda: worker.epoch.over, "the end")
         left = asyncio.create_task(leaving())
         await asyncio.sleep(0.2)
         assert not left.done()

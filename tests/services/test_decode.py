@@ -12,7 +12,7 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
-from pillion.wire.kvnode import Ticket
+from pillion.wire.kvnode import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -125,9 +125,9 @@ async def test_cancel_and_a_lost_connection_free_everything() -> None:
             await connection.cancel(0)
             await connection.cancel(0)
             await connection.cancel(77)
-            await until(lambda: len(workers.decode.worker.owners) == 3, "the cancel")
+            await until(lambda: len(workers.decode.worker.listeners) == 3, "the cancel")
             assert answers[0].last is None
-        await until(lambda: not workers.decode.worker.owners, "the connection's end")
+        await until(lambda: not workers.decode.worker.listeners, "the connection's end")
         await workers.quiet()
         async with connected(workers) as connection:
             await over(await start(workers, connection, 0, prompt(9, 5)))
@@ -150,7 +150,7 @@ async def test_cancel_before_the_ticket_is_adopted() -> None:
             await connection.cancel(key)
             await workers.release(ticket)
         await over(await start(workers, connection, 99, prompt(3, 5)))
-        assert not workers.decode.worker.owners
+        assert not workers.decode.worker.listeners
         await workers.quiet()
 
 
@@ -184,7 +184,7 @@ async def test_bad_submits_are_refused_one_by_one() -> None:
         await workers.quiet()
 
 
-async def refusal(connection: Connection, key: int, ticket: Ticket, tokens: list[int], **other: object) -> int:
+async def refusal(connection: Connection, key: int, ticket: OpenTicketReply, tokens: list[int], **other: object) -> int:
     answer = await connection.submit(submit_of(key, ticket, tokens, **other))  # type: ignore[arg-type]
     await over(answer)
     assert answer.last is not None
@@ -199,7 +199,7 @@ async def test_tickets_that_do_not_fit_the_tokens() -> None:
         await over(await start(workers, connection, 1, tokens))
         ticket = await workers.ticket(tokens)
         assert ticket.pinned_blocks == 7
-        assert await refusal(connection, 2, Ticket(12345, 0), tokens) == NOT_FOUND
+        assert await refusal(connection, 2, OpenTicketReply(ticket_id=12345), tokens) == NOT_FOUND
         assert await refusal(connection, 3, ticket, prompt(2, 30)) == NOT_FOUND
         assert await refusal(connection, 4, ticket, tokens[:28]) == NOT_FOUND
         assert await refusal(connection, 5, ticket, tokens, root_hash=b"\6" * 32) == NOT_FOUND

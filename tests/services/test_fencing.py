@@ -11,16 +11,16 @@ import pytest
 
 from pillion.config import WorkerFlags
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.worker import worker_epoch as tenure
+from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.heartbeat import Heartbeat, Lease
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
 from pillion.wire.kvnode import HeartbeatReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import ComponentRecord
+from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
-from tests.support.redis import running_redis
 from tests.support.workers import Answer, Workers, connected, running_workers, submit_of, until
 
 UNAVAILABLE = 14
@@ -31,13 +31,13 @@ SHORT = {"heartbeat_timeout_ms": 300}
 
 def fence(workers: Workers, worker: Worker) -> int:
     """As after a silence; returns the epoch that is over."""
-    epoch = worker.tenure.epoch
+    epoch = worker.epoch.number
     workers.kvnode.pool.ledger.fence(epoch)
     return epoch
 
 
 async def returned(worker: Worker, old: int) -> None:
-    await until(lambda: worker.tenure.epoch != old and not worker.tenure.over, "the new epoch")
+    await until(lambda: worker.epoch.number != old and not worker.epoch.over, "the new epoch")
 
 
 async def lost(answer: Answer) -> None:
@@ -89,7 +89,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
         call = workers.prefill_stub.RunSpan(span_to_pb(workers.span(ticket, tokens, (16, 24)), "g"), timeout=20)
-        await until(lambda: workers.prefill.worker.owners, "the span")
+        await until(lambda: workers.prefill.worker.listeners, "the span")
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -108,7 +108,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         worker, ticket = workers.decode.worker, await workers.ticket(PROMPT)
         workers.decode_backend.gate.clear()
         answer = await connection.submit(submit_of(1, ticket, PROMPT))
-        await until(lambda: worker.owners, "the stream")
+        await until(lambda: worker.listeners, "the stream")
         await asyncio.sleep(0.05)
         old = fence(workers, worker)
         await lost(answer)
@@ -116,8 +116,8 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         late = await connection.submit(submit_of(2, ticket, PROMPT))
         await lost(late)
         books = await workers.node.status()
-        assert worker.tenure.over
-        assert (books.fenced_components, books.quarantined_blocks) == (("decode-0",), 6)
+        assert worker.epoch.over
+        assert (tuple(books.fenced_components), books.quarantined_blocks) == (("decode-0",), 6)
         await workers.node.check_integrity()
         workers.decode_backend.gate.set()
         await returned(worker, old)
@@ -146,7 +146,7 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
             ticket = await workers.ticket(PROMPT)
             async with connected(workers) as connection:
                 await connection.submit(submit_of(1, ticket, PROMPT))
-                await until(lambda: workers.decode.worker.owners, "the stream")
+                await until(lambda: workers.decode.worker.listeners, "the stream")
                 await asyncio.sleep(0.05)
                 fence(workers, workers.decode.worker)
                 await wait_until(False)
@@ -172,7 +172,7 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_said(monkeypatc
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
         await until(lambda: answer.token_ids, "a token")
         monkeypatch.setattr(worker._node, "heartbeat", unheard)
-        await until(lambda: worker.tenure._steps._held, "the lease's end")
+        await until(lambda: worker.epoch._steps._held, "the lease's end")
         await asyncio.sleep(0.1)
         said = len(answer.token_ids)
         await asyncio.sleep(0.2)
@@ -256,7 +256,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
     """Nobody knows which slots it moved. Not fenced yet, the worker is silent until it is."""
     async with running_workers(node=SHORT, decode=SHORT) as workers, connected(workers) as connection:
         worker = workers.decode.worker
-        old, real = worker.tenure.epoch, worker._node.commit
+        old, real = worker.epoch.number, worker._node.commit
 
         async def unanswered(epoch: int, runs: Any, **said: Any) -> Any:
             await real(epoch, runs, **said)
@@ -279,7 +279,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
 
 
 async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenure, "REATTACH_RETRY_S", 0.01)
+    monkeypatch.setattr(worker_epoch, "REATTACH_RETRY_S", 0.01)
     async with running_workers() as workers:
         asked = []
 
@@ -291,7 +291,7 @@ async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: py
         old = fence(workers, workers.decode.worker)
         reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
         assert "no new epoch" in reason
-        assert asked == [old] * tenure.MAX_REATTACH_TRIES
+        assert asked == [old] * worker_epoch.MAX_REATTACH_TRIES
         with pytest.raises(Unavailable):
             workers.decode.worker.check_open()
 
@@ -307,7 +307,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         fence(workers, worker)
         await until(lambda: worker._returning is not None, "the fence to be heard")
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
-        await until(lambda: not workers.kvnode.pool.ledger.books().fenced_components, "its end at the node")
+        await until(lambda: not workers.kvnode.pool.ledger.status().fenced_components, "its end at the node")
         await workers.node.check_integrity()
 
 
@@ -338,5 +338,5 @@ async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
         await asyncio.sleep(0.2)
         assert not workers.kvnode.status().fenced_components
         for component in (workers.prefill, workers.decode):
-            assert component.worker.tenure.epoch == component.worker._attachment.epoch
+            assert component.worker.epoch.number == component.worker._attachment.epoch
         await workers.quiet()

@@ -13,7 +13,7 @@ from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.prefill_service.span import SpanRun
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.decode import Fork
-from pillion.wire.kvnode import Ticket
+from pillion.wire.kvnode import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -108,7 +108,7 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
                 await until(lambda: all(answer.token_ids for answer in answers), "all first tokens")
         workers.decode_backend.gate.set()
         await workers.quiet()
-        assert not workers.decode.worker.owners
+        assert not workers.decode.worker.listeners
 
 
 async def test_forks_in_a_pool_too_small_for_all() -> None:
@@ -164,7 +164,7 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         first = await connection.submit(submit_of(1, tickets[0], PROMPT, 40, forks=(Fork(5, 12),)))
         second = await connection.submit(submit_of(2, tickets[1], PROMPT, 40))
-        await until(lambda: len(workers.decode.worker.owners) == 3, "all three")
+        await until(lambda: len(workers.decode.worker.listeners) == 3, "all three")
         workers.decode.worker.fail("a test says so")
         workers.decode_backend.gate.set()
         await over([first, second])
@@ -183,7 +183,7 @@ async def test_streams_are_bounded_with_their_forks() -> None:
                 connection.answers[fork.key] = Answer()
             answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, forks=forks)))
         await until(lambda: sum(answer.over.is_set() for answer in answers) == 5, "five refusals")
-        assert len(workers.decode.worker.owners) == 5
+        assert len(workers.decode.worker.listeners) == 5
         assert all(answer.last.error.code == 8 for answer in answers if answer.last and answer.last.error)
         workers.decode_backend.gate.set()
         await over(answers)
@@ -199,8 +199,10 @@ async def test_a_cancel_right_behind_the_order_to_resume_opens_no_ticket(monkeyp
             asked.append(order)
 
         monkeypatch.setattr(worker.tickets, "resume", resume)
-        worker.tenure.owners[77] = SpanRun(workers.prefill.worker, workers.span(Ticket(1, 0), PROMPT, [4]), Context())
-        worker.tenure._on_resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
+        worker.epoch.listeners[77] = SpanRun(
+            workers.prefill.worker, workers.span(OpenTicketReply(ticket_id=1), PROMPT, [4]), Context()
+        )
+        worker.epoch._on_resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
         worker.cancel(77)
         await asyncio.sleep(0.05)
         assert not asked

@@ -9,7 +9,7 @@ import pytest
 from pillion.engine.worker import tickets
 from pillion.errors import Cancelled, NotFound, Overloaded
 from pillion.kvstore.node import pool
-from pillion.wire.kvnode import Ticket
+from pillion.wire.kvnode import OpenTicketReply
 from pillion.wire.prefill import ack_from_pb, span_to_pb
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
@@ -19,7 +19,9 @@ AWAITED = 10
 NOT_FOUND, EXHAUSTED, DEADLINE = 5, 8, 4
 
 
-async def awaiting(workers: Workers, connection: Connection, key: int = 1, **other: object) -> tuple[Answer, Ticket]:
+async def awaiting(
+    workers: Workers, connection: Connection, key: int = 1, **other: object
+) -> tuple[Answer, OpenTicketReply]:
     """A stream that waits at the node for a span that nobody has begun."""
     waits = workers.kvnode.pool.chain_waits
     ticket = await workers.ticket(TOKENS)
@@ -28,7 +30,7 @@ async def awaiting(workers: Workers, connection: Connection, key: int = 1, **oth
     return answer, ticket
 
 
-async def run_span(workers: Workers, ticket: Ticket) -> None:
+async def run_span(workers: Workers, ticket: OpenTicketReply) -> None:
     span = workers.span(ticket, TOKENS, (16, 16, 8))
     acks = [ack_from_pb(one) async for one in workers.prefill_stub.RunSpan(span_to_pb(span, "test"), timeout=20)]
     assert acks[-1].end_tokens == AWAITED * 4
@@ -129,7 +131,7 @@ async def test_waits_are_bounded_and_end_with_their_epoch(monkeypatch: pytest.Mo
         answer = await connection.submit(submit_of(2, second, TOKENS[1:], 9, awaited_blocks=AWAITED))
         assert await end_of(answer) == EXHAUSTED
         books = workers.kvnode.pool
-        epoch = workers.decode.worker.tenure.epoch
+        epoch = workers.decode.worker.epoch.number
         books.adopt(epoch, second.ticket_id, 0)
         with pytest.raises(Overloaded):
             await books.await_chain(epoch, second.ticket_id, AWAITED, 1.0)

@@ -9,9 +9,9 @@ import pytest
 from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.errors import ConfigError
-from pillion.kvstore.index.index import Registry
+from pillion.kvstore.index.registry import Registry
+from testbed.redis import running_redis
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
-from tests.support.redis import running_redis
 from tests.support.workers import BLOCK, connected, running_workers, submit_of, until
 
 UNAVAILABLE = 14
@@ -38,7 +38,7 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         answer = await connection.submit(submit_of(1, tickets[0], PROMPT, 12))
-        await until(lambda: workers.decode.worker.owners, "the stream")
+        await until(lambda: workers.decode.worker.listeners, "the stream")
         stopping = asyncio.create_task(workers.decode.stop(10.0))
         await asyncio.sleep(0.05)
         late = await connection.submit(submit_of(2, tickets[1], PROMPT))

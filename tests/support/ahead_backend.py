@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_step import run_at_once
+from pillion.engine.backends.host_backend import run_at_once
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.scheduling.step_plan import Sampled
 from pillion.kvstore.ledger.ledger import Ledger
@@ -43,7 +43,7 @@ class Launched:
         self.slots = {slot for table, length in used for slot in table[: -(-length // size)]}.union(*copies)
         self._backend = backend
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         assert self.over.wait(LANDING_TIMEOUT_S)
         self._backend.landed(self)
         if self.error is not None:

@@ -47,7 +47,7 @@ class Device:
     def __init__(self, pool: Int64, draw: Random) -> None:
         self._pool = pool
         self._draw = draw
-        self._flights: deque[_Step] = deque()
+        self._in_flight: deque[_Step] = deque()
         self._before = Sampled()
         # Of the last steps that ran, by launch: unknown tokens that they were given.
         self.resolved = 0
@@ -55,22 +55,22 @@ class Device:
     def launch(self, plan: StepPlan) -> None:
         batch = build_batch(plan, BLOCK)
         batch = replace(batch, block_tables=batch.block_tables.copy())
-        self._flights.append(_Step(batch, plan.copies, shifts(plan), slots_of(batch, plan.copies)))
+        self._in_flight.append(_Step(batch, plan.copies, shifts(plan), slots_of(batch, plan.copies)))
         if self._draw.random() < 0.5:
-            self._catch_up(len(self._flights))
+            self._catch_up(len(self._in_flight))
 
     def land(self) -> Sampled:
         self._catch_up(1)
-        sampled = self._flights.popleft().sampled
+        sampled = self._in_flight.popleft().sampled
         assert sampled is not None
         return sampled
 
     def slots(self) -> set[int]:
         """What steps that have not landed use."""
-        return set().union(*(step.slots for step in self._flights))
+        return set().union(*(step.slots for step in self._in_flight))
 
     def _catch_up(self, steps: int) -> None:
-        for step in list(self._flights)[:steps]:
+        for step in list(self._in_flight)[:steps]:
             if step.sampled is None:
                 if step.copies:
                     copy_blocks(self._pool, *zip(*step.copies, strict=True))
@@ -101,8 +101,8 @@ class AheadLine(SchedulerLine):
     def step(self) -> StepPlan:
         """Schedule and launch; land what was under way before."""
         self.now += 0.01
-        before = {id(s) for s in self.scheduler.lines.running if s.decoding}
-        coming = self.scheduler._flights.holding
+        before = {id(s) for s in self.scheduler.queues.running if s.decoding}
+        coming = self.scheduler._in_flight.holding
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
         outcome = self.scheduler.flush(self.now)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from tests.support.redis import running_redis
+from testbed.redis import running_redis
 
 # Unless a test says otherwise every prompt goes the whole way, by the prefill worker.
 DISAGGREGATED: dict[str, Any] = {"split_policy": "disaggregated"}

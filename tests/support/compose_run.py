@@ -23,9 +23,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pillion.supervisor.child import Child
+from pillion.supervisor.child_process import ChildProcess
+from testbed.redis import redis_executable
 from tests.support.compose import ROOT, Image, Service
-from tests.support.redis import redis_executable
 
 STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
 
@@ -41,7 +41,7 @@ class Container:
     name: str
     service: Service
     address: str
-    child: Child | None = None
+    child: ChildProcess | None = None
     exit_code: int | None = None
     history: list[str] = field(default_factory=list)
 
@@ -132,7 +132,7 @@ class ComposeRun:
         environment |= {key: self._here(value, container) for key, value in said.items()}
         entrypoint = self._image.entrypoint if service.own else ()
         argv = self._command([*entrypoint, *service.command], container)
-        container.child = await Child.start(argv, environment, container.history.append)
+        container.child = await ChildProcess.start(argv, environment, container.history.append)
 
     async def _until_healthy(self, container: Container) -> None:
         health, began_s, failures = container.service.health, time.monotonic(), 0
@@ -159,7 +159,7 @@ class ComposeRun:
         # As inside the container: with TLS between parts the question needs the part's certificates.
         environment = {key: self._here(value, container) for key, value in container.service.environment.items()}
         lines: list[str] = []
-        child = await Child.start(argv, {**os.environ, **environment, "PYTHONPATH": str(ROOT)}, lines.append)
+        child = await ChildProcess.start(argv, {**os.environ, **environment, "PYTHONPATH": str(ROOT)}, lines.append)
         try:
             return await asyncio.wait_for(child.wait(), container.service.health.timeout_s) == 0
         except TimeoutError:

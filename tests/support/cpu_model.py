@@ -7,7 +7,7 @@ import pytest
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from tests.support.torch_model import Driver
+from tests.support.torch_model import BackendDriver
 
 ISA = choose_isa("auto", host_features())
 needs_kernels = pytest.mark.skipif(ISA is None, reason="there are no kernels for this processor")
@@ -27,7 +27,7 @@ def cpu_backend(
     return CpuBackend(load_cpu_model(prepared, block_size, isa, quantization=quantization, checked=checked), threads)
 
 
-class CpuDriver(Driver):
+class CpuDriver(BackendDriver):
     """One backend, one pool of NaN, any number of texts."""
 
     def __init__(

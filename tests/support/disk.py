@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.tiers.checksum import block_checksum
+from pillion.kvstore.memory.memory import block_checksum
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import HEADER_BYTES, PAGE_BYTES, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName

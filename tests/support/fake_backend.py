@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import KVLayout, Landed
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_step import run_at_once
+from pillion.engine.backends.host_backend import FinishedStep, run_at_once
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import SamplingRows
@@ -101,7 +101,7 @@ class FakeBackend:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         copy_blocks(self._pool, sources, targets)
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Landed:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
         return run_at_once(self, batch, copies, rows)
 
     def warm_up(self, max_tokens: int) -> None:

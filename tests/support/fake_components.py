@@ -22,7 +22,8 @@ from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, PillionError
 from pillion.gateway.gateway_server import GatewayServer, start_gateway
-from pillion.kvstore.index.index import PrefixHit, Registry
+from pillion.kvstore.index.index import PrefixHit
+from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
@@ -30,8 +31,8 @@ from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
 from pillion.wire.prefill import ChunkAck, Span, ack_to_pb, span_from_pb
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis import running_redis
-from tests.support.toy_tokenizer import byte_tokenizer, write_tokenizer
+from testbed.redis import running_redis
+from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
 BLOCK = 4
 NAMESPACE = "ab" * 32
@@ -52,7 +53,7 @@ def script_of(text: str) -> tuple[int, ...]:
     return (*byte_tokenizer().encode(text).ids, EOS)
 
 
-class FakeNode(kvnode_pb2_grpc.KVNodeServicer):
+class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
     """Grants every ticket; says that ``pinned`` blocks are there.
 
     ``brings``: for the next prefetches, how far the chain reaches then, or an error; without a word, all that is asked.
@@ -277,7 +278,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(delta)
 
 
-def knows(line: Line, **hits: int) -> None:
+def knows(line: FakeCluster, **hits: int) -> None:
     """From now on the index says so, of every prompt: ``kv_0=3`` is three blocks on kv-0."""
     found = [PrefixHit(name.replace("_", "-"), blocks) for name, blocks in hits.items()]
 
@@ -297,13 +298,13 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 @dataclass
-class Line:
+class FakeCluster:
     """Fake peers, a real registry, and a real gateway before them. The far ones are on the node kv-1, if they run."""
 
-    node: FakeNode
+    node: FakeKVNode
     prefill: FakePrefill
     decode: FakeDecode
-    far_node: FakeNode
+    far_node: FakeKVNode
     far_prefill: FakePrefill
     gateway: GatewayServer
     client: AsyncClient
@@ -344,12 +345,12 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 
 @contextlib.asynccontextmanager
-async def running_line(
+async def running_fake_cluster(
     script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any
-) -> AsyncIterator[Line]:
+) -> AsyncIterator[FakeCluster]:
     """Redis, the fake parts of ``roles``, and a gateway with ``flags``. "far-kvnode" and "far-prefill" are kv-1's."""
-    node, prefill, decode = FakeNode(), FakePrefill(), FakeDecode(script)
-    far_node, far_prefill = FakeNode("kv-1"), FakePrefill()
+    node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
+    far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
     decode.prefill = prefill
     add_node, add_prefill = kvnode_pb2_grpc.add_KVNodeServicer_to_server, prefill_pb2_grpc.add_PrefillServicer_to_server
     services = {
@@ -373,7 +374,7 @@ async def running_line(
             )
             stack.push_async_callback(servers[role].stop, 0)
             far = {"node_id": "kv-1"} if role.startswith("far-") else {}
-            await registry.beat(record(component_id, role.removeprefix("far-"), address, **far))
+            await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far))
         said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         said |= {"split_policy": "disaggregated"} | flags
         gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))
@@ -383,4 +384,4 @@ async def running_line(
             await until(client.models)
         if "far-kvnode" in roles:
             await until(lambda: gateway._cluster.node("kv-1").alive)
-        yield Line(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)
+        yield FakeCluster(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pillion.config import ModelFlags
-from tests.support.tiny_model import save_model
+from testbed.tiny_model import save_model
 from tests.support.torch_model import perturb_vectors
 
 PROMPT_TOKENS = 70

@@ -6,19 +6,19 @@ from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 import torch
 
-from pillion.engine.backends.backend import FP8_E4M3
+from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import load_gpu_weights, own_memory
-from pillion.engine.checkpoints.prepare import LAYOUT_VERSION, PreparedModel, kv_layout
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
-from tests.support.torch_model import Driver
+from tests.support.torch_model import BackendDriver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
 
 
-class Memory:
+class FakeDevicePool:
     """A pool on the device, as an attachment gives it."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -44,7 +44,7 @@ def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = Fa
     return GpuBackend(model, layout, limits, enforce_eager=eager)
 
 
-class GpuDriver(Driver):
+class GpuDriver(BackendDriver):
     """One backend, one pool of NaN, any number of texts."""
 
     def __init__(
@@ -60,5 +60,5 @@ class GpuDriver(Driver):
     def bind(self, num_slots: int) -> None:
         """Memory on the device, each byte of which reads as NaN."""
         size = num_slots * self.backend.layout.block_bytes
-        self.backend.bind_pool(Memory(size), num_slots)
+        self.backend.bind_pool(FakeDevicePool(size), num_slots)
         self.backend.warm_up(MAX_TOKENS)

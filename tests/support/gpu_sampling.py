@@ -11,49 +11,49 @@ import torch
 
 from pillion.engine.sampling.penalties import edited
 from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
-from pillion.kernels.gpu.sampling.sampling_device import Scratch
+from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits
 from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
-from tests.support.sampling import Ask, all_noise, rows_of
+from tests.support.sampling import RowParameters, all_noise, rows_of
 
 
 def chosen_on_device(
-    logits: torch.Tensor, asks: Sequence[Ask], *, padded_to: int = 0, cutting: bool | None = None
+    logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0, cutting: bool | None = None
 ) -> list[int]:
     """What the kernels choose of logits [R, V], which are copied; -7 where nothing was written."""
-    rows, vocab = rows_of(asks), logits.shape[1]
-    count = max(len(asks), padded_to)
+    rows, vocab = rows_of(all_params), logits.shape[1]
+    count = max(len(all_params), padded_to)
     table = torch.full((count, vocab), 1.0, dtype=logits.dtype)
-    table[: len(asks)] = logits
+    table[: len(all_params)] = logits
     table = table.to(DEVICE)
     edits = EditPacker(vocab).pack(rows.edits)
     if len(edits):
         apply_edits(table, torch.from_numpy(edits).to(DEVICE))
     record = torch.from_numpy(pack_rows(rows, padded_to)).to(DEVICE)
     out = torch.full((count,), -7, dtype=torch.int32, device=DEVICE)
-    scratch = Scratch.allocate(count, vocab, DEVICE)
+    scratch = SamplerScratch.allocate(count, vocab, DEVICE)
     choose(table, record, out, scratch, cutting=cuts_any(rows) if cutting is None else cutting)
     return out.tolist()
 
 
-def edited_row(logits: torch.Tensor, ask: Ask) -> np.ndarray:
+def edited_row(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
     """One row [V] with its edits, by the CPU's own code."""
     table = logits[None].float().numpy().copy()
-    with edited(table, rows_of([ask]).edits), np.errstate(all="ignore"):
+    with edited(table, rows_of([params]).edits), np.errstate(all="ignore"):
         return table[0].copy()
 
 
-def nearly_tie(row: np.ndarray, ask: Ask, one: int, other: int) -> bool:
+def nearly_tie(row: np.ndarray, params: RowParameters, one: int, other: int) -> bool:
     """Whether two tokens of an edited row [V] may both be answers, by what pillion.kernels.gpu.sampling.gpu_sampling
     promises.
     """
     values = row.astype(np.float64)
-    scores = (values - values.max()) / np.float32(ask.temperature)
-    totals = scores + all_noise(ask.seed, ask.position, len(row))
+    scores = (values - values.max()) / np.float32(params.temperature)
+    totals = scores + all_noise(params.seed, params.position, len(row))
     if abs(totals[one] - totals[other]) <= TOTAL_TOLERANCE:
         return True
     weights = np.exp(scores)
-    if 0 < ask.top_k < len(row):
-        weights[values < np.sort(values)[-ask.top_k]] = 0.0
+    if 0 < params.top_k < len(row):
+        weights[values < np.sort(values)[-params.top_k]] = 0.0
     before = [weights[values > values[token]].sum() / weights.sum() for token in (one, other)]
-    return any(abs(share - np.float32(ask.top_p)) <= MASS_TOLERANCE for share in before)
+    return any(abs(share - np.float32(params.top_p)) <= MASS_TOLERANCE for share in before)

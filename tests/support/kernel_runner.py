@@ -17,13 +17,13 @@ from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
 
-# Rows of the table that differ in what the emitter writes: with the bf16 instruction, and without.
+# Instruction sets for which the kernels' language writes different code: with the bfloat16 instruction, and without.
 ISAS = ("avx512_bf16", "avx2")
 BOTH_MODES = [(name, checked) for name in ISAS for checked in (False, True)]
 
 
 def isa_or_skip(name: str) -> Isa:
-    """A row of the table; skips the test where this processor does not have it."""
+    """The instruction set ``name``; skips the test where this processor does not have it."""
     try:
         isa = choose_isa(name, host_features())
     except ConfigError as lacking:
@@ -33,16 +33,16 @@ def isa_or_skip(name: str) -> Isa:
 
 
 class Runner:
-    """Kernels compiled for one row of the table, and teams of one and of three threads."""
+    """Kernels compiled for one instruction set, and pools of one and of three threads."""
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
         self.kernels = compile_kernels(specs, isa, checked=checked)
         self._pools = {threads: ThreadPool(self.kernels, threads) for threads in (1, 3)}
 
     def close(self) -> None:
-        """Ends the threads."""
-        for thread_pool in self._pools.values():
-            thread_pool.close()
+        """Ends the pools' threads."""
+        for pool in self._pools.values():
+            pool.close()
 
     def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
         """Runs one kernel."""
@@ -54,7 +54,7 @@ class Runner:
 
 
 def runner_of(specs: Sequence[KernelSpec]) -> Any:
-    """A module's fixture ``runner``: its kernels, for each of BOTH_MODES."""
+    """A fixture ``runner`` for a module: runs its kernels in each of BOTH_MODES."""
 
     @pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
     def runner(request: Any) -> Iterator[Runner]:
@@ -72,7 +72,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
-    """A step that says how many rows there are, and nothing else."""
+    """A step's record with the numbers of rows, and nothing else."""
     step = CpuStepRecord()
     step.count("num_tokens", tokens)
     step.count("num_samples", samples)
@@ -80,7 +80,7 @@ def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
 
 
 def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRecord:
-    """What kernels see of a batch."""
+    """A step's record of ``batch``."""
     step = rows_step(batch.num_tokens, len(batch.sample_rows))
     for name in ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "sample_rows"):
         step.point(name, getattr(batch, name))

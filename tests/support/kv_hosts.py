@@ -13,13 +13,13 @@ from typing import Any
 
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
-from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.client.attachment import Attachment, attach
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
-from pillion.kvstore.node.attach import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.wire.kvnode import Brought, CommitRun, NodeStatus, Ticket
-from tests.support.fake_cuda import DeviceBytes
-from tests.support.redis import RedisServer
+from pillion.wire.kvnode import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
+from testbed.fake_cuda import DeviceBytes
+from testbed.redis import RedisServer
 
 BLOCK_BYTES = 8192
 NUM_SLOTS = 40
@@ -51,7 +51,7 @@ class Host:
     flags: dict[str, Any]
     node: KVNode | None = None
     client: NodeClient = field(init=False)
-    session: Session = field(init=False)
+    session: NodeSession = field(init=False)
     worker: Attachment = field(init=False)
     working: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -114,16 +114,18 @@ class Host:
         else:
             DeviceBytes(self.worker.device_memory).write(number * BLOCK_BYTES, data)
 
-    async def open(self, hashes: bytes, expected_blocks: int = 0) -> Ticket:
+    async def open(self, hashes: bytes, expected_blocks: int = 0) -> OpenTicketReply:
         total = len(hashes) // HASH_BYTES + 1
         return await self.client.open_ticket(
             self.session.epoch, hashes, total, expected_blocks=expected_blocks, timeout_s=5
         )
 
-    async def fetch(self, ticket: Ticket, hashes: bytes, *sources: str, timeout_s: float = 5.0) -> Brought:
+    async def fetch(
+        self, ticket: OpenTicketReply, hashes: bytes, *sources: str, timeout_s: float = 5.0
+    ) -> PrefetchReply:
         return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)
 
-    async def fill(self, ticket: Ticket, hashes: bytes) -> int:
+    async def fill(self, ticket: OpenTicketReply, hashes: bytes) -> int:
         """Adopts, checks that the chain holds what it should, computes the rest; returns how long the chain was."""
         adopted = await self.client.adopt(self.worker.epoch, ticket.ticket_id, 0)
         names = split_hashes(hashes)
@@ -143,12 +145,12 @@ class Host:
                 await self.client.give_back(self.worker.epoch, lost)
         return have
 
-    async def release(self, ticket: Ticket) -> None:
+    async def release(self, ticket: OpenTicketReply) -> None:
         for epoch in (self.session.epoch, self.worker.epoch):
             with contextlib.suppress(NotFound):
                 await self.client.release(epoch, [ticket.ticket_id])
 
-    async def serve(self, hashes: bytes, *sources: str) -> Brought:
+    async def serve(self, hashes: bytes, *sources: str) -> PrefetchReply:
         """One request from end to end. Whatever becomes of it, nothing of it stays."""
         ticket = await self.open(hashes)
         try:

@@ -27,7 +27,7 @@ FLOAT8_LARGEST = 448.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Of a model's attention."""
 
     group: int
@@ -46,14 +46,14 @@ class Shape:
 class PagedCase:
     """A batch of (tokens there already, tokens of this step), with what its pool holds, plain and as it is read."""
 
-    shape: Shape
+    shape: AttentionShape
     batch: StepBatch
     queries: torch.Tensor
     plain: torch.Tensor
     pool: torch.Tensor
 
     @classmethod
-    def of(cls, shape: Shape, parts: Sequence[tuple[int, int]], *, fp8: bool = False) -> PagedCase:
+    def of(cls, shape: AttentionShape, parts: Sequence[tuple[int, int]], *, fp8: bool = False) -> PagedCase:
         size, generator = shape.block_size, torch.Generator().manual_seed(len(parts))
         slots = sum(-(-(before + now) // size) for before, now in parts) + 2
         sequences = Sequences(slots, size, len(parts))

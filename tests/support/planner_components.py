@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pillion.gateway.planning.planner import Picture, Plan, parse_policy
+from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, parse_policy
 from pillion.wire.registry import ComponentRecord
 
 # Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.
@@ -36,14 +36,14 @@ def decode(n: int = 0, at: int = 0, streams: int = 0, **fields: Any) -> Componen
     return worker("decode", n, at, **(busy | {"target_itl_ms": 60.0} | fields))
 
 
-def picture(prompt: int = 2000, components: tuple[ComponentRecord, ...] = (), **more: Any) -> Picture:
+def snapshot(prompt: int = 2000, components: tuple[ComponentRecord, ...] = (), **more: Any) -> ClusterSnapshot:
     fields = {"hits": {}, "block_size": BLOCK, "chunk_tokens": 512, "model": "toy"} | more
-    return Picture(prompt_tokens=prompt, policy=parse_policy("auto"), components=components or line(), **fields)
+    return ClusterSnapshot(prompt_tokens=prompt, policy=parse_policy("auto"), components=components or line(), **fields)
 
 
 def line(**more: ComponentRecord) -> tuple[ComponentRecord, ...]:
     return (node(0), more.get("prefill", prefill()), more.get("decode", decode()))
 
 
-def is_shared(decided: Plan) -> bool:
+def is_shared(decided: RequestPlan) -> bool:
     return bool(decided.chunks)

@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.index import Index, PrefixHit, Registry
-from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace, Told
+from pillion.kvstore.index.index import Index, PrefixHit
+from pillion.kvstore.index.redis_writer import AnnounceResult, IndexWriter, SweepPlace
+from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
 
@@ -61,14 +62,14 @@ class FakeNode:
         self.entry = b""
 
     async def beat(self) -> bool:
-        beat = await self.registry.beat(self.record)
+        beat = await self.registry.heartbeat(self.record)
         self.entry = beat.node_number + struct.pack(">I", self.record.boot_epoch)
         return beat.known
 
-    async def has(self, chain: Chain, first: int = 0, end: int | None = None) -> Told:
+    async def has(self, chain: Chain, first: int = 0, end: int | None = None) -> AnnounceResult:
         return await self.writer.announce(self.entry, chain.events(first, end))
 
-    async def lost(self, chain: Chain, first: int = 0, end: int | None = None) -> Told:
+    async def lost(self, chain: Chain, first: int = 0, end: int | None = None) -> AnnounceResult:
         return await self.writer.announce(self.entry, chain.events(first, end, here=False))
 
     async def sweep_all(self, chain: Chain) -> None:

@@ -22,7 +22,7 @@ _Z = 3.719
 
 
 @dataclass(frozen=True)
-class Ask:
+class RowParameters:
     """One row's parameters."""
 
     temperature: float = 1.0
@@ -41,39 +41,39 @@ class Ask:
     banned: Sequence[int] = ()
 
 
-def rows_of(asks: Sequence[Ask]) -> SamplingRows:
+def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
     """As pillion.engine.backends.batching makes them."""
     edits = tuple(
         RowEdit(
             row=row,
-            biased=np.array([*ask.bias], np.int64),
-            bias=np.array([*ask.bias.values()], np.float32),
-            seen=np.array(ask.seen, np.int32) if ask.repetition != 1.0 else NO_IDS,
-            repetition=ask.repetition,
-            answered=np.array(ask.answered, np.int32),
-            presence=ask.presence,
-            frequency=ask.frequency,
-            banned=np.array(ask.banned, np.int64),
+            biased=np.array([*params.bias], np.int64),
+            bias=np.array([*params.bias.values()], np.float32),
+            seen=np.array(params.seen, np.int32) if params.repetition != 1.0 else NO_IDS,
+            repetition=params.repetition,
+            answered=np.array(params.answered, np.int32),
+            presence=params.presence,
+            frequency=params.frequency,
+            banned=np.array(params.banned, np.int64),
         )
-        for row, ask in enumerate(asks)
-        if ask.bias or ask.repetition != 1.0 or ask.presence or ask.frequency or len(ask.banned)
+        for row, params in enumerate(all_params)
+        if params.bias or params.repetition != 1.0 or params.presence or params.frequency or len(params.banned)
     )
     return SamplingRows(
-        temperature=np.array([ask.temperature for ask in asks], np.float32),
-        top_k=np.array([ask.top_k for ask in asks], np.int64),
-        top_p=np.array([ask.top_p for ask in asks], np.float32),
-        min_p=np.array([ask.min_p for ask in asks], np.float32),
-        seeds=np.array([ask.seed & (2**64 - 1) for ask in asks], np.uint64),
-        positions=np.array([ask.position for ask in asks], np.int64),
-        logprobs=np.array([ask.logprobs for ask in asks], np.int64),
+        temperature=np.array([params.temperature for params in all_params], np.float32),
+        top_k=np.array([params.top_k for params in all_params], np.int64),
+        top_p=np.array([params.top_p for params in all_params], np.float32),
+        min_p=np.array([params.min_p for params in all_params], np.float32),
+        seeds=np.array([params.seed & (2**64 - 1) for params in all_params], np.uint64),
+        positions=np.array([params.position for params in all_params], np.int64),
+        logprobs=np.array([params.logprobs for params in all_params], np.int64),
         edits=edits,
     )
 
 
-def draws_of(ask: Ask, count: int) -> SamplingRows:
+def draws_of(params: RowParameters, count: int) -> SamplingRows:
     """``count`` rows that differ in seed (every second one) or position: both must give independent numbers."""
     return rows_of(
-        [replace(ask, seed=n, position=11) if n % 2 else replace(ask, seed=7, position=n) for n in range(count)]
+        [replace(params, seed=n, position=11) if n % 2 else replace(params, seed=7, position=n) for n in range(count)]
     )
 
 
@@ -96,26 +96,26 @@ def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
     )
 
 
-def unpruned(logits: torch.Tensor, ask: Ask) -> int:
+def unpruned(logits: torch.Tensor, params: RowParameters) -> int:
     """The Gumbel-max token of one row [V] that needs no edits: the largest score + noise of what the cut leaves."""
     table = padded(logits[None])
     with np.errstate(all="ignore"):
-        cut = cuts(table, group_maxima(table), rows_of([ask]), np.array([0]))[0]
+        cut = cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
         values = logits.numpy()
-        scores = (values - values.max()) / np.float32(ask.temperature)
-        totals = scores + all_noise(ask.seed, ask.position, len(values))
+        scores = (values - values.max()) / np.float32(params.temperature)
+        totals = scores + all_noise(params.seed, params.position, len(values))
     return int(np.where(values >= cut, totals, -np.inf).argmax())
 
 
-def warp(logits: torch.Tensor, ask: Ask) -> torch.Tensor:
+def warp(logits: torch.Tensor, params: RowParameters) -> torch.Tensor:
     """What transformers' warpers, in their order, make of logits [R, V]."""
-    warpers = [hf.TemperatureLogitsWarper(ask.temperature)]
-    if ask.top_k:
-        warpers.append(hf.TopKLogitsWarper(min(ask.top_k, logits.shape[1])))
-    if ask.top_p < 1.0:
-        warpers.append(hf.TopPLogitsWarper(ask.top_p))
-    if ask.min_p > 0.0:
-        warpers.append(hf.MinPLogitsWarper(ask.min_p))
+    warpers = [hf.TemperatureLogitsWarper(params.temperature)]
+    if params.top_k:
+        warpers.append(hf.TopKLogitsWarper(min(params.top_k, logits.shape[1])))
+    if params.top_p < 1.0:
+        warpers.append(hf.TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(hf.MinPLogitsWarper(params.min_p))
     for warper in warpers:
         logits = warper(None, logits)
     return logits

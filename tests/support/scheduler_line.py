@@ -12,10 +12,11 @@ import numpy.typing as npt
 from pillion.engine.backends.batching import build_batch
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, State
+from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder, Sampled, StepPlan, Update
 from pillion.errors import PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.types import FinishReason, SamplingParams
 from pillion.wire.kvnode import CommitResult, CommitRun
@@ -138,7 +139,7 @@ class SchedulerLine:
     def step(self) -> StepPlan:
         """One step, checked."""
         self.now += 0.01
-        before = {id(s) for s in self.scheduler.lines.running if s.decoding}
+        before = {id(s) for s in self.scheduler.queues.running if s.decoding}
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
         # As the step loop does it: what the events led to is told before the step runs.
@@ -170,15 +171,15 @@ class SchedulerLine:
             said.token_ids.extend(update.token_ids)
             if update.ending is not None:
                 said.end = update
-                assert update.marks is not None
-                self.preemptions += update.marks.preemptions
+                assert update.progress is not None
+                self.preemptions += update.progress.preemptions
         for chunk in outcome.chunks:
             self.said[chunk.seq_id].chunks.append(chunk)
         self.unheard.append(outcome)
 
     def _check_plan(self, plan: StepPlan, decodes_before: set[int]) -> None:
         """I5: the budget is never exceeded and filled exactly, decodes go first, prompt tails in their order."""
-        scheduler, lines = self.scheduler, self.scheduler.lines
+        scheduler, queues = self.scheduler, self.scheduler.queues
         budget = scheduler.budget.max_tokens
         assert plan.num_tokens <= budget
         planned = {id(piece.sequence): piece for piece in plan.pieces}
@@ -187,14 +188,14 @@ class SchedulerLine:
         ahead = {place for place, _ in plan.unknown}
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
-        for sequence in lines.running:
+        for sequence in queues.running:
             waits = sequence.flying and (sequence.next_is_last or sequence.reads_history)
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
-                assert len(scheduler._books.stock) == 0, "a decode was skipped while there are slots"
+                assert len(scheduler._block_manager.stock) == 0, "a decode was skipped while there are slots"
         # Who has a seat now had one before, or was the next in line: the others come behind.
-        begun = [s for s in lines.running if not s.decoding and s.next_start < s.num_tokens]
-        outside = [*lines.swapped, *lines.waiting] if lines.free_seats else []
+        begun = [s for s in queues.running if not s.decoding and s.next_start < s.num_tokens]
+        outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False
         for sequence in sorted(begun, key=lambda s: s.rank) + outside:
             piece = planned.get(id(sequence))
@@ -230,7 +231,7 @@ class SchedulerLine:
         # What nobody owns, anybody may write.
         self.pool[self.ledger.free] = -1
         scheduler.check_integrity()
-        self.ledger.check_integrity()
+        check_integrity(self.ledger)
         return True
 
     def _commit(self, order: CommitOrder) -> CommitResult:
@@ -283,8 +284,8 @@ class SchedulerLine:
             while self.answer():
                 pass
         self.scheduler.check_integrity()
-        self.ledger.check_integrity()
-        books = self.ledger.books()
+        check_integrity(self.ledger)
+        books = self.ledger.status()
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
@@ -344,6 +345,6 @@ def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int]) -> Sampled:
     return Sampled(tuple(((logits.argmax(axis=1) + shifts) % VOCAB_SIZE).tolist()))
 
 
-def states(line: SchedulerLine) -> Seq[State]:
+def states(line: SchedulerLine) -> Seq[SequenceState]:
     """Where everybody is, oldest first."""
     return [s.state for _, s in sorted(line.scheduler._sequences.items())]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pillion.engine.backends.backend import HostBackend
+from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from tests.support.batches import Sequences
@@ -26,7 +26,7 @@ def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-class Driver:
+class BackendDriver:
     """One backend, one pool of NaN, any number of texts."""
 
     def __init__(
@@ -43,8 +43,8 @@ class Driver:
 
     def bind(self, num_slots: int) -> None:
         """Every byte 0xff reads as NaN in bf16 and fp32: who reads a row that was not written gives himself away."""
-        self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
-        self.backend.bind_pool(memoryview(self._memory), num_slots)
+        self.memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
+        self.backend.bind_pool(memoryview(self.memory), num_slots)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one batch; gives the logits of each part's last token, or of ``sample``."""

@@ -13,7 +13,7 @@ from typing import Any
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.worker.worker_server import WorkerServer
-from pillion.kvstore.client.node_client import NodeClient, Session
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.net.rpc import open_channel
@@ -22,7 +22,7 @@ from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
-from pillion.wire.kvnode import Ticket
+from pillion.wire.kvnode import OpenTicketReply
 from pillion.wire.prefill import Span
 from tests.support.fake_backend import FakeBackend, factory
 
@@ -40,17 +40,17 @@ class Workers:
     prefill_backend: FakeBackend
     decode_backend: FakeBackend
     node: NodeClient
-    session: Session
+    session: NodeSession
     decode_stub: Any
     prefill_stub: Any
     folder: pathlib.Path
 
-    async def ticket(self, tokens: Sequence[int]) -> Ticket:
+    async def ticket(self, tokens: Sequence[int]) -> OpenTicketReply:
         """A ticket for a prompt, as a gateway opens it."""
         hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
         return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=10)
 
-    async def release(self, *tickets: Ticket) -> None:
+    async def release(self, *tickets: OpenTicketReply) -> None:
         """The gateway's hold."""
         await self.node.release(self.session.epoch, [ticket.ticket_id for ticket in tickets])
 
@@ -64,7 +64,7 @@ class Workers:
             await asyncio.sleep(0.01)
         raise AssertionError(f"something leaked: {books}")
 
-    def span(self, ticket: Ticket, tokens: Sequence[int], chunks: Sequence[int], **other: Any) -> Span:
+    def span(self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any) -> Span:
         """The whole blocks of ``tokens`` that the ticket lacks, cut into ``chunks`` tokens."""
         start = ticket.pinned_blocks * BLOCK
         hashes = chain_hashes(ROOT, tokens, BLOCK)
@@ -89,7 +89,7 @@ async def until(condition: Callable[[], object], what: str) -> None:
     raise AssertionError(f"waited for {what}")
 
 
-def submit_of(key: int, ticket: Ticket, tokens: Sequence[int], max_tokens: int = 8, **other: Any) -> Submit:
+def submit_of(key: int, ticket: OpenTicketReply, tokens: Sequence[int], max_tokens: int = 8, **other: Any) -> Submit:
     """A greedy submit."""
     said: dict[str, Any] = {
         "key": key,

@@ -1,1 +1,13 @@
-"""Map of this package."""
+"""The backend of the Triton kernels, whose steps run ahead of the host.
+
+    gpu_backend.py     implements Backend: launches steps and checks their limits
+    gpu_loading.py     a worker's flags -> a backend with weights and workspace, before the pool is made
+    gpu_model.py       the forward pass over fused kernels and fixed buffers
+    gpu_weights.py     weights in memory that all workers of a GPU map
+    gpu_step.py        a step's arrays as one record on the device
+    gpu_graphs.py      CUDA graphs of whole steps
+    gpu_sampler.py     chooses tokens on the device, and fetches them
+    device_memory.py   mapped GPU memory as a torch tensor
+
+Read gpu_backend.py first. Never in here: Triton code, which is in kernels/gpu.
+"""

@@ -35,8 +35,8 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
-from pillion.engine.backends.gpu.gpu_sampler import GpuFlight, GpuSampler
-from pillion.engine.backends.gpu.gpu_step import StepRecord
+from pillion.engine.backends.gpu.gpu_sampler import GpuInFlightStep, GpuSampler
+from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
 from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
@@ -93,7 +93,7 @@ class _Bound:
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
         )
-        self.record = StepRecord(limits.max_tokens, layout.block_size, self.attention, model.device)
+        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, self.attention.max_record_words, model.device)
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
             self.decoder.run,
@@ -162,7 +162,7 @@ class GpuBackend:
         with torch.inference_mode():
             bound.graphs.capture(log.info)
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuFlight:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuInFlightStep:
         """Begin a step; see ``pillion.engine.backends.backend.Backend``. Token ids below 0 are those that the last
         launch chose.
         """
@@ -202,7 +202,7 @@ class GpuBackend:
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
-            self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).land()
+            self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).wait()
         if device.type == "cuda":
             # What nothing holds must not look taken when the pool is made of the rest.
             del bound, scratch
@@ -245,10 +245,10 @@ class GpuBackend:
         rows, places = batch.sample_rows, None
         if len(set(rows.tolist())) < len(rows):
             rows, places = np.unique(rows, return_inverse=True)
-        work = bound.record.plan(batch)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), work.with_chunks)
+        plan = bound.attention.plan(batch)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
         with torch.inference_mode():
-            bound.record.send(batch, rows, shape, work)
+            bound.record.send(batch, rows, shape, plan)
             logits = bound.graphs.run(shape)[: len(rows)]
             return logits if places is None else logits.index_select(0, _to(places, logits.device))
 

@@ -15,11 +15,10 @@ device knows, is the exception (``capturable``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.gpu.gpu_step import StepRecord, StepShape
+from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights
 from pillion.engine.models.layers import GATED, GatedMLP, soft_cap
 from pillion.engine.models.model_config import ModelConfig
@@ -33,26 +32,21 @@ from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
 from pillion.kernels.torch.torch_linear import Linear
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's tensors; None where the model has none."""
+    """One layer's tensors; those that the model does not have are None."""
 
-    attention_norm: torch.Tensor | None
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
-    attention_post_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    mlp_post_norm: torch.Tensor | None
-    gate_up: torch.Tensor | None
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    experts: MoeWeights | None
+    def __init__(self, weights: GpuWeights, index: int) -> None:
+        def get(name: str) -> torch.Tensor | None:
+            return weights.get(f"layers.{index}.{name}")
+
+        self.attention_norm, self.attention_post_norm = get("attention_norm"), get("attention_post_norm")
+        self.qkv, self.qkv_bias = weights[f"layers.{index}.qkv.weight"], get("qkv.bias")
+        self.qk_norm, self.q_norm, self.k_norm = get("qk_norm"), get("q_norm"), get("k_norm")
+        self.o, self.o_bias = weights[f"layers.{index}.o.weight"], get("o.bias")
+        self.mlp_norm, self.mlp_post_norm = get("mlp_norm"), get("mlp_post_norm")
+        self.gate_up, self.gate_up_bias = get("mlp.gate_up.weight"), get("mlp.gate_up.bias")
+        self.down, self.down_bias = get("mlp.down.weight"), get("mlp.down.bias")
+        self.experts = _experts(weights, get("router"), get("experts.gate_up"), get("experts.down"))
 
 
 class GpuModel:
@@ -72,7 +66,7 @@ class GpuModel:
         self.max_tokens = max_tokens
         self.capturable = config.moe is None
         self.weights = weights
-        self.layers = [_layer(weights, index) for index in range(config.num_layers)]
+        self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
         self.ropes = _rope_tables(config, max_model_len, dtype, device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
         # Before the pool is made of what is left: graphs that had logits of their own would take gigabytes after it.
@@ -93,7 +87,7 @@ class GpuModel:
 class GpuDecoder:
     """A model over one pool."""
 
-    def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: StepRecord) -> None:
+    def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: GpuStepRecord) -> None:
         """``pool``: see :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
         self._model = model
         self._pool = pool
@@ -228,33 +222,6 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if bias is None:
         return torch.mm(rows, weight.T, out=out)
     return torch.addmm(bias, rows, weight.T, out=out)
-
-
-def _layer(weights: GpuWeights, index: int) -> _Layer:
-    def get(name: str) -> torch.Tensor | None:
-        return weights.get(f"layers.{index}.{name}")
-
-    qkv, o = get("qkv.weight"), get("o.weight")
-    assert qkv is not None
-    assert o is not None
-    return _Layer(
-        attention_norm=get("attention_norm"),
-        qkv=qkv,
-        qkv_bias=get("qkv.bias"),
-        qk_norm=get("qk_norm"),
-        q_norm=get("q_norm"),
-        k_norm=get("k_norm"),
-        o=o,
-        o_bias=get("o.bias"),
-        attention_post_norm=get("attention_post_norm"),
-        mlp_norm=get("mlp_norm"),
-        mlp_post_norm=get("mlp_post_norm"),
-        gate_up=get("mlp.gate_up.weight"),
-        gate_up_bias=get("mlp.gate_up.bias"),
-        down=get("mlp.down.weight"),
-        down_bias=get("mlp.down.bias"),
-        experts=_experts(weights, get("router"), get("experts.gate_up"), get("experts.down")),
-    )
 
 
 def _experts(

@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.backend import BackendLost
-from pillion.engine.sampling.logprobs import Report
+from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.sampler import whole_groups
 from pillion.engine.sampling.sampling_rows import Int64, SamplingRows
 from pillion.engine.scheduling.step_plan import Sampled
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
-from pillion.kernels.gpu.sampling.sampling_device import Scratch
+from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
 from pillion.types import TokenLogprob
@@ -31,14 +31,14 @@ from pillion.types import TokenLogprob
 ALIGNED_ROWS = 4
 
 
-class GpuFlight:
+class GpuInFlightStep:
     """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
 
     def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, rows: SamplingRows, done: Any) -> None:
         """``tokens`` and ``raw`` are on their way to host memory until ``done``, an event; None: they are there."""
         self._tokens, self._raw, self._rows, self._done = tokens, raw, rows, done
 
-    def land(self) -> Sampled:
+    def wait(self) -> Sampled:
         """Tokens and log probabilities of the step, in the order of its rows."""
         if self._done is not None:
             try:
@@ -60,15 +60,15 @@ class GpuSampler:
         self._sampled = sampled
         # Parts begin where vectors do, as the whole does: no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
-        self._scratch = Scratch.allocate(self._max_rows, vocab_size, sampled.device)
+        self._scratch = SamplerScratch.allocate(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
         self._pinned = sampled.is_cuda
 
-    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuFlight:
+    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuInFlightStep:
         """Begin to choose a token for each row of logits [R, V] float32, which are edited in place."""
         count = len(rows)
         if not count:
-            return GpuFlight(torch.empty(0, dtype=torch.int32), None, rows, self._event())
+            return GpuInFlightStep(torch.empty(0, dtype=torch.int32), None, rows, self._event())
         with torch.inference_mode():
             raw = self._keep_raw(logits, rows)
             if rows.edits:
@@ -78,7 +78,7 @@ class GpuSampler:
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
-            return GpuFlight(self._fetch(chosen), raw, rows, self._event())
+            return GpuInFlightStep(self._fetch(chosen), raw, rows, self._event())
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
         asked = np.flatnonzero(rows.logprobs >= 0)
@@ -122,7 +122,7 @@ def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[Tok
     )
     entries: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):
-        report = Report(whole_groups(raw), raw.shape[1], few)
+        report = LogprobReport(whole_groups(raw), raw.shape[1], few)
         for row, entry in zip(asked.tolist(), report.of(tokens[asked]), strict=True):
             entries[row] = entry
     return tuple(entries)

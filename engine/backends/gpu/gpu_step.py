@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.batch import Int32, StepBatch
-from pillion.kernels.gpu.attention.gpu_attention_plan import AttentionPlan
-from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 
 # A step may be launched while one is under way; the third record is written while both of theirs may still be read.
 HOST_RECORDS = 3
@@ -32,7 +31,7 @@ class StepShape:
     chunks: bool
 
 
-class StepRecord:
+class GpuStepRecord:
     """Of one backend.
 
     Attributes:
@@ -42,11 +41,10 @@ class StepRecord:
         attention: int32, :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`'s part.
     """
 
-    def __init__(self, max_tokens: int, block_size: int, attention: PagedAttention, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, block_size: int, attention_words: int, device: torch.device) -> None:
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._planner = attention
-        words = 4 * max_tokens + attention.max_record_words
+        words = 4 * max_tokens + attention_words
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
@@ -56,8 +54,8 @@ class StepRecord:
         self.token_ids, self.positions, self.rows, self.sample_rows = parts.unbind(0)
         self.attention = self._device[4 * max_tokens :]
 
-    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, work: AttentionPlan) -> None:
-        """Begins the copy of a step on the current stream. ``work``: what :meth:`plan` said of the batch."""
+    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, plan: GpuAttentionPlan) -> None:
+        """Begins the copy of a step on the current stream. ``plan``: the attention's plan of the batch."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
         record, most, count = self._arrays[turn], self._max_tokens, batch.num_tokens
@@ -77,15 +75,11 @@ class StepRecord:
         record[begin : begin + len(sample_rows)] = sample_rows
         record[begin + len(sample_rows) : begin + shape.samples] = 0
         begin = 4 * most
-        record[begin : begin + len(work.record)] = work.record
-        used = begin + len(work.record)
+        record[begin : begin + len(plan.record)] = plan.record
+        used = begin + len(plan.record)
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
 
     def clear(self) -> None:
         """A step of nothing: whatever runs over the record writes nothing to the pool."""
         self._device.zero_()
         self.rows.fill_(-1)
-
-    def plan(self, batch: StepBatch) -> AttentionPlan:
-        """Who attends to what in this step."""
-        return self._planner.plan(batch)

@@ -19,15 +19,9 @@ import torch
 
 from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.weights import (
-    DTYPES,
-    LayerWeights,
-    embedding_scale,
-    load_final_norm,
-    load_head,
-    load_layer,
-)
-from pillion.engine.models.layers import Norm
+from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
+from pillion.engine.models.decoder import LayerWeights
+from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.moe import MoeWeights
 from pillion.kernels.torch.torch_linear import Linear
@@ -207,7 +201,7 @@ def _tensors_of(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype)
 
 
 def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    norms: dict[str, Norm | None] = {
+    norms: dict[str, RmsNorm | None] = {
         name: getattr(layer, name)
         for name in (
             "attention_norm",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.fp8_decode import decode_e4m3
+from pillion.kernels.gpu.attention.fp8 import decode_e4m3
 from pillion.kernels.gpu.launch import interpreting
 
 # Words of an item, by place, as in pillion.kernels.gpu.attention.gpu_attention_plan. A jitted function sees only

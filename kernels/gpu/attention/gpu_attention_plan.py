@@ -21,14 +21,13 @@ Only what is in use has to be copied to the device. Grids and buffers depend on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pillion.errors import Internal
+from pillion.kernels.torch.reference import Int32, RaggedBatch
 
-Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 # Words of an item by place. TABLE is where its block table begins in the record; ROW .. ROW + ROWS - 1 are its rows;
@@ -42,19 +41,6 @@ ITEM_WORDS = 8
 PADDED_TABLES = 2
 # Decode merges and where they are in the record, chunk merges and where they are.
 COUNT_WORDS = 4
-
-
-class Batch(Protocol):
-    """The arrays of a step that a plan needs; ``pillion.engine.backends.batch.StepBatch`` has them and explains
-    them.
-    """
-
-    @property
-    def query_starts(self) -> Int32: ...
-    @property
-    def context_lens(self) -> Int32: ...
-    @property
-    def block_tables(self) -> Int32: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +75,7 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class SequenceRows:
     """Some sequences of a step: first row token, row tokens, tokens in their context, and where their tables begin."""
 
     begins: Int64
@@ -99,7 +85,7 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ProgramItems:
     """items [N, ITEM_WORDS]; program p has starts[p] .. starts[p + 1] of them; merges [M, ITEM_WORDS]."""
 
     items: Int32
@@ -108,7 +94,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class GpuAttentionPlan:
     """The words in use of a step's record, and whether the chunk kernel has anything to do."""
 
     record: Int32
@@ -116,8 +102,8 @@ class AttentionPlan:
 
 
 def share_out(
-    sequences: Sequences, tiling: Tiling, *, kv_heads: int, group: int, window: int, first_partial: int = 0
-) -> Work:
+    sequences: SequenceRows, tiling: Tiling, *, kv_heads: int, group: int, window: int, first_partial: int = 0
+) -> ProgramItems:
     """Cuts the line of units evenly.
 
     A program's load is the key tiles of its items and ``unit_tiles`` for each unit that it begins. It differs from the
@@ -126,8 +112,8 @@ def share_out(
     """
     if not len(sequences.counts):
         empty = np.zeros((0, ITEM_WORDS), np.int32)
-        return Work(empty, np.zeros(tiling.programs + 1, np.int64), empty)
-    line = _line(sequences, tiling, kv_heads, group, window)
+        return ProgramItems(empty, np.zeros(tiling.programs + 1, np.int64), empty)
+    line = _units(sequences, tiling, kv_heads, group, window)
     beside = tiling.unit_tiles
     lengths = line.tiles + beside
     ends = lengths.cumsum()
@@ -162,7 +148,7 @@ def share_out(
     merges = items[heads[merged]]
     merges[:, PARTS] = parts[merged]
     starts = edges.searchsorted(cuts)
-    return Work(_whole_first(items, first, starts), starts, merges)
+    return ProgramItems(_whole_first(items, first, starts), starts, merges)
 
 
 def _changes(values: Int64) -> npt.NDArray[np.bool_]:
@@ -173,7 +159,7 @@ def _changes(values: Int64) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _Units:
     """Units in order, each a row tile and a head, with its number of key tiles.
 
     Of a row tile: rows [R, ITEM_WORDS], an item of all that its rows see, and lows, the number of its first key tile.
@@ -186,7 +172,7 @@ class _Line:
     lows: Int64
 
 
-def _line(sequences: Sequences, tiling: Tiling, kv_heads: int, group: int, window: int) -> _Line:
+def _units(sequences: SequenceRows, tiling: Tiling, kv_heads: int, group: int, window: int) -> _Units:
     """Head after head within a sequence: programs side by side read the same keys."""
     rows = sequences.counts * group
     counts = -(-rows // tiling.rows)
@@ -203,7 +189,7 @@ def _line(sequences: Sequences, tiling: Tiling, kv_heads: int, group: int, windo
     items[:, SHIFT], items[:, END] = shift, end
     heads, row_tiles = _by_head(counts, firsts, which, kv_heads)
     tiles = -(-end // tiling.keys) - lows
-    return _Line(row_tiles, heads, tiles[row_tiles], items, lows)
+    return _Units(row_tiles, heads, tiles[row_tiles], items, lows)
 
 
 def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple[Int64, Int64]:
@@ -236,7 +222,7 @@ def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
     return ordered
 
 
-class AttentionPlanner:
+class GpuAttentionPlanner:
     """Makes the records of a model's steps. Pure arithmetic: it holds nothing of a step."""
 
     def __init__(
@@ -280,7 +266,7 @@ class AttentionPlanner:
         """Where the counts of a window's merges are in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
 
-    def plan(self, batch: Batch) -> AttentionPlan:
+    def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
         """All rows of ``batch``, whose positions follow each other in a sequence, up to the end of its context.
 
         Raises Internal for a batch beyond the limits.
@@ -297,7 +283,7 @@ class AttentionPlanner:
         at = sum(part.size for part in parts)
         few = counts * self._group <= self.decode.rows
         chosen = [
-            Sequences(query_starts[:-1][mask], counts[mask], contexts[mask], tables[mask])
+            SequenceRows(query_starts[:-1][mask], counts[mask], contexts[mask], tables[mask])
             for mask in (few & (counts > 0), ~few)
         ]
         for window in self.windows:
@@ -321,7 +307,7 @@ class AttentionPlanner:
                 parts += [work.items.ravel(), work.merges.ravel()]
         if at > self.max_record_words:
             raise Internal(f"attention of {len(counts)} sequences takes {at} words, at most {self.max_record_words}")
-        return AttentionPlan(np.concatenate(parts), bool((~few).any()))
+        return GpuAttentionPlan(np.concatenate(parts), bool((~few).any()))
 
     def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
         """The tables' words and where in them each sequence's are: padded where that makes them little longer."""

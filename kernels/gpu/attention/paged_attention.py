@@ -19,10 +19,11 @@ import torch
 import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
-from pillion.kernels.gpu.attention.gpu_attention_plan import AttentionPlan, AttentionPlanner, Batch, Tiling
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan, GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.torch.reference import RaggedBatch
 
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -111,7 +112,7 @@ class PagedAttention:
         processors = processors_of(self._device)
         self._merge_programs = self._merge["programs"] * processors
         self._native_fp8 = arch >= NATIVE_FP8_ARCH and not interpreting()
-        self.planner = AttentionPlanner(
+        self.planner = GpuAttentionPlanner(
             kv_heads=num_kv_heads,
             group=group,
             block_size=block_size,
@@ -136,7 +137,7 @@ class PagedAttention:
         """Device memory of the partial results."""
         return self._partials.nbytes + self._partial_logs.nbytes
 
-    def plan(self, batch: Batch) -> AttentionPlan:
+    def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
         """What a step's record holds; its words in use are to be in the device's buffer before ``attend`` runs there.
 
         Raises Internal for a batch beyond the limits.

@@ -46,13 +46,6 @@ def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: to
     _embed[grid](ids, sampled, table, out, hidden, scale, scale != 1.0, use["block"], num_warps=use["num_warps"])
 
 
-def reference(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The same in plain torch."""
-    known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids)
-    rows = table[known.long()]
-    return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
-
-
 def build_specs() -> list[BuildSpec]:
     """What the ahead-of-time build compiles."""
     use = tuned("embed", 90)

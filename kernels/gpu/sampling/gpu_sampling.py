@@ -39,7 +39,14 @@ from pillion.kernels.gpu.build import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.sampling.gpu_philox import exponential, random_words
 from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
-from pillion.kernels.gpu.sampling.sampling_device import FIELDS, GROUP, Scratch, float_field, noise_key, slice_tile
+from pillion.kernels.gpu.sampling.sampling_device import (
+    FIELDS,
+    GROUP,
+    SamplerScratch,
+    float_field,
+    noise_key,
+    slice_tile,
+)
 from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
@@ -156,7 +163,7 @@ def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr
 
 
 def choose(
-    logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratch: Scratch, *, cutting: bool = True
+    logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratch: SamplerScratch, *, cutting: bool = True
 ) -> None:
     """Writes the tokens of edited logits [R, V] (bfloat16, float16 or float32) into ``out``, int32 [R].
 

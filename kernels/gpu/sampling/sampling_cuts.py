@@ -26,7 +26,14 @@ import triton.language as tl
 
 from pillion.kernels.gpu.build import BuildSpec
 from pillion.kernels.gpu.launch import arch_of
-from pillion.kernels.gpu.sampling.sampling_device import FIELDS, GROUP, HEAD_TOKENS, Scratch, float_field, slice_tile
+from pillion.kernels.gpu.sampling.sampling_device import (
+    FIELDS,
+    GROUP,
+    HEAD_TOKENS,
+    SamplerScratch,
+    float_field,
+    slice_tile,
+)
 from pillion.kernels.gpu.tuned import tuned
 
 # A bound for a nucleus lies at most so many temperatures below the largest logit; halvings that find it.
@@ -221,7 +228,7 @@ def _cut(
     tl.store(cuts + row, cut)
 
 
-def find_cuts(logits: torch.Tensor, record: torch.Tensor, scratch: Scratch) -> None:
+def find_cuts(logits: torch.Tensor, record: torch.Tensor, scratch: SamplerScratch) -> None:
     """Writes the cut of each row of logits [R, V] into ``scratch.cut``; ``choose`` has checked what it is given."""
     rows, vocab = logits.shape
     use = tuned("sample_cut", arch_of(logits.device))

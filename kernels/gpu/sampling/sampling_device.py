@@ -30,7 +30,7 @@ HEAD_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class SamplerScratch:
     """Device memory for ``choose`` of up to R rows; its addresses stay, so launches can be in a graph.
 
     report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], of each group the largest logit and
@@ -48,7 +48,7 @@ class Scratch:
     cut: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> Scratch:
+    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SamplerScratch:
         """For a model's vocabulary. Raises Internal for one that is too large."""
         check(0 < vocab_size <= MAX_VOCAB_TOKENS, f"{vocab_size} tokens are no vocabulary")
         slice_groups = tuned("sample_race", arch_of(device))["slice_groups"]

@@ -34,73 +34,43 @@ _GREEDY, _NO_ROW = np.float32(0.0), np.float32(-1.0)
 
 
 class Rows(Protocol):
-    """Parameters of R rows: ``pillion.engine.sampling.sampling_rows.SamplingRows`` has them, each [R]."""
+    """Parameters of R rows, each [R]; ``engine.sampling.sampling_rows.SamplingRows`` explains them."""
 
     @property
-    def temperature(self) -> Float32:
-        """float32."""
-
+    def temperature(self) -> Float32: ...
     @property
-    def top_k(self) -> Int64:
-        """0 keeps all."""
-
+    def top_k(self) -> Int64: ...
     @property
-    def top_p(self) -> Float32:
-        """In (0, 1]; 1 keeps all."""
-
+    def top_p(self) -> Float32: ...
     @property
-    def min_p(self) -> Float32:
-        """In [0, 1]; 0 keeps all."""
-
+    def min_p(self) -> Float32: ...
     @property
-    def seeds(self) -> UInt64:
-        """Keys of the noise."""
-
+    def seeds(self) -> UInt64: ...
     @property
-    def positions(self) -> Int64:
-        """Counters of the noise."""
+    def positions(self) -> Int64: ...
 
 
 class Edit(Protocol):
-    """Changes of single logits of one row: ``pillion.engine.sampling.sampling_rows.RowEdit`` is one, and says what
-    each does.
-    """
+    """Changes of single logits of one row, which ``engine.sampling.sampling_rows.RowEdit`` explains."""
 
     @property
-    def row(self) -> int:
-        """Which one."""
-
+    def row(self) -> int: ...
     @property
-    def biased(self) -> Int64:
-        """Ids that ``bias`` is added to, each at most once."""
-
+    def biased(self) -> Int64: ...
     @property
-    def bias(self) -> Float32:
-        """One for each of ``biased``."""
-
+    def bias(self) -> Float32: ...
     @property
-    def seen(self) -> Int32 | Int64:
-        """Ids whose logits ``repetition`` divides or multiplies."""
-
+    def seen(self) -> Int32 | Int64: ...
     @property
-    def repetition(self) -> float:
-        """1 does nothing."""
-
+    def repetition(self) -> float: ...
     @property
-    def answered(self) -> Int32 | Int64:
-        """Ids, as often as they occur."""
-
+    def answered(self) -> Int32 | Int64: ...
     @property
-    def presence(self) -> float:
-        """Subtracted once."""
-
+    def presence(self) -> float: ...
     @property
-    def frequency(self) -> float:
-        """Subtracted for each time."""
-
+    def frequency(self) -> float: ...
     @property
-    def banned(self) -> Int64:
-        """Ids that may not be chosen; those behind the vocabulary are none."""
+    def banned(self) -> Int64: ...
 
 
 def cuts_any(rows: Rows) -> bool:

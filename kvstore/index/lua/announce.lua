@@ -1,6 +1,6 @@
--- A node's blocks that came and went. KEYS: generation, then buckets.
+-- Adds and removes a node's entry at blocks that came and went. KEYS: generation, then buckets.
 -- ARGV: entry (8 bytes), fresh generation, entries per block at most, then per bucket: fields that came, that went.
--- What the node said in earlier boots about these blocks goes. Returns the generation.
+-- Entries of the node's earlier boots at these blocks go. Returns the generation.
 local entry, most = ARGV[1], tonumber(ARGV[3])
 local number = string.sub(entry, 1, 4)
 

@@ -1,4 +1,4 @@
--- Put before every script. Scripts touch only keys that they are given (kvstore/index/redis_keys.py says which exist).
+-- This file stands before every script. A script touches only the keys that it is given (kvstore/index/redis_keys.py).
 local ENTRY = 8  -- node number and boot epoch, four bytes each
 local FIELD = 8  -- leading bytes of a block hash
 
@@ -7,7 +7,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- The pieces of a packed string.
+-- Cuts a packed string into pieces of `width` bytes.
 local function pieces(packed, width)
   local list = {}
   for at = 1, #packed - width + 1, width do
@@ -16,7 +16,7 @@ local function pieces(packed, width)
   return list
 end
 
--- What somebody else put under our key with another type goes: it is ours.
+-- Deletes a value of another type that somebody else put under our key.
 local function own(key, kind)
   local found = redis.call('TYPE', key).ok
   if found ~= kind and found ~= 'none' then
@@ -24,7 +24,7 @@ local function own(key, kind)
   end
 end
 
--- The value that tells later whether a group's buckets were lost; `fresh` is taken where there is none.
+-- Returns the value that shows later whether a group's buckets were lost; `fresh` becomes it where there is none.
 local function generation(key, fresh)
   own(key, 'string')
   redis.call('SET', key, fresh, 'NX')

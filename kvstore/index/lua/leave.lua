@@ -1,4 +1,4 @@
--- A part says goodbye. ARGV: part id.
+-- Takes a component out at once. ARGV: component id.
 own_registry()
 forget(ARGV[1])
 return 1

@@ -1,14 +1,14 @@
--- Put before the registry's scripts. KEYS: parts, expiry, numbers, nodes.
-local parts, expiry, numbers, nodes = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+-- This file stands before the registry's scripts. KEYS: components, expiry, numbers, nodes.
+local components, expiry, numbers, nodes = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 
-local function forget(part)
-  redis.call('ZREM', expiry, part)
-  redis.call('HDEL', parts, part)
-  redis.call('HDEL', nodes, part)
+local function forget(component)
+  redis.call('ZREM', expiry, component)
+  redis.call('HDEL', components, component)
+  redis.call('HDEL', nodes, component)
 end
 
 local function own_registry()
-  own(parts, 'hash')
+  own(components, 'hash')
   own(expiry, 'zset')
   own(numbers, 'hash')
   own(nodes, 'hash')

@@ -21,7 +21,7 @@ local function kept(value)
   return table.concat(good)
 end
 
--- Some fields of a bucket; all of it while it is small. Returns the cursor.
+-- Looks at some fields of a bucket, at all of them while it is small. Returns the cursor.
 local function walk(bucket)
   local step = redis.call('HSCAN', bucket, cursor, 'COUNT', budget)
   for i = 1, #step[2], 2 do

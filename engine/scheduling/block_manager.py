@@ -1,0 +1,140 @@
+"""What a worker holds at its KV node, and what the node is to hear next: stock, commits, releases.
+
+Sans-IO (I9): orders gather in an Outcome; :mod:`pillion.engine.worker.node_updates` tells them. One run of blocks per
+sequence is under
+way at a time; its answer comes back as :meth:`BlockManager.accept` or as a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from pillion.engine.scheduling.in_flight import InFlightSteps
+from pillion.engine.scheduling.sequence import Holding, Sequence
+from pillion.engine.scheduling.slot_stock import SlotStock
+from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder
+
+# The stock asks for slots when it lacks what decodes need within the first many tokens, and fills up to the second.
+STOCK_LOW_TOKENS = 4
+STOCK_TARGET_TOKENS = 16
+
+
+class BlockManager:
+    """Belongs to one scheduler. ``out`` is the outcome being gathered; what leaves for the node waits for ``in_flight``
+    that may use it."""
+
+    def __init__(self, block_size: int, in_flight: InFlightSteps | None = None) -> None:
+        self.block_size = block_size
+        self.in_flight = InFlightSteps() if in_flight is None else in_flight
+        self.stock = SlotStock()
+        self.out = Outcome()
+        self._leased = 0
+
+    # Slots.
+
+    def leased(self, slots: int) -> None:
+        """That many more are leased to this worker."""
+        self._leased += slots
+
+    def granted(self, slots: Seq[int], now: float) -> None:
+        """The node's answer to Outcome.lease_blocks."""
+        self._leased += len(slots)
+        self.stock.granted(slots, now)
+
+    def let_go(self, holding: Holding) -> None:
+        """An adopted ticket that nobody wants."""
+        self._leased += len(holding.leased_slots)
+        self.stock.give(holding.leased_slots)
+        self.release(holding.ticket_id)
+
+    def release(self, ticket_id: int) -> None:
+        """This worker's hold on a ticket ends."""
+        self.out.releases.append(ticket_id)
+        self.stock.memory_is_coming()
+
+    def resume(self, sequence: Sequence) -> None:
+        """Open a ticket for a sequence that has none. One token is always left to compute: its logits are wanted."""
+        whole = (sequence.num_tokens - 1) // self.block_size
+        self.out.resumes.append(
+            ResumeOrder(
+                seq_id=sequence.seq_id,
+                block_hashes=sequence.block_hashes(0, whole),
+                total_blocks=sequence.num_tokens // self.block_size + 1,
+                priority=sequence.spec.priority,
+            )
+        )
+
+    # Commits.
+
+    def order_commit(self, sequence: Sequence, now: float) -> None:
+        """Send the full blocks that the node has not seen, one run at a time."""
+        start, end = sequence.num_committed, sequence.full_blocks
+        if end <= start or sequence.in_commit or not sequence.may_commit:
+            return
+        sequence.num_sent = end
+        self.out.commits.append(
+            CommitOrder(
+                seq_id=sequence.seq_id,
+                ticket_id=sequence.ticket_id,
+                slots=sequence.slots(start, end),
+                block_hashes=sequence.block_hashes(start, end),
+                ordered_s=now,
+                chunks=self.take_chunks(sequence, end),
+            )
+        )
+
+    def accept(self, sequence: Sequence, slots: Seq[int]) -> None:
+        """The run is committed. Where another committer was first, read from its slot from the next launch on; the own
+        one goes back when no step reads it any more (I2)."""
+        for block, slot in enumerate(slots, start=sequence.num_committed):
+            own = sequence.slots(block, block + 1)[0]
+            if own == slot:
+                self._leased -= 1
+            else:
+                sequence.swap_slot(block, slot)
+                self.stock.send_back((own,))
+        sequence.num_committed = sequence.num_sent
+
+    def take_chunks(self, sequence: Sequence, blocks: int) -> tuple[ChunkDone, ...]:
+        """The next chunks that end within the first ``blocks`` blocks; each is taken once."""
+        if not sequence.is_span:
+            return ()
+        held, first = blocks * self.block_size, sequence.chunks_acked
+        done = [mark for mark in sequence.chunks[first:] if mark.end_tokens <= held]
+        sequence.chunks_acked += len(done)
+        arrived_s = sequence.progress.arrived_s
+        return tuple(
+            ChunkDone(
+                seq_id=sequence.seq_id,
+                index=index,
+                end_tokens=mark.end_tokens,
+                started_s=mark.started_s or arrived_s,
+                computed_s=mark.computed_s or arrived_s,
+            )
+            for index, mark in enumerate(done, start=first)
+        )
+
+    # The outcome.
+
+    def close(self, decodes: Iterable[Sequence], now: float, urgent: bool) -> Outcome:
+        """What gathered since the last one. ``decodes`` will grow; ``urgent``: one of them waits for a slot."""
+        room = [s.num_blocks * self.block_size - s.num_computed - s.flying for s in decodes]
+        low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
+        self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
+        out, self.out = self.out, Outcome()
+        out.give_back.extend(self.stock.surplus())
+        if self.in_flight.hold_back(out):
+            self.stock.memory_is_coming()
+        self._leased -= len(out.give_back)
+        out.lease_blocks = self.stock.wanted(now, urgent=urgent)
+        return out
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Every slot leased to this worker is in exactly one place (I4). Raises AssertionError."""
+        self.stock.check_integrity()
+        places = [*self.stock.slots, *self.in_flight.held_slots()]
+        for sequence in sequences:
+            places.extend(sequence.owned_slots())
+        assert len(set(places)) == len(places), "a slot is in two places"
+        assert len(places) == self._leased, f"{self._leased} slots are leased, {len(places)} are accounted for"

@@ -1,0 +1,346 @@
+"""The calls that one answer makes to other components. Each reports its outcome as an event; none decides anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from opentelemetry import trace
+
+from pillion.errors import (
+    BY_CODE,
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.fetching import fetch_blocks
+from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.events import Event, TicketHold
+from pillion.gateway.request.job import BlockHashChain, Job
+from pillion.gateway.request.remote_span import RemoteSpan, make_span
+from pillion.kvstore.hashing import chain_hashes, request_root
+from pillion.observability import telemetry
+from pillion.wire.decode import DecodeDelta, Fork, Submit
+from pillion.wire.prefill import ChunkAck
+from pillion.wire.registry import ComponentRecord
+
+log = logging.getLogger("pillion.gateway")
+
+# Longest wait for KV memory of a request without a deadline.
+MAX_ADMISSION_WAIT_S = 120.0
+# What fits the field: 49 days. A deadline behind that is the gateway's alone to keep.
+MAX_TIMEOUT_MS = 2**32 - 1
+# Errors that another component or a new ticket may avoid.
+_RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
+
+# Work that outlives its request for a moment: asyncio itself keeps no strong reference to a task.
+_background: set[asyncio.Task[None]] = set()
+
+
+class ComponentCalls:
+    """One answer's calls. At most one look-up, ticket call, fetch or span is under way, and at most one decode stream.
+
+    ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes an exception that no call should raise.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        seed: int,
+        cluster: Cluster,
+        span: trace.Span,
+        post: Callable[[Event], None],
+        broken: Callable[[BaseException], None],
+    ) -> None:
+        self._job = job
+        self._seed = seed
+        self._cluster = cluster
+        self._span = span
+        self._context = trace.set_span_in_context(span)
+        self._post = post
+        self._broken = broken
+        self._work: asyncio.Task[None] | None = None
+        self._chain = BlockHashChain()
+        # By component: streams or tokens, and prompt tokens that are yet to be computed there.
+        self._assigned: dict[str, tuple[int, int]] = {}
+        self._stream: tuple[str, int] | None = None
+        self._adopted = False
+        self._begun = False
+        # Tokens of the prompt that the latest attempt fetched from other nodes, and restored from disk.
+        self.brought_tokens = (0, 0)
+
+    # ---- started by actions ---------------------------------------------------------------------------------------
+
+    def look_up(self, action: ev.LookUp) -> None:
+        """Posts PlanMade or PlanFailed."""
+        self.assign({})
+        self._spawn(self._look_up(action))
+
+    def open_ticket(self, action: ev.OpenTicket) -> None:
+        """Posts TicketGranted or TicketLost."""
+        self._assign_plan(action.plan)
+        self._spawn(self._open_ticket(action))
+
+    def fetch(self, action: ev.Fetch) -> None:
+        """Posts BlocksFetched."""
+        self._spawn(self._fetch(action))
+
+    def run_span(self, action: ev.RunSpan) -> None:
+        """Posts ChunkAcked for each chunk, then SpanEnded; or SpanLost."""
+        self._begun = False
+        self._assign_plan(action.plan)
+        self._spawn(self._run_span(action))
+
+    def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
+        """Posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are the calls of the
+        answers that ``action.forks`` names."""
+        job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
+        left_s = job.left_s()
+        submit = Submit(
+            key=0,
+            request_id=job.request_id,
+            attempt=attempt,
+            ticket_id=action.hold.ticket_id,
+            root_hash=self._chain.root,
+            token_ids=action.token_ids,
+            prompt_tokens=len(job.prompt),
+            sampling=replace(job.resolved.sampling, seed=self._seed),
+            stop_token_ids=job.resolved.stop_token_ids,
+            max_tokens=job.resolved.max_tokens,
+            timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
+            traceparent=telemetry.traceparent(self._context),
+            priority=job.priority,
+            forks=tuple(Fork(0, follower._seed) for follower in followers),
+            awaited_blocks=action.awaited_blocks,
+        )
+        streams = (self, *followers)
+        for stream in streams:
+            stream._adopted = stream._begun = False
+        for follower in followers:
+            follower.assign({worker: (1, 0)})
+        # Beside a span under way, what the prefill worker has yet to compute stays assigned to it.
+        self._assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
+        try:
+            keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
+        except PillionError as error:
+            self._post(ev.DecodeLost(attempt, error, retryable=True))
+        else:
+            for stream, key in zip(streams, keys, strict=True):
+                stream._stream = (worker, key)
+
+    def stop_work(self) -> None:
+        """Ends the look-up, ticket call, fetch or span under way."""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    def cancel_decode(self) -> None:
+        """Tells the decode worker, if it still runs something for this answer."""
+        self.assign({})
+        if self._stream is None:
+            return
+        (worker, key), self._stream = self._stream, None
+        try:
+            self._cluster.decode(worker).cancel(key)
+        except Unavailable:
+            log.debug("decode worker %s went away with the stream it was to cancel", worker)
+
+    def release(self, hold: TicketHold) -> None:
+        """Releases the ticket in the background, until the node has taken the release or the session is over."""
+        try:
+            self._cluster.node(hold.node_id).release(hold)
+        except Unavailable:
+            log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
+
+    def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
+        """Replaces this answer's share of the load of each component, which the planner reads (OwnLoad.add)."""
+        for component_id, (amount, tokens) in self._assigned.items():
+            self._cluster.load.add(component_id, -amount, -tokens)
+        for component_id, (amount, tokens) in amounts.items():
+            self._cluster.load.add(component_id, amount, tokens)
+        self._assigned = amounts
+
+    # ---- the work -------------------------------------------------------------------------------------------------
+
+    async def _look_up(self, action: ev.LookUp) -> None:
+        if action.after_ms:
+            await asyncio.sleep(action.after_ms / 1000)
+        try:
+            with telemetry.tracer().start_as_current_span("plan", context=self._context) as span:
+                decided = await self._plan(action, span)
+        except PillionError as error:
+            self._post(ev.PlanFailed(action.attempt, error))
+        else:
+            self._post(ev.PlanMade(action.attempt, decided))
+
+    async def _plan(self, action: ev.LookUp, span: trace.Span) -> RequestPlan:
+        job, cluster = self._job, self._cluster
+        if action.attempt == 1:
+            served = await cluster.served_soon(job.model, job.fingerprint)
+        else:
+            served = cluster.served(job.model, job.fingerprint)
+        whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
+        root = request_root(served.namespace, cache_salt=job.cache_salt)
+        self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
+        # Under a salt of its own a request can only meet itself, in a later attempt.
+        known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
+        with telemetry.tracer().start_as_current_span("lookup"):
+            hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
+        unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
+        snapshot = ClusterSnapshot(
+            model=job.model,
+            prompt_tokens=len(action.token_ids),
+            hits={hit.node_id: hit.blocks for hit in hits},
+            components=served.holding(len(job.prompt) + job.resolved.max_tokens),
+            policy=job.policy,
+            block_size=served.block_size,
+            chunk_tokens=job.chunk_tokens,
+            own_load=cluster.load.by_component,
+            own_tokens=cluster.load.tokens,
+            fetch_block_s=cluster.pace.block_s,
+            demand_per_s=cluster.demand_per_s(),
+            sticky_choice=cluster.sticky_choices.of(job.model, unknown),
+            index_available=cluster.index.available,
+            avoid=action.avoid,
+            spread=job.spread,
+        )
+        decided = make_plan(snapshot)
+        if action.attempt == 1:
+            cluster.note_plan(bool(decided.chunks))
+        if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
+            cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
+        span.set_attributes(
+            {
+                "pillion.attempt": action.attempt,
+                "pillion.hit_blocks": snapshot.hits.get(decided.node_id, 0),
+                "pillion.sources": [source.node_id for source in decided.sources],
+                "pillion.index_available": cluster.index.available,
+                "pillion.split_tokens": decided.split_tokens,
+                "pillion.reason": decided.reason,
+                "pillion.decode_worker": decided.decode.component_id,
+                "pillion.prefill_worker": decided.prefill.component_id if decided.prefill else "",
+            }
+        )
+        return decided
+
+    async def _open_ticket(self, action: ev.OpenTicket) -> None:
+        left_s, node_id = self._job.left_s(), action.plan.node_id
+        wait_s = MAX_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_ADMISSION_WAIT_S)
+        try:
+            with telemetry.tracer().start_as_current_span("kv.pin", context=self._context) as span:
+                link = self._cluster.node(node_id)
+                epoch, resume = link.epoch, action.attempt > 1
+                # Cancelled or out of time, this call leaves no ticket behind: the node client sees to that.
+                ticket = await link.client.open_ticket(
+                    epoch,
+                    self._chain.hashes,
+                    action.plan.total_blocks,
+                    resume=resume,
+                    timeout_s=wait_s,
+                    priority=self._job.priority,
+                    expected_blocks=action.plan.hinted_blocks(node_id),
+                )
+                span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
+        except DeadlineExceeded:
+            late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
+            self._post(ev.TicketLost(action.attempt, late, retryable=False))
+        except PillionError as error:
+            self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE)))
+        else:
+            hold = TicketHold(node_id, epoch, ticket.ticket_id)
+            self._post(ev.TicketGranted(action.attempt, hold, ticket.pinned_blocks))
+
+    async def _fetch(self, action: ev.Fetch) -> None:
+        hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
+        with trace.use_span(self._span):
+            brought = await fetch_blocks(
+                self._cluster, action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
+            )
+        size = action.plan.block_size
+        self.brought_tokens = brought.fetched_blocks * size, brought.restored_blocks * size
+        self._post(ev.BlocksFetched(action.attempt, brought.blocks))
+
+    async def _run_span(self, action: ev.RunSpan) -> None:
+        worker = action.plan.prefill
+        assert worker is not None
+
+        def acked(ack: ChunkAck) -> None:
+            if not self._begun:
+                self._assign_plan(action.plan, ack.end_tokens)
+            self._post(ev.ChunkAcked(action.attempt, ack))
+
+        try:
+            with trace.use_span(self._span):
+                if action.plan.remote:
+                    remote = RemoteSpan(self._cluster, self._job, self._chain, action, worker, acked)
+                    end_tokens = await remote.run()
+                else:
+                    end_tokens = await self._run_local_span(action, worker, acked)
+        except PillionError as error:
+            if isinstance(error, Unavailable):
+                self._cluster.view.suspect(worker.component_id, time.monotonic())
+            self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
+        else:
+            self._post(ev.SpanEnded(action.attempt, end_tokens))
+
+    async def _run_local_span(
+        self, action: ev.RunSpan, worker: ComponentRecord, acked: Callable[[ChunkAck], None]
+    ) -> int:
+        """Runs the span on the decode worker's node, where a chunk needs no fetch. Returns its end, in tokens."""
+        plan = action.plan
+        span = make_span(self._job, self._chain, action, action.hold.ticket_id, plan.cached_blocks)
+        end_tokens = plan.cached_tokens
+        async for ack in self._cluster.prefill(worker.component_id).run_span(span, self._job.left_s()):
+            end_tokens = ack.end_tokens
+            acked(ack)
+        return end_tokens
+
+    def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
+        if not self._adopted and delta.error is None:
+            self._adopted = True
+            self._post(ev.TicketAdopted(attempt))
+        if delta.token_ids:
+            if not self._begun and self._stream is not None:
+                # The first token shows that the prompt is computed.
+                self._begun = True
+                self.assign({self._stream[0]: (1, 0)})
+            self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
+        if delta.finish_reason is not None:
+            self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
+        elif delta.error is not None:
+            error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
+            self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
+
+    # ---- small things ---------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._work = task
+        _background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        _background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._broken(error)
+
+    def _assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
+        """``done_tokens``: as far as the span has been acknowledged."""
+        amounts = {plan.decode.component_id: (1, plan.prompt_tokens - plan.split_tokens)}
+        if plan.prefill is not None and plan.chunks:
+            left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
+            amounts[plan.prefill.component_id] = left, left
+        self.assign(amounts)

@@ -1,0 +1,79 @@
+"""From sampled tokens to the text a client may see: detokenizing, stop ids and stop strings in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pillion.gateway.tokens.detokenizer import Detokenizer
+from pillion.gateway.tokens.stops import StopMatcher
+from pillion.types import TokenLogprob
+
+
+class AnswerDelta(NamedTuple):
+    """Text that became certain, and the tokens taken, with their log probabilities where they are known."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class AnswerText:
+    """One answer as it grows, over all attempts.
+
+    ``stopped`` turns true with the token that completes a stop string; tokens behind it are not part of the answer. The
+    stop string's own text never is. A stop id is part of the tokens, never of the text. The first ``min_tokens`` tokens
+    complete no stop string; one that begins in them may be completed by a later token.
+    """
+
+    __slots__ = ("_detokenizer", "_ended", "_min_tokens", "_stop_ids", "_stops", "completion_tokens")
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], stop_ids: frozenset[int], min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops)
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
+        self._ended = False
+        self.completion_tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._stops.stopped
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
+        """All tokens are taken, or those up to the one that completes a stop string.
+
+        Args:
+            token_ids: the next ones.
+            logprobs: one for each of them, or none.
+        """
+        if not self._stops.stops:
+            # Most answers have no stop strings, and nothing is judged.
+            self.completion_tokens += len(token_ids)
+            pushed = [self._detokenizer.push(one) for one in token_ids if one not in self._stop_ids]
+            return AnswerDelta("".join(pushed), tuple(token_ids), tuple(logprobs))
+        texts: list[str] = []
+        taken = 0
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            taken += 1
+            self.completion_tokens += 1
+            if token_id not in self._stop_ids:
+                texts.append(self._judge(self._detokenizer.push(token_id)))
+        return AnswerDelta("".join(texts), tuple(token_ids[:taken]), tuple(logprobs[:taken]))
+
+    def flush(self) -> str:
+        """The text still held back, once, when the stream has ended."""
+        if self._ended or self.stopped:
+            return ""
+        self._ended = True
+        last = self._judge(self._detokenizer.flush())
+        return last + ("" if self.stopped else self._stops.flush())
+
+    def _judge(self, text: str) -> str:
+        early = self.completion_tokens <= self._min_tokens
+        return self._stops.pass_by(text) if early else self._stops.push(text)

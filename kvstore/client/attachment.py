@@ -1,0 +1,213 @@
+"""A worker's side of the attach socket: the mapped pool of a KV node, and memory regions that processes share.
+
+kvstore/node/attach_server.py is the other side and draws the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+from pillion.errors import ConfigError, PillionError
+from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
+from pillion.kvstore.memory.memory import HOST, address_of
+from pillion.kvstore.memory.segment import map_shared
+from pillion.wire.attach import (
+    DETACHED,
+    MAX_LINE_BYTES,
+    AttachHello,
+    AttachReply,
+    RegionFilled,
+    RegionHello,
+    RegionReply,
+    attach_reply_from_line,
+    line_to_bytes,
+    region_reply_from_line,
+)
+
+CONNECT_RETRY_S = 0.05
+
+
+class Attachment:
+    """The mapped pool, and the connection that stands for the worker's life. Made by :func:`attach`.
+
+    Attributes:
+        epoch: names the worker at the node; void once either side ends.
+        node_id, node_address: the node, and the address of its gRPC service.
+        num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
+        memory: the pool's bytes, writable; empty where the pool is on a GPU.
+        device_memory: the mapping of a pool on a GPU, else None.
+    """
+
+    def __init__(
+        self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, reply: AttachReply, block_bytes: int
+    ) -> None:
+        self._sock = sock
+        self._mapped = mapped
+        self.epoch = reply.epoch
+        self.node_id = reply.node_id
+        self.node_address = reply.node_address
+        self.num_slots = reply.num_slots
+        self.block_bytes = block_bytes
+        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
+        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that becomes readable when the node is gone; for ``loop.add_reader``."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Tells the node that this process uses the pool no more. No step may run any more: slots are reused at
+        once."""
+        with contextlib.suppress(BufferError):
+            # Tensors over the memory keep it mapped until they go; the caller promises not to use them.
+            self.memory.release()
+            self._mapped.close()
+        with contextlib.suppress(OSError):
+            self._sock.send(DETACHED)
+        self._sock.close()
+
+
+def attach(
+    socket_path: str, *, component_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
+) -> Attachment:
+    """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
+
+    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist.
+    """
+    hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
+    with _asked(f"cannot attach to the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
+        reply = attach_reply_from_line(line)
+        if reply.error:
+            raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
+        if len(fds) != 1:
+            raise ConfigError("the KV node answered without its memory")
+        mapped = _map_memory(fds[0], reply, reply.num_slots * block_bytes)
+    sock.setblocking(False)
+    return Attachment(sock, mapped, reply, block_bytes)
+
+
+@contextlib.contextmanager
+def _asked(
+    failure: str, socket_path: str, hello: AttachHello | RegionHello, timeout_s: float
+) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
+    """Sends ``hello`` and yields the connection, the node's answer and the descriptors that came with it.
+
+    The descriptors are closed in the end, as a mapping holds the memory; after an error the connection is closed too.
+    Raises ConfigError, in one line, for any failure here or inside the block.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    fds: list[int] = []
+    try:
+        sock.settimeout(timeout_s)
+        _connect(sock, socket_path, time.monotonic() + timeout_s)
+        sock.sendall(line_to_bytes(hello))
+        line, fds = _receive_line(sock)
+        yield sock, line, fds
+    except OSError as error:
+        sock.close()
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ConfigError(f"{failure}: {reason}") from None
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, PillionError) and not isinstance(error, ConfigError):
+            raise ConfigError(error.message) from None
+        raise
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _map_memory(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> mmap.mmap | DeviceMapping:
+    """Maps the memory behind the node's descriptor, at least ``size_bytes``. Raises ConfigError."""
+    if reply.memory_kind == HOST:
+        return map_shared(fd, size_bytes)
+    if reply.mapped_bytes < size_bytes:
+        raise ConfigError(f"the KV node shares {reply.mapped_bytes} bytes, {size_bytes} were promised")
+    return map_device(fd, reply.mapped_bytes, reply.device_uuid)
+
+
+def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
+    """Connects. Components may start in any order, so a node that does not listen yet is waited for."""
+    while True:
+        try:
+            return sock.connect(socket_path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() >= give_up_s:
+                raise
+        time.sleep(CONNECT_RETRY_S)
+
+
+def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Returns one line and the descriptors that came with it, the caller's to close. Raises ConfigError, OSError."""
+    line, fds = b"", []
+    while not line.endswith(b"\n"):
+        chunk, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), 1)
+        fds += received
+        if not chunk or len(line) + len(chunk) >= MAX_LINE_BYTES:
+            for fd in fds:
+                os.close(fd)
+            raise ConfigError("the KV node ended the connection without an answer")
+        line += chunk
+    return line, fds
+
+
+class Region:
+    """A mapped region, and the connection that stands for its use. Made by :func:`share_region`.
+
+    Attributes:
+        address, size_bytes: its place; on a GPU this is no pointer that the host could follow.
+        device_memory: the mapping of a region on a GPU, else None.
+        memory: the bytes of a region on the host, else empty.
+        must_fill: this process has to write every byte and then to call :meth:`filled`; others wait for that.
+    """
+
+    def __init__(
+        self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, size_bytes: int, *, must_fill: bool
+    ) -> None:
+        self._sock = sock
+        self._mapped = mapped
+        self.size_bytes = size_bytes
+        self.must_fill = must_fill
+        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
+        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
+        self.address = mapped.address if isinstance(mapped, DeviceMapping) else address_of(self.memory)
+
+    def filled(self) -> None:
+        """Tells the node that every byte is written; on a GPU, every write has ended. Raises ConfigError if the node is
+        gone."""
+        if self.must_fill:
+            self.must_fill = False
+            try:
+                self._sock.sendall(line_to_bytes(RegionFilled(filled_bytes=self.size_bytes)))
+            except OSError as error:
+                raise ConfigError(f"the KV node is gone: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Ends the use of the region. If it was not filled, another process fills it. Idempotent."""
+        with contextlib.suppress(BufferError):
+            # Tensors over host memory keep it mapped until they go.
+            self.memory.release()
+            self._mapped.close()
+        self._sock.close()
+
+
+def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, *, component_id: str = "") -> Region:
+    """Maps the region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``: to be filled, or to be read.
+
+    Blocks for up to ``timeout_s`` while another process fills it.
+
+    Raises ConfigError, in one line, if the node refuses, has no memory, does not answer or does not exist.
+    """
+    hello = RegionHello(component_id=component_id or f"process-{os.getpid()}", region_key=key, size_bytes=size_bytes)
+    with _asked(f"no region from the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
+        reply = region_reply_from_line(line)
+        if reply.error or len(fds) != 1:
+            raise ConfigError(f"the KV node shares no region: {reply.error or 'no memory came with its answer'}")
+        mapped = _map_memory(fds[0], reply, size_bytes)
+    sock.setblocking(True)
+    return Region(sock, mapped, size_bytes, must_fill=reply.state == "fill")

@@ -1,0 +1,48 @@
+-- Takes from token buckets. KEYS: the hash of one owner's buckets.
+-- ARGV, for each bucket: what it holds at most and gets in a minute (0: there is none), what was spent before and is only
+-- reported now (negative: given back), what is wanted (-1: nothing).
+-- In order: the first bucket with too little ends it, those before it stay taken. More than a bucketful needs a full one.
+-- Returns which bucket that was (0: none) and the time in ms until it has enough.
+-- The same arithmetic as gateway/admission/quotas.py: Bucket. A field is level, time in ms at which it was so, size.
+local MINUTE = 60000
+local now, fields, longest = now_ms(), {}, 0
+own(KEYS[1], 'hash')
+
+local function level_of(number, size)
+  local level, at, before = string.match(redis.call('HGET', KEYS[1], number) or '', '^(%S+) (%S+) (%S+)$')
+  level, at, before = tonumber(level), tonumber(at), tonumber(before)
+  if not (level and at and before) or before <= 0 then
+    return size
+  end
+  level = math.min(before, level + math.max(0, now - at) * before / MINUTE)
+  if before ~= size then
+    -- The rate changed: what was spent stays spent.
+    level = size - math.ceil(before - level)
+  end
+  return level
+end
+
+local short, wait = 0, 0
+for i = 1, #ARGV / 3 do
+  local size, spent, wanted = tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i])
+  if size > 0 then
+    local level = math.min(size, level_of(i, size) - spent)
+    if short == 0 and wanted >= 0 then
+      local missing = math.min(wanted, size) - level
+      if missing > 0 then
+        short, wait = i, math.ceil(missing * MINUTE / size)
+      else
+        level = level - wanted
+      end
+    end
+    fields[#fields + 1] = i
+    fields[#fields + 1] = string.format('%.17g %.0f %.0f', level, now, size)
+    longest = math.max(longest, (size - level) * MINUTE / size)
+  end
+end
+if #fields > 0 then
+  redis.call('HSET', KEYS[1], unpack(fields))
+  -- A full bucket need not be remembered.
+  redis.call('PEXPIRE', KEYS[1], string.format('%.0f', math.ceil(longest) + 1000))
+end
+return {short, wait}

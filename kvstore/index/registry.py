@@ -1,0 +1,142 @@
+"""The registry of components in Redis: who lives, and the table of KV nodes that makes sense of the index's entries.
+
+    every component --Registry.heartbeat--> its record, for ttl_ms
+    gateway, KV node --Registry.components--> records of all live components
+    gateway, KV node --Registry.nodes--> NodeTable: entry --> node id
+
+An *entry* is node number and boot epoch of a KV node, 4 bytes each. An entry that does not stand in the table is void:
+its node is dead or has restarted. Time is Redis's own (TIME), so clocks of machines do not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
+from pillion.wire.registry import ComponentRecord
+
+log = logging.getLogger("pillion.index")
+
+REGISTRY_DEADLINE_MS = 1000
+# Lost components that one heartbeat takes out of the registry.
+MAX_FORGOTTEN_COMPONENTS = 100
+KVNODE = "kvnode"
+
+REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The answer to a heartbeat.
+
+    Attributes:
+        known: whether the component was registered until now; False after a silence longer than its time to live, or
+            when Redis has lost its memory.
+        node_number: a KV node's number for entries (4 bytes), empty for others.
+    """
+
+    known: bool
+    node_number: bytes
+
+
+class NodeTable:
+    """Entry -> node id of every KV node that lived when Redis was asked.
+
+    Attributes:
+        read_s: when Redis was asked, on this machine's monotonic clock.
+    """
+
+    def __init__(self, raw: Any = (0,), read_s: float = float("-inf")) -> None:
+        now_ms, *rows = raw
+        self.read_s = read_s
+        self._nodes: dict[bytes, tuple[str, float]] = {}
+        for node_id, value in zip(rows[::2], rows[1::2], strict=True):
+            lost_ms = value[keys.ENTRY_BYTES :]
+            if lost_ms.isdigit() and int(lost_ms) > now_ms:
+                lost_s = read_s + (int(lost_ms) - now_ms) / 1000
+                self._nodes[value[: keys.ENTRY_BYTES]] = (node_id.decode(errors="replace"), lost_s)
+
+    def entries(self) -> frozenset[bytes]:
+        """Returns the entries of all live nodes."""
+        return frozenset(self._nodes)
+
+    def entry(self, node_id: str) -> bytes | None:
+        """Returns a node's entry, None for a node that is not alive."""
+        return next((entry for entry, (name, _) in self._nodes.items() if name == node_id), None)
+
+    def node_id(self, entry: bytes) -> str | None:
+        """Returns the node of an entry, None if the entry is void."""
+        found = self._nodes.get(entry)
+        return found[0] if found else None
+
+    def doubtful(self, entry: bytes, now: float) -> bool:
+        """Whether a newer table may differ: the entry is not in this one, or its node's heartbeat is overdue."""
+        found = self._nodes.get(entry)
+        return found is None or found[1] < now
+
+
+class Registry:
+    """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost.
+
+    Every call raises Unavailable when Redis does not answer.
+    """
+
+    def __init__(self, redis_url: str, ttl_ms: int) -> None:
+        self._ttl_ms = ttl_ms
+        self._link = RedisLink(redis_url, "heartbeat", "leave", "components", "nodes")
+
+    async def heartbeat(self, record: ComponentRecord) -> Heartbeat:
+        """Registers ``record`` until its time to live is over."""
+        epoch = struct.pack(">I", record.boot_epoch) if record.role == KVNODE else b""
+        args: list[bytes | str | int] = [
+            record.component_id,
+            record.to_json(),
+            self._ttl_ms,
+            epoch,
+            MAX_FORGOTTEN_COMPONENTS,
+        ]
+        call = ScriptCall(REGISTRY_KEYS, args)
+        return await self._link.call("heartbeat", call, _read_heartbeat, deadline_ms=REGISTRY_DEADLINE_MS)
+
+    async def leave(self, component_id: str) -> None:
+        """Takes a component out at once."""
+        await self._link.call("leave", ScriptCall(REGISTRY_KEYS, [component_id]), int, deadline_ms=REGISTRY_DEADLINE_MS)
+
+    async def components(self) -> list[ComponentRecord]:
+        """Returns the records of live components with their heartbeat's age, sorted by id."""
+        call = ScriptCall(REGISTRY_KEYS, [])
+        return await self._link.call("components", call, _read_components, deadline_ms=REGISTRY_DEADLINE_MS)
+
+    async def nodes(self) -> NodeTable:
+        """Returns the live KV nodes."""
+        call, now = ScriptCall(REGISTRY_KEYS, []), time.monotonic()
+        return await self._link.call("nodes", call, lambda raw: NodeTable(raw, now), deadline_ms=REGISTRY_DEADLINE_MS)
+
+    async def aclose(self) -> None:
+        """Closes the connections to Redis."""
+        await self._link.aclose()
+
+
+def _read_heartbeat(raw: Any) -> Heartbeat:
+    known, number = raw
+    return Heartbeat(bool(int(known)), as_bytes(number))
+
+
+def _read_components(raw: Any) -> list[ComponentRecord]:
+    now_ms, *rows = raw
+    records = []
+    for row in rows:
+        beat_ms, _, text = row.partition(b" ")
+        try:
+            record = ComponentRecord.from_json(text)
+            records.append(msgspec.structs.replace(record, heartbeat_age_ms=max(0, now_ms - int(beat_ms))))
+        except ValueError as error:
+            log.warning("dropped a broken component record: %s", error)
+    return sorted(records, key=lambda record: record.component_id)

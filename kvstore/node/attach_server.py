@@ -1,0 +1,221 @@
+"""The attach socket: how a worker gets the pool's memory, and how the node learns of its death.
+
+    worker                                   node
+      | -- connect to the Unix socket ------> |
+      | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
+      | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
+      |        ... mapped, at work ...        |  the reply says whether this is host memory or a GPU's
+      | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
+                                                 only its process's exit is proof (pillion.kvstore.node.peer_process)
+      | <============= the end ============== |  the node is gone, and so is every block: the worker exits
+
+A connection that begins with RegionHello instead gets a shared region (:mod:`pillion.kvstore.node.region_server`).
+kvstore/client/attachment.py is the worker's side, pillion/wire/attach.py has the messages.
+
+The socket file is 0600 in a 0700 directory: a process that may connect may read and write all KV. Nothing but file
+descriptors and two lines of JSON travels here, so there is nothing to unpickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from pillion.errors import ConfigError, InvalidRequest, Overloaded, PillionError
+from pillion.kvstore.node.peer_process import PeerProcess
+from pillion.wire.attach import (
+    DETACHED,
+    MAX_LINE_BYTES,
+    AttachHello,
+    AttachReply,
+    RegionHello,
+    hello_from_line,
+    line_to_bytes,
+)
+
+log = logging.getLogger("pillion.kvnode")
+
+HELLO_TIMEOUT_S = 5.0
+MAX_ATTACHMENTS = 256
+LISTEN_BACKLOG = 64
+
+
+class AttachServer:
+    """The listening socket and all connections to it.
+
+    Args:
+        memory_fd: returns the pool's descriptor; called after a worker was admitted.
+        admit: turns a hello into a reply. Raises PillionErrors to refuse.
+        ended: called with an epoch when its worker's death is proven, exactly once for every one admitted.
+        serve_region: serves a connection that wants a region, until its end. Raises PillionErrors to refuse.
+        exit_is_proof: returns whether, after a connection's end without a farewell, the worker's exit is awaited.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        memory_fd: Callable[[], int],
+        admit: Callable[[AttachHello], Awaitable[AttachReply]],
+        ended: Callable[[int], None],
+        serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]] | None = None,
+        exit_is_proof: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._path = path
+        self._memory_fd = memory_fd
+        self._admit = admit
+        self._ended = ended
+        self._serve_region = serve_region
+        self._exit_is_proof = exit_is_proof
+        self._server: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Listens and accepts connections. Raises ConfigError if the path cannot be used."""
+        self._server = _listen(self._path)
+        self._accepting = asyncio.create_task(self._accept(self._server), name="attach-accept")
+
+    async def stop(self) -> None:
+        """Ends all connections, by which workers learn that the node is gone."""
+        tasks = [task for task in (self._accepting, *self._connections) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    async def _accept(self, server: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(server)
+            except OSError as error:
+                # Out of descriptors, say: the socket stays, the next attempt may work.
+                log.warning("cannot accept an attachment: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            sock.setblocking(False)
+            task = asyncio.create_task(self._serve(sock), name="attach")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        epoch, peer = 0, PeerProcess(sock)
+        try:
+            hello = await self._read_hello(sock)
+            if isinstance(hello, RegionHello):
+                assert self._serve_region is not None
+                return await self._serve_region(sock, hello)
+            epoch = await self._greet(sock, hello) if hello is not None else 0
+            if epoch:
+                log.info("epoch %016x attached", epoch)
+                if not await until_end(sock) and self._exit_is_proof():
+                    await peer.gone()
+        except (OSError, PillionError) as error:
+            log.debug("attach connection failed: %s", error)
+        finally:
+            # The ledger first: whoever sees the connection closed may rely on the slots being free.
+            if epoch:
+                self._ended(epoch)
+            peer.close()
+            sock.close()
+
+    async def _read_hello(self, sock: socket.socket) -> AttachHello | RegionHello | None:
+        """Returns the first line's message, or None after a refusal."""
+        try:
+            if len(self._connections) > MAX_ATTACHMENTS:
+                raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = hello_from_line(await read_line(sock))
+            if isinstance(hello, RegionHello) and self._serve_region is None:
+                raise InvalidRequest("this KV node shares no regions")
+        except (PillionError, TimeoutError) as error:
+            _refuse(sock, error.message if isinstance(error, PillionError) else "no hello in time")
+            return None
+        return hello
+
+    async def _greet(self, sock: socket.socket, hello: AttachHello) -> int:
+        """Answers a worker and returns its epoch, 0 for a refusal. An epoch whose answer cannot be sent ends at
+        once."""
+        try:
+            reply = await self._admit(hello)
+        except PillionError as error:
+            _refuse(sock, error.message)
+            return 0
+        try:
+            # One small line into an empty socket buffer: it goes at once or the peer is gone.
+            socket.send_fds(sock, [line_to_bytes(reply)], [self._memory_fd()])
+        except (OSError, PillionError):
+            self._ended(reply.epoch)
+            raise
+        return reply.epoch
+
+
+def _refuse(sock: socket.socket, reason: str) -> None:
+    log.warning("refused a worker: %s", reason)
+    sock.send(line_to_bytes(AttachReply(error=reason)))
+
+
+async def read_line(sock: socket.socket) -> bytes:
+    """Returns what comes up to a line's end, the connection's end, or MAX_LINE_BYTES."""
+    loop = asyncio.get_running_loop()
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+        chunk = await loop.sock_recv(sock, MAX_LINE_BYTES - len(line))
+        if not chunk:
+            break
+        line += chunk
+    return line
+
+
+async def until_end(sock: socket.socket) -> bool:
+    """Waits for the connection's end; returns whether the worker's last message was DETACHED. All else is ignored."""
+    loop, last = asyncio.get_running_loop(), b""
+    with contextlib.suppress(ConnectionError):
+        while chunk := await loop.sock_recv(sock, MAX_LINE_BYTES):
+            last = (last + chunk)[-len(DETACHED) :]
+    return last == DETACHED
+
+
+def _listen(path: str) -> socket.socket:
+    folder = Path(path).parent
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _clear_stale(path)
+        sock.bind(path)
+        # Nobody can connect before listen(), so there is no moment with wider permissions.
+        os.chmod(path, 0o600)
+        sock.listen(LISTEN_BACKLOG)
+    except (ConfigError, OSError) as error:
+        sock.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot listen for workers on {path}: {error.strerror or error}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _clear_stale(path: str) -> None:
+    """Removes the socket of a node that died without cleaning up; refuses to take a living one's place."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"{path} is there and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(HELLO_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise ConfigError(f"another KV node serves {path}")

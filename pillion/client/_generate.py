@@ -1,0 +1,53 @@
+"""Writes client.py, the blocking client, from async_client.py: `make client`, after each edit of async_client.py.
+
+The generated file is committed, so that a clone runs as it is; a test generates it again and compares (tests/sdk).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+# Applied in this order. A text that does not occur any more is an error, so the list cannot go stale.
+REPLACEMENTS = (
+    ("The SDK's asyncio client. :mod:`pillion.client.client` is", "The SDK's blocking client,"),
+    ("this file by `make client`", "async_client.py by `make client`: edit that file"),
+    ("A client of one gateway for one event loop; streams", "A blocking client of one gateway. Thread-safe; streams"),
+    ("channel: an asyncio channel belongs to the loop that runs then.", "channel; threads share it."),
+    ("import grpc.aio\n", ""),
+    ("grpc.aio.AioRpcError", "grpc.RpcError"),
+    ("grpc.aio.Channel", "grpc.Channel"),
+    ("AsyncGenerator[Delta, None]", "Generator[Delta, None, None]"),
+    ("AsyncGenerator", "Generator"),
+    ("AsyncClient", "Client"),
+    ("__aenter__", "__enter__"),
+    ("__aexit__", "__exit__"),
+    ("run_batch_async", "run_batch"),
+    ("open_async", "open"),
+    ("end_with_async", "end_with"),
+    ("async def", "def"),
+    ("async for", "for"),
+    ("async with", "with"),
+    ("await ", ""),
+)
+
+
+def blocking(text: str) -> str:
+    """The blocking client's code for the asyncio client's code ``text``. Raises ValueError for a stale replacement."""
+    for old, new in REPLACEMENTS:
+        if old not in text:
+            raise ValueError(f"{old!r} does not occur in async_client.py")
+        text = text.replace(old, new)
+    if left := re.search(r"\b(async|await|aio)\b", text.partition('"""\n\n')[2]):
+        raise ValueError(f"{left[0]!r} is left in the blocking client")
+    for command in (["check", "--fix", "--select", "I"], ["format"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--stdin-filename", str(FOLDER / "client.py"), "-"]
+        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    return text
+
+
+if __name__ == "__main__":
+    (FOLDER / "client.py").write_text(blocking((FOLDER / "async_client.py").read_text()))

@@ -1,0 +1,312 @@
+"""gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
+
+    stub --unary call---> the servicer's handler, in the caller's own task
+    stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that each side waits for
+                          the other as it waits for a connection's flow control
+
+An address is ``in-process:NAME``; :func:`pillion.net.rpc.start_server` and :func:`pillion.net.rpc.open_channel` accept
+it like any other. Server and channels of one name run on one event loop. Messages are handed over as they are: neither
+side may change a message that it has sent or received. A handler's error reaches the caller as it does over a
+connection, as an AioRpcError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pillion.errors import DeadlineExceeded, PillionError, Unavailable
+from pillion.wire.errors import as_pillion_error, to_status
+
+SCHEME = "in-process:"
+
+Metadata = Sequence[tuple[str, str | bytes]]
+_servers: dict[str, InProcessServer] = {}
+
+
+class InProcessServer:
+    """Serves the calls of the channels to ``address`` from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.handlers: dict[str, Any] = {}
+        self._streams: set[asyncio.Task[None]] = set()
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """Does nothing: generated code registers each method too."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Adds a service; generated code calls this."""
+        self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
+
+    def start(self) -> None:
+        """Raises OSError where the address is taken."""
+        if _servers.setdefault(self.address, self) is not self:
+            raise OSError(f"{self.address} is taken")
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more calls, gives streams ``grace_s`` seconds to finish, then cancels them. Idempotent."""
+        _servers.pop(self.address, None)
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=grace_s)
+            for task in self._streams:
+                task.cancel()
+            await asyncio.gather(*self._streams, return_exceptions=True)
+
+    def spawn(self, stream: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a stream's handler until it ends or the server stops."""
+        task = asyncio.create_task(stream)
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+        return task
+
+
+class InProcessChannel(grpc.aio.Channel):
+    """A channel to the server of an in-process address; like any channel, it may be opened before the server starts."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._streams: set[_Stream] = set()
+        self._closed = False
+
+    def unary_unary(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
+            self._check_open()
+            return self._unary(method, request, timeout, metadata)
+
+        return call
+
+    def unary_stream(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
+            return self._stream(method, request, timeout, metadata)
+
+        return call
+
+    def stream_stream(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
+            return self._stream(method, None, timeout, metadata)
+
+        return call
+
+    def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"{method}: no service has a call with a stream of requests and one reply")
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        if self._closed:
+            return grpc.ChannelConnectivity.SHUTDOWN
+        return grpc.ChannelConnectivity.READY if self._target in _servers else grpc.ChannelConnectivity.IDLE
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        raise NotImplementedError("an in-process channel does not watch its server")
+
+    async def channel_ready(self) -> None:
+        self._server()
+
+    async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        for stream in tuple(self._streams):
+            stream.cancel()
+
+    async def __aenter__(self) -> InProcessChannel:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise grpc.aio.UsageError("Channel is closed.")
+
+    def _server(self) -> InProcessServer:
+        if self._target not in _servers:
+            raise rpc_error(Unavailable(f"nothing serves {self._target}"))
+        return _servers[self._target]
+
+    async def _unary(self, method: str, request: Any, timeout_s: float | None, metadata: Metadata) -> Any:
+        handler, context = self._server().handlers[method], InProcessContext(metadata)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                reply = handler.unary_unary(request, context)
+                return await reply if inspect.isawaitable(reply) else reply
+        except Exception as error:
+            if limit.expired():
+                raise rpc_error(DeadlineExceeded("Deadline Exceeded")) from None
+            raise rpc_error(as_pillion_error(error, method)) from error
+        finally:
+            context.finish()
+
+    def _stream(self, method: str, request: Any, timeout: float | None, metadata: Metadata) -> _Stream:
+        self._check_open()
+        stream = _Stream(self._server, method, request, timeout, metadata)
+        self._streams.add(stream)
+        stream.on_end(lambda: self._streams.discard(stream))
+        return stream
+
+
+class InProcessContext:
+    """The handler's side of a call: what servicers use of gRPC's ServicerContext."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = tuple(metadata)
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def invocation_metadata(self) -> Metadata:
+        """What the caller sent along."""
+        return self._metadata
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        """Does nothing: no caller reads it."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """``callback`` is called when the call has ended, well or not."""
+        self._callbacks.append(callback)
+
+    def finish(self) -> None:
+        """The call has ended."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+class _Pipe:
+    """One direction of a stream, for one sender and one receiver: sending waits until the message was received."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Any] = deque()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._sender: asyncio.Future[None] | None = None
+        self._receiver: asyncio.Future[None] | None = None
+
+    async def send(self, message: Any) -> None:
+        """Raises InvalidStateError where the pipe is closed, or closes before the message is received."""
+        if not self._closed:
+            self._messages.append(message)
+            _wake(self._receiver)
+            while self._messages:
+                self._sender = asyncio.get_running_loop().create_future()
+                await self._sender
+            return
+        raise asyncio.InvalidStateError("the call has ended")
+
+    async def receive(self) -> Any:
+        """The next message; EOF, or the error that the pipe was closed with, after the last one."""
+        while not self._messages:
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                return grpc.aio.EOF
+            self._receiver = asyncio.get_running_loop().create_future()
+            await self._receiver
+        message = self._messages.popleft()
+        _wake(self._sender)
+        return message
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the stream for both sides; only the first call counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._messages.clear()
+            _wake(self._sender)
+            _wake(self._receiver)
+
+    def __aiter__(self) -> _Pipe:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self.receive()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
+
+
+class _Stream:
+    """The caller's side of a streaming call: what clients use of gRPC's StreamStreamCall and UnaryStreamCall."""
+
+    def __init__(
+        self, server: Callable[[], InProcessServer], method: str, request: Any, timeout: float | None, meta: Metadata
+    ) -> None:
+        self._requests, self._replies = _Pipe(), _Pipe()
+        self._task: asyncio.Task[None] | None = None
+        try:
+            found = server()
+        except grpc.aio.AioRpcError as error:
+            self._end(error)
+            return
+        context = InProcessContext(meta)
+        self._task = found.spawn(self._run(found.handlers[method], method, request, timeout, context))
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """``callback`` is called when the call has ended."""
+        if self._task is None:
+            callback()
+        else:
+            self._task.add_done_callback(lambda _: callback())
+
+    async def wait_for_connection(self) -> None:
+        """Lets the handler begin. Raises AioRpcError where nothing serves the address."""
+        await asyncio.sleep(0)
+        if self._task is None:
+            await self.read()
+
+    async def write(self, request: Any) -> None:
+        """Raises InvalidStateError where the call has ended."""
+        await self._requests.send(request)
+
+    async def read(self) -> Any:
+        """The next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
+        return await self._replies.receive()
+
+    def cancel(self) -> bool:
+        """Ends the call; whether it had not ended yet."""
+        if self._task is None or self._task.done():
+            return False
+        self._end(asyncio.CancelledError())
+        return self._task.cancel()
+
+    def __aiter__(self) -> _Pipe:
+        return self._replies
+
+    def _end(self, error: BaseException | None) -> None:
+        self._replies.close(error)
+        self._requests.close()
+
+    async def _run(
+        self, handler: Any, method: str, request: Any, timeout_s: float | None, context: InProcessContext
+    ) -> None:
+        serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        error: BaseException | None = None
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                replies = serve(self._requests if handler.request_streaming else request, context)
+                async with contextlib.aclosing(replies):
+                    async for reply in replies:
+                        await self._replies.send(reply)
+        except asyncio.CancelledError:
+            error = rpc_error(Unavailable("the server has ended the call"))
+            raise
+        except Exception as failure:  # noqa: BLE001
+            expired = limit.expired()
+            error = rpc_error(DeadlineExceeded("Deadline Exceeded") if expired else as_pillion_error(failure, method))
+        finally:
+            context.finish()
+            self._end(error)
+
+
+def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:
+    """What a caller would get over a connection for ``error``: its status, with details in the trailers."""
+    status = to_status(error)
+    trailers = grpc.aio.Metadata(*(status.trailing_metadata or ()))
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailers, status.details)

@@ -1,0 +1,348 @@
+"""The components behind :class:`pillion.LLM`, in this process: a KV node, a decode worker and a gateway without ports.
+
+    caller's thread --submit--> [ thread "pillion-llm": event loop ]
+                                  gateway core --in-process calls--> decode worker --> step thread
+                                       '---------in-process calls--> KV node (owner of the pool)
+
+There is no network, no Redis and no prefill worker: the components that live are known (:class:`FixedRegistry`), and
+the one node says which blocks are cached when it opens a request's ticket, so the index is empty (:class:`EmptyIndex`,
+I3). Calls between components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a
+Unix socket in a private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
+
+    starting --> serving --close(), the last reference, or the interpreter's end--> calls cancelled, gateway, worker,
+                                                                                   node, loop, thread and folder gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+
+# This import registers its own hook for the interpreter's end; ours is registered later, so it runs earlier.
+import concurrent.futures.thread
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags
+from pillion.errors import PillionError, Unavailable
+from pillion.net.in_process import SCHEME as IN_PROCESS
+from pillion.wire.registry import ComponentRecord
+
+if TYPE_CHECKING:
+    from pillion.supervisor.runtime_dir import RuntimeDir
+
+log = logging.getLogger("pillion.llm")
+
+# Answers in flight at once, over all calls of one LLM; further prompts wait in their order. The bound is above what
+# runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of more
+# answers than this.
+MAX_ANSWERS_AT_ONCE = 512
+# The components share a process: none falls silent alone, and one that waits for the interpreter is not lost.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 600_000
+READY_TIMEOUT_S = 60.0
+READY_POLL_S = 0.01
+# Longest wait of close(); the threads are daemons, so the interpreter's end does not wait for them longer.
+CLOSE_TIMEOUT_S = 20.0
+MAX_ATTEMPTS = 4
+# How long an ending component may take to finish its streams.
+STOP_GRACE_S = 1.0
+NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
+
+T = TypeVar("T")
+
+
+class FixedRegistry:
+    """The registry of a process that holds all components: they live as long as the process does."""
+
+    def __init__(self, *records: ComponentRecord) -> None:
+        self._records = records
+
+    async def components(self) -> list[ComponentRecord]:
+        """The same records each time."""
+        return list(self._records)
+
+    async def aclose(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+class EmptyIndex:
+    """A prefix index without blocks: the only node itself says what it has, and as early."""
+
+    available = True
+
+    async def longest_prefix(self, block_hashes: bytes) -> list[Any]:
+        """No hit: there is no other node."""
+        return []
+
+    async def aclose(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+class AnswerLimit:
+    """Bounds the answers in flight to ``limit``, first come, first served."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_flight = 0
+        self._turn = asyncio.Lock()
+        self._ended = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def holding(self, answers: int) -> AsyncIterator[None]:
+        """Waits until so many more answers fit. More than the limit enter alone, for the gateway to refuse them."""
+        async with self._turn, self._ended:
+            await self._ended.wait_for(lambda: self._in_flight == 0 or self._in_flight + answers <= self._limit)
+            self._in_flight += answers
+        try:
+            yield
+        finally:
+            async with self._ended:
+                self._in_flight -= answers
+                self._ended.notify_all()
+
+
+@dataclass(slots=True)
+class OfflineCluster:
+    """The running components. For the loop's own thread."""
+
+    gateway: Any
+    entry: Any
+    limit: AnswerLimit
+    stack: contextlib.AsyncExitStack
+
+    def token_text(self, token_id: int) -> str | None:
+        """Text of one token; None for an id that the vocabulary does not have."""
+        if self.entry.tokenizer.codec.id_to_token(token_id) is None:
+            return None
+        return str(self.entry.tokenizer.codec.decode([token_id], skip_special_tokens=False))
+
+    def prompt_text(self, token_ids: list[int]) -> str:
+        """The text of a prompt, special tokens and all."""
+        return str(self.entry.tokenizer.codec.decode(token_ids, skip_special_tokens=False))
+
+
+async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
+    """Starts the components. Raises ConfigError for what cannot work; nothing is left behind then."""
+    from pillion.cli.checks import check_flags
+    from pillion.cli.flags import subset
+    from pillion.decode_service.decode_server import start_decode
+    from pillion.engine.backends.backend import kv_layout
+    from pillion.engine.backends.devices import pool_device, resolved
+    from pillion.engine.checkpoints.prepare import prepare
+    from pillion.gateway.gateway_server import model_entry
+    from pillion.kvstore.node.kv_node import start_kvnode
+    from pillion.supervisor.pool_fit import fit_pool
+
+    flags = resolved(flags)
+    heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
+    socket = str(folder / "attach.sock")
+    own = {"node_id": NODE_ID, "attach_socket": socket, "kv_device": pool_device(flags.device)}
+    listen = f"{IN_PROCESS}{folder}/{NODE_ID}"
+    node_flags = subset(KVNodeFlags, flags, **heartbeats, **own, node_listen=listen, node_advertise=listen)
+    listen = f"{IN_PROCESS}{folder}/{WORKER_ID}"
+    worker_flags = subset(
+        DecodeFlags,
+        flags,
+        **heartbeats,
+        component_id=WORKER_ID,
+        listen=listen,
+        advertise=listen,
+        attach_socket=socket,
+        max_waiting_seqs=2 * MAX_ANSWERS_AT_ONCE,
+    )
+    check_flags(node_flags)
+    check_flags(worker_flags)
+    model = await asyncio.to_thread(prepare, flags, log.info)
+    if flags.kv_pool_bytes:
+        fit_pool(
+            kv_pool_bytes=flags.kv_pool_bytes,
+            block_bytes=kv_layout(model, flags.block_size).block_bytes,
+            block_size_tokens=flags.block_size,
+            max_model_len_tokens=model.max_model_len,
+            decode_reserve_percent=flags.decode_reserve_percent,
+            decode_workers=1,
+        )
+    entry = await asyncio.to_thread(model_entry, model)
+    async with contextlib.AsyncExitStack() as stack:
+        node = await start_kvnode(node_flags)
+        stack.push_async_callback(node.stop, STOP_GRACE_S)
+        worker = await start_decode(worker_flags)
+        stack.push_async_callback(worker.stop, STOP_GRACE_S)
+        gateway = await _start_gateway(flags, model, entry, _records(node, worker), stack)
+        await _until_ready(gateway)
+        return OfflineCluster(gateway, entry, AnswerLimit(MAX_ANSWERS_AT_ONCE), stack.pop_all())
+    raise AssertionError("the stack swallows nothing")
+
+
+def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecord]:
+    """What the heartheartbeats of both would say."""
+    worker = component.worker
+    prepared = worker.model.prepared
+    return (
+        ComponentRecord(
+            component_id=NODE_ID,
+            role="kvnode",
+            address=node.address,
+            node_id=NODE_ID,
+            total_blocks=node.status().total_blocks,
+        ),
+        ComponentRecord(
+            component_id=WORKER_ID,
+            role="decode",
+            address=component.address,
+            model=prepared.name,
+            fingerprint=prepared.fingerprint,
+            namespace=worker.model.namespace().hex(),
+            block_size_tokens=worker.block_size,
+            max_model_len_tokens=worker.max_model_len,
+            vocab_size=worker.model.backend.vocab_size,
+            node_id=NODE_ID,
+            kernels=worker.model.operators,
+        ),
+    )
+
+
+async def _start_gateway(
+    flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
+) -> Any:
+    from pillion.gateway.gateway import Gateway, GatewayOptions
+    from pillion.gateway.links.cluster import Cluster
+    from pillion.gateway.planning.planner import parse_policy
+
+    cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
+    options = GatewayOptions(
+        policy=parse_policy("colocated"),
+        # Longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
+        chunk_tokens=max(model.max_model_len, flags.block_size),
+        max_attempts=MAX_ATTEMPTS,
+        max_inflight_requests=MAX_ANSWERS_AT_ONCE,
+        max_inflight_tokens=MAX_ANSWERS_AT_ONCE * model.max_model_len,
+        prefix_caching=flags.enable_prefix_caching,
+    )
+    gateway = Gateway({model.name: entry}, cluster, options)
+    stack.push_async_callback(cluster.aclose)
+    stack.push_async_callback(gateway.aclose)
+    await cluster.start()
+    return gateway
+
+
+async def _until_ready(gateway: Any) -> None:
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while gateway.not_ready():  # noqa: ASYNC110  (there is no event to wait for)
+                await asyncio.sleep(READY_POLL_S)
+    except TimeoutError:
+        raise Unavailable(f"not ready after {READY_TIMEOUT_S:g} s: {gateway.not_ready()}") from None
+
+
+class OfflineThread:
+    """Owns the event loop, its thread and the folder of an :class:`OfflineCluster`. Any thread may call ``close``, any
+    number of times; the interpreter's end calls it too."""
+
+    def __init__(self, flags: OfflineFlags) -> None:
+        from pillion.supervisor.runtime_dir import RuntimeDir
+
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self.cluster: OfflineCluster | None = None
+        self._folder: RuntimeDir = RuntimeDir.create()
+        self._runs: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="pillion-llm", daemon=True)
+        self._thread.start()
+        _close_at_exit(self)
+        try:
+            self.cluster = self.submit(start_cluster(flags, self._folder.path)).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs ``work`` on the loop. Raises Unavailable once closed."""
+        if self._closed or os.getpid() != self._pid:
+            work.close()
+            raise Unavailable("this LLM is closed" if self._closed else "an LLM cannot be used in a forked process")
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+
+    def close(self) -> None:
+        """Cancels all calls and ends all components; returns when nothing of them is left."""
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread() is self._thread:
+            # The last reference went away in the loop's own thread, which cannot wait for itself.
+            threading.Thread(target=self.close, name="pillion-llm-close", daemon=True).start()
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            try:
+                ending.result(CLOSE_TIMEOUT_S)
+            except (PillionError, OSError, RuntimeError, TimeoutError) as error:
+                log.warning("the LLM did not end as it should: %r", error)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._folder.remove()
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._runs.add(task)
+        try:
+            return await work
+        finally:
+            self._runs.discard(task)
+
+    async def _end(self) -> None:
+        # First the calls that callers wait for, and a start that has not ended: it undoes itself.
+        await _cancel(list(self._runs))
+        cluster, self.cluster = self.cluster, None
+        if cluster is not None:
+            await cluster.stack.aclose()
+        await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_LIVE: weakref.WeakSet[OfflineThread] = weakref.WeakSet()
+_AT_EXIT = threading.Lock()
+_registered = False
+
+
+def _close_at_exit(thread: OfflineThread) -> None:
+    """Closes ``thread`` before the interpreter ends its thread pools, which closing needs. ``atexit`` is too late."""
+    global _registered
+    with _AT_EXIT:
+        _LIVE.add(thread)
+        if not _registered:
+            getattr(threading, "_register_atexit", atexit.register)(_close_all)
+            _registered = True
+
+
+def _close_all() -> None:
+    for thread in list(_LIVE):
+        thread.close()

@@ -1,0 +1,98 @@
+"""One child process: started, its output forwarded line by line, stopped within a bounded time.
+
+new -> running -> exited          stop(): SIGTERM, and SIGKILL to its whole process group after the grace
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+
+MAX_LINE_BYTES = 16 * 1024
+# After the exit, output that a stray grandchild still holds open is not waited for longer than this.
+DRAIN_TIMEOUT_S = 1.0
+KILL_TIMEOUT_S = 5.0
+
+
+class ChildProcess:
+    """A running or ended child process. :meth:`start` makes it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, forward: Callable[[str], None]) -> None:
+        self._process = process
+        self._output = asyncio.create_task(_forward_lines(process.stdout, forward))
+
+    @classmethod
+    async def start(
+        cls, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]
+    ) -> ChildProcess:
+        """``forward`` gets each line of standard output and error. Raises OSError where the program does not start."""
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            env=environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C in the terminal is for the supervisor alone, which stops its components in order.
+            start_new_session=True,
+        )
+        return cls(process, forward)
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of the process group."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """The exit status (negative: the signal), once the output is forwarded. Several tasks may await it."""
+        code = await self._process.wait()
+        await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
+        self._output.cancel()
+        return code
+
+    async def stop(self, grace_s: float) -> None:
+        """Sends SIGTERM, and SIGKILL after ``grace_s``; returns when the process and its group are gone."""
+        if self._process.returncode is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        self.kill()
+        await asyncio.wait_for(self.wait(), KILL_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the whole process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def gone(self) -> bool:
+        """Whether no process of the group lives."""
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return True
+        return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[[str], None]) -> None:
+    assert stream is not None
+    kept = b""
+    while data := await stream.read(MAX_LINE_BYTES):
+        *lines, kept = (kept + data).split(b"\n")
+        for line in lines:
+            forward(_text(line))
+        if len(kept) >= MAX_LINE_BYTES:
+            forward(_text(kept))
+            kept = b""
+    if kept:
+        forward(_text(kept))
+
+
+def _text(line: bytes) -> str:
+    # A carriage return would let a component's progress bar overwrite other components' lines.
+    return line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]

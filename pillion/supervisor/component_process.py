@@ -1,0 +1,184 @@
+"""Runs one component in this process, until a signal or the component's own end.
+
+starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
+   |             |
+   |             +---> the component failed by itself (its KV node went away, say) ---> stopping ---> exit 1
+   +---> ConfigError ---> one line, exit 2           a second signal ---> exit 130 at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import signal
+import socket
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pillion.errors import ConfigError
+from pillion.observability.log_format import set_up_logging
+from pillion.supervisor import lifeline
+
+if TYPE_CHECKING:
+    from pillion.observability.metrics import Meters
+    from pillion.observability.metrics_export import Exports
+
+T = TypeVar("T")
+
+log = logging.getLogger("pillion.component")
+
+# Packages that servers need and the SDK does without.
+SERVER_PACKAGES = ("torch", "transformers", "msgspec", "redis", "tokenizers", "starlette", "safetensors")
+# Role -> module and function that start it.
+ROLES = {
+    "kvnode": ("pillion.kvstore.node.kv_node", "start_kvnode"),
+    "prefill": ("pillion.prefill_service.prefill_server", "start_prefill"),
+    "decode": ("pillion.decode_service.decode_server", "start_decode"),
+    "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
+}
+# Time for running requests in a component without --drain-timeout-s, and time for the clean-up after them.
+STOP_GRACE_S = 2.0
+STOP_TIMEOUT_S = 2.0
+EXIT_HURRIED = 130
+
+
+def require_server_packages() -> None:
+    """Raises ConfigError, in one line, where only the SDK's own dependencies are installed."""
+    missing = [name for name in SERVER_PACKAGES if not _is_installed(name)]
+    if missing:
+        raise ConfigError(f"servers need {', '.join(missing)}: pip install 'pillion[server]'")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def use_internal_tls(flags: Any) -> None:
+    """Sets the certificate that other components see. Raises ConfigError for certificates that cannot be used."""
+    from pillion.net import rpc, tls
+
+    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
+
+
+def name_of(role: str, flags: Any) -> str:
+    """The component's name in traces and logs."""
+    name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
+    if isinstance(name, str) and name:
+        return name
+    # Process ids alone are alike in containers: each has a process 1.
+    return f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+
+def run_component(role: str, flags: Any) -> int:
+    """Blocks until the component has ended; returns the exit status. Raises ConfigError."""
+    from pillion.cli.checks import check_flags
+    from pillion.observability import telemetry
+
+    check_flags(flags)
+    require_server_packages()
+    name = name_of(role, flags)
+    set_up_logging(flags.log_level, flags.log_format, name)
+    use_internal_tls(flags)
+    # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
+    if role != "gateway" and getattr(flags, "component_id", name) != name:
+        flags = replace(flags, component_id=name)
+    telemetry.setup(name, role)
+    module, function = ROLES[role]
+    start = getattr(importlib.import_module(module), function)
+    try:
+        return asyncio.run(_run(name, role, start, flags))
+    finally:
+        telemetry.shutdown()
+
+
+async def _run(name: str, role: str, start: Any, flags: Any) -> int:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    watcher = asyncio.create_task(_watch_supervisor(stop))
+    starting: asyncio.Future[Any] = asyncio.ensure_future(start(flags))
+    stopped = asyncio.create_task(stop.wait())
+    failed: asyncio.Task[str] | None = None
+    exports: Exports | None = None
+    try:
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
+            return 0
+        component = starting.result()
+        exports = _export(component.meters, name, role, flags)
+        log.info("%s ready at %s", name, component.address)
+        failed = asyncio.create_task(component.wait_failed())
+        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        reason = failed.result() if failed.done() else ""
+        if reason:
+            log.error("%s stops: %s", name, reason)
+        # A component that failed has no requests left to wait for.
+        await _stop_within(name, component, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
+        return 1 if reason else 0
+    finally:
+        for task in (watcher, stopped, failed):
+            if task is not None:
+                task.cancel()
+        if exports is not None:
+            await asyncio.to_thread(exports.close)
+
+
+def _export(meters: Meters, name: str, role: str, flags: Any) -> Exports:
+    from pillion.observability.metrics_export import Exports
+
+    page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
+    return Exports(meters, name, role, **page)
+
+
+async def _stop_within(name: str, component: Any, grace_s: float) -> None:
+    try:
+        await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
+    except TimeoutError:
+        log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
+
+
+async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
+    """Runs ``work``; returns its ended task, or None where ``stop`` was set first and ``work`` was cancelled."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            # Raises what ``work`` raised, if anything.
+            task.result()
+            return task
+        return None
+    finally:
+        for one in (task, stopped):
+            one.cancel()
+        await asyncio.wait({task, stopped})
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set ``stop``; the second one ends the process at once."""
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(EXIT_HURRIED)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def _watch_supervisor(stop: asyncio.Event) -> None:
+    """Sets ``stop`` when the supervisor is dead, where the kernel does not kill this process with it."""
+    pid = lifeline.parent_pid()
+    while pid and os.getppid() == pid:  # noqa: ASYNC110  (the kernel sends no event)
+        await asyncio.sleep(lifeline.PARENT_POLL_MS / 1000)
+    if pid:
+        stop.set()

@@ -1,0 +1,163 @@
+"""The messages of a KV node's attach socket: lines of JSON, because no gRPC message travels beside a file descriptor.
+
+Keys that are not known here are ignored, so that a neighbouring version may add some. Every reader raises
+InvalidRequest for a line that is not the message it expects, and Conflict for a foreign protocol.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from pillion._version import PROTOCOL, VERSION
+from pillion.errors import InvalidRequest
+from pillion.v1 import common_pb2
+from pillion.wire.common import check_hello
+
+MAX_LINE_BYTES = 4096
+# A worker's last message when it lets go of the pool and lives on.
+DETACHED = b"detached\n"
+
+_REGION_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's first line.
+
+    Attributes:
+        namespace: base of the worker's block hashes (hexadecimal): model, dtype, layout, block size, sharding.
+    """
+
+    component_id: str
+    role: str
+    block_bytes: int
+    namespace: str = ""
+    protocol: int = PROTOCOL
+    version: str = VERSION
+
+
+class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal.
+
+    Attributes:
+        memory_kind: "host" or "cuda".
+        device_uuid, device_index: the GPU of "cuda" memory, and how the node counts it.
+        mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
+    """
+
+    node_id: str = ""
+    node_address: str = ""
+    epoch: int = 0
+    num_slots: int = 0
+    memory_kind: str = "host"
+    device_uuid: str = ""
+    device_index: int = 0
+    mapped_bytes: int = 0
+    protocol: int = PROTOCOL
+    version: str = VERSION
+    error: str = ""
+
+
+class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
+    """A first line instead of AttachHello: a process wants memory that it shares with all who name the same key.
+
+    Attributes:
+        region_key: 64 hexadecimal digits, the hash of what is in the region.
+    """
+
+    component_id: str
+    region_key: str
+    size_bytes: int
+    protocol: int = PROTOCOL
+    version: str = VERSION
+
+
+class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The node's answer to RegionHello, sent with the memory's descriptor once the region is granted.
+
+    Attributes:
+        state: "fill": the receiver fills the region and then sends RegionFilled; "ready": it may read.
+        memory_kind, device_uuid, mapped_bytes: see AttachReply.
+    """
+
+    node_id: str = ""
+    state: str = ""
+    memory_kind: str = "host"
+    device_uuid: str = ""
+    mapped_bytes: int = 0
+    protocol: int = PROTOCOL
+    version: str = VERSION
+    error: str = ""
+
+
+class RegionFilled(msgspec.Struct, frozen=True, kw_only=True):
+    """The filler's line: every byte of the region is written, and others may have it."""
+
+    filled_bytes: int
+
+
+AttachMessage = AttachHello | AttachReply | RegionHello | RegionReply | RegionFilled
+_Message = TypeVar("_Message", AttachReply, RegionReply, RegionFilled)
+
+
+def line_to_bytes(message: AttachMessage) -> bytes:
+    """Encodes one message as one line of JSON."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def hello_from_line(line: bytes) -> AttachHello | RegionHello:
+    """Reads the first line of a connection."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        kind: type[AttachHello] | type[RegionHello] = RegionHello if "region_key" in fields else AttachHello
+        hello = msgspec.convert(fields, kind)
+    except ValueError as error:
+        raise _no_message(error) from None
+    _check_protocol(hello.protocol, hello.component_id)
+    if isinstance(hello, RegionHello) and (not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0):
+        raise InvalidRequest("a region needs a name of 64 hexadecimal digits, and at least one byte")
+    return hello
+
+
+def attach_reply_from_line(line: bytes) -> AttachReply:
+    """Reads the node's answer to an AttachHello."""
+    reply = _decode(line, AttachReply)
+    _check_reply(reply)
+    return reply
+
+
+def region_reply_from_line(line: bytes) -> RegionReply:
+    """Reads the node's answer to a RegionHello."""
+    reply = _decode(line, RegionReply)
+    _check_reply(reply)
+    if not reply.error and reply.state not in ("fill", "ready"):
+        raise InvalidRequest(f"a region is to be filled or ready, not {reply.state!r}")
+    return reply
+
+
+def region_filled_from_line(line: bytes) -> RegionFilled:
+    """Reads a filler's line."""
+    return _decode(line, RegionFilled)
+
+
+def _check_reply(reply: AttachReply | RegionReply) -> None:
+    _check_protocol(reply.protocol, reply.node_id or "the KV node")
+    if reply.memory_kind not in ("host", "cuda") or reply.mapped_bytes < 0:
+        raise InvalidRequest(f"memory of kind {reply.memory_kind!r} and {reply.mapped_bytes} bytes cannot be mapped")
+
+
+def _check_protocol(protocol: int, component_id: str) -> None:
+    check_hello(common_pb2.Hello(protocol=min(max(protocol, 0), 2**31), component_id=component_id))
+
+
+def _decode(line: bytes, kind: type[_Message]) -> _Message:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except ValueError as error:
+        raise _no_message(error) from None
+
+
+def _no_message(error: ValueError) -> InvalidRequest:
+    return InvalidRequest(f"the attach protocol speaks one line of JSON; this one is wrong: {error}")

@@ -1,0 +1,162 @@
+"""`pillion serve` as a user starts it: real processes, found again by the role in their command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+from pillion import Client
+from pillion.errors import PillionError
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.wire.kvnode import NodeStatus
+
+READY_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """The first true answer of ``condition``. Raises AssertionError with ``what`` when none comes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        answer = condition()
+        if answer:
+            return answer
+        time.sleep(0.05)
+    raise AssertionError(f"waited {timeout_s} s for {what}")
+
+
+class ServedCluster:
+    """A running `pillion serve`; temporary files of it live under ``folder``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: pathlib.Path, port: int, log: pathlib.Path) -> None:
+        self.process = process
+        self.folder = folder
+        self.target = f"127.0.0.1:{port}"
+        self.log = log
+        self.seen: dict[int, psutil.Process] = {}
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the cluster, the supervisor included."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.process.pid)
+            for process in (top, *top.children(recursive=True)):
+                self.seen[process.pid] = process
+        return [process for process in self.seen.values() if alive(process)]
+
+    def component(self, role: str) -> psutil.Process | None:
+        """The process of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), None while it is dead."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if process.pid != self.process.pid and any(pathlib.Path(word).name == role for word in words[:5]):
+                    return process
+        return None
+
+    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to the part; returns its pid."""
+        process = self.component(role)
+        assert process is not None, f"no {role} lives"
+        process.send_signal(number)
+        return process.pid
+
+    def node_status(self) -> NodeStatus:
+        """The KV node's own word, after it proved its integrity."""
+
+        async def ask() -> NodeStatus:
+            path = next(self.folder.rglob("kvnode*.sock"))
+            addresses = [f"unix:{found}" for found in path.parent.glob("*.sock") if "attach" not in found.name]
+            for address in addresses:
+                client = NodeClient(address, "test")
+                try:
+                    await client.check_integrity()
+                    return await client.status()
+                except PillionError:
+                    continue
+                finally:
+                    await client.aclose()
+            raise AssertionError(f"no KV node answers at {addresses}")
+
+        return asyncio.run(ask())
+
+    def serving(self) -> bool:
+        """Whether the gateway sees a decode worker."""
+        with contextlib.suppress(PillionError), Client(self.target) as client:
+            return bool(client.models())
+        return False
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """End it as Ctrl-C does; returns its exit status."""
+        self.processes()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def end(self) -> None:
+        """Stop it, and kill what does not stop in time, the supervisor included."""
+        try:
+            self.stop()
+        finally:
+            for leftover in self.processes():
+                leftover.kill()
+
+    def left_behind(self) -> list[str]:
+        """Living processes and files that an ended cluster should not have left."""
+        processes = [" ".join(p.cmdline()) for p in self.seen.values() if alive(p)]
+        return processes + [str(path) for path in self.folder.rglob("*") if path != self.log]
+
+
+def alive(process: psutil.Process) -> bool:
+    """Runs, and is no zombie."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+@contextlib.contextmanager
+def served(folder: pathlib.Path, model: str, *flags: str) -> Iterator[ServedCluster]:
+    """Start `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
+
+    Unless the flags say otherwise every prompt goes the whole way, by a prefill worker.
+    """
+    port = free_port()
+    temporary = folder / "t"
+    temporary.mkdir()
+    log = folder / "serve.log"
+    command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
+    environment = {"PILLION_SPLIT_POLICY": "disaggregated", **os.environ}
+    environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    cluster = ServedCluster(process, temporary, port, log)
+    try:
+
+        def ready() -> bool:
+            assert process.poll() is None, f"serve ended:\n{log.read_text()}"
+            return cluster.serving()
+
+        wait_for("the cluster to serve", ready, READY_TIMEOUT_S)
+        cluster.processes()
+        yield cluster
+    except BaseException:
+        sys.stderr.write(log.read_text()[-8000:])
+        raise
+    finally:
+        cluster.end()

@@ -1,0 +1,259 @@
+"""Real Redis in its other shapes: a Cluster, a master with replica and Sentinels, a server with TLS and ACL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import redis
+
+from testbed.redis import redis_executable, spawn
+
+START_TIMEOUT_S = 20.0
+SLOTS = 16_384
+# A Cluster's nodes also listen at their port + 10000.
+BUS_OFFSET = 10_000
+QUIET = ("--save", "", "--appendonly", "no", "--loglevel", "warning", "--bind", "127.0.0.1")
+
+
+def until_true(condition: Callable[[], object], what: str) -> None:
+    give_up_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with contextlib.suppress(redis.RedisError):
+            if condition():
+                return
+        assert time.monotonic() < give_up_s, what
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """Free now, and so is the one for a Cluster's bus."""
+    while True:
+        with socket.socket() as probe, socket.socket() as bus:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            if port + BUS_OFFSET < 65_536:
+                with contextlib.suppress(OSError):
+                    bus.bind(("127.0.0.1", port + BUS_OFFSET))
+                    return port
+
+
+@dataclass
+class PortServer:
+    """A server at a port of this machine. ``options``: as on redis-server's command line."""
+
+    folder: pathlib.Path
+    options: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        home = self.folder / str(self.port)
+        home.mkdir(exist_ok=True)
+        command = [redis_executable(), "--port", str(self.port), "--dir", str(home), *QUIET, *self.options]
+        self.process = spawn(command)
+        until_true(lambda: self.command("PING"), f"redis-server at port {self.port} does not answer")
+
+    def command(self, *words: str | bytes | int) -> object:
+        with redis.Redis(port=self.port) as client:
+            return client.execute_command(*words)
+
+    def send_signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="pillion-redis-") as folder:
+        yield pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def running_cluster(masters: int = 3) -> Iterator[list[PortServer]]:
+    """Masters that share the slots evenly, without replicas; each goes on when another is away."""
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no")
+    with _folder() as folder:
+        servers = [PortServer(folder, options) for _ in range(masters)]
+        try:
+            for number, server in enumerate(servers):
+                server.start()
+                slots = range(SLOTS * number // masters, SLOTS * (number + 1) // masters)
+                server.command("CLUSTER ADDSLOTS", *slots)
+                server.command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            for server in servers[1:]:
+                server.command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+            for server in servers:
+                until_true(partial(_sees, server, masters), "the Cluster does not come together")
+            yield servers
+        finally:
+            for server in servers:
+                server.kill()
+
+
+def _sees(server: PortServer, masters: int) -> bool:
+    info, nodes = server.command("CLUSTER INFO"), server.command("CLUSTER NODES")
+    assert isinstance(info, dict)
+    assert isinstance(nodes, dict)
+    joined = [node for node in nodes.values() if node["slots"] and node["connected"]]
+    return info["cluster_state"] == "ok" and info["cluster_slots_ok"] == str(SLOTS) and len(joined) == masters
+
+
+@dataclass
+class SentinelSet:
+    """``master`` and ``replica`` as they begin; ``sentinels``' ports."""
+
+    master: PortServer
+    replica: PortServer
+    sentinels: list[int]
+    service: str = "index"
+
+    def master_port(self) -> int:
+        with redis.Redis(port=self.sentinels[0]) as client:
+            found = client.execute_command("SENTINEL", "get-master-addr-by-name", self.service)
+        return int(found[1])
+
+
+@contextlib.contextmanager
+def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
+    """A master, its replica, and Sentinels that take a silence of half a second for a failure."""
+    with _folder() as folder:
+        master = PortServer(folder)
+        replica = PortServer(folder, ("--replicaof", "127.0.0.1", str(master.port)))
+        made = SentinelSet(master, replica, [free_port() for _ in range(count)])
+        processes = []
+        try:
+            master.start()
+            replica.start()
+            until_true(lambda: _synced(replica), "the replica does not follow")
+            for port in made.sentinels:
+                config = folder / f"sentinel-{port}.conf"
+                config.write_text(_sentinel_config(made, port, count))
+                processes.append(spawn([redis_executable(), str(config), "--sentinel"]))
+            for port in made.sentinels:
+                until_true(partial(_knows, port, made.service, count), "the Sentinels do not meet")
+            yield made
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            for server in (master, replica):
+                if server.process is not None:
+                    server.send_signal(signal.SIGCONT)
+                server.kill()
+
+
+def _sentinel_config(made: SentinelSet, port: int, count: int) -> str:
+    name = made.service
+    return "\n".join(
+        (
+            f"port {port}",
+            "bind 127.0.0.1",
+            f"dir {made.master.folder}",
+            f"sentinel monitor {name} 127.0.0.1 {made.master.port} {count // 2 + 1}",
+            f"sentinel down-after-milliseconds {name} 500",
+            f"sentinel failover-timeout {name} 3000",
+            "",
+        )
+    )
+
+
+def _synced(replica: PortServer) -> bool:
+    info = replica.command("INFO", "replication")
+    assert isinstance(info, dict)
+    return bool(info["role"] == "slave" and info["master_link_status"] == "up")
+
+
+def _knows(port: int, service: str, count: int) -> bool:
+    with redis.Redis(port=port) as client:
+        state = client.sentinel_master(service)
+    return bool(state["num-other-sentinels"] == count - 1 and state["num-slaves"] == 1)
+
+
+# -- TLS
+
+
+def tls_server() -> str | None:
+    """A redis-server that was built with TLS; the packaged one was not."""
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
+    for folder in dict.fromkeys(folders):
+        found = shutil.which("redis-server", path=folder)
+        if found and b"libssl" in pathlib.Path(found).resolve().read_bytes():
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class TlsServer:
+    """It wants TLS with a client's certificate, and the ACL user ``pillion``, who may touch only our keys."""
+
+    port: int
+    folder: pathlib.Path
+    user: str = "pillion"
+    password: str = "p@ss/w:rd"
+
+
+@contextlib.contextmanager
+def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
+    """``acl``: what the user may do, as in redis.conf."""
+    with _folder() as folder:
+        make_certificates(folder)
+        made = TlsServer(free_port(), folder)
+        config = folder / "redis.conf"
+        lines = (
+            "port 0",
+            f"tls-port {made.port}",
+            f"tls-cert-file {folder}/server.pem",
+            f"tls-key-file {folder}/server.key",
+            f"tls-ca-cert-file {folder}/ca.pem",
+            "tls-auth-clients yes",
+            'save ""',
+            "loglevel warning",
+            "user default off",
+            f"user {made.user} on >{made.password} {acl}",
+        )
+        config.write_text("\n".join(lines) + "\n")
+        process = spawn([binary, str(config), "--dir", str(folder)])
+        try:
+            until_true(lambda: _listens(made.port), "redis-server with TLS does not listen")
+            yield made
+        finally:
+            process.kill()
+            process.wait()
+
+
+def make_certificates(folder: pathlib.Path) -> None:
+    """A private authority, and a certificate for localhost that servers and clients use. Needs the openssl program."""
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=START_TIMEOUT_S)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    authority = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca", *authority)
+    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
+    (folder / "names.cnf").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names.cnf", "-days", "2")
+    openssl("x509", "-req", "-in", "server.csr", "-out", "server.pem", *signing)
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False

@@ -1,0 +1,17 @@
+"""The blocking client in the repository is what the asyncio client's code makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pillion.client import _generate
+
+
+def test_the_blocking_client_is_up_to_date() -> None:
+    made = _generate.blocking((_generate.FOLDER / "async_client.py").read_text())
+    assert made == (_generate.FOLDER / "client.py").read_text(), "run `make client`"
+
+
+def test_a_stale_replacement_is_an_error() -> None:
+    with pytest.raises(ValueError, match="does not occur"):
+        _generate.blocking("class Renamed: ...\n")
