@@ -23,8 +23,9 @@ from rich.table import Table
 
 from benchmarks.cluster import prompts
 from benchmarks.plot import Chart, line_charts
-from benchmarks.report import percentile, save, show_table
+from benchmarks.report import save, show_table
 from pillion import AsyncClient
+from pillion.loadgen.figures import percentile
 
 PICTURE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "budget.svg"
 ALWAYS = ("--prefill-workers=0", "--split-policy=colocated", "--max-num-seqs=16", "--max-model-len=2048")

@@ -19,12 +19,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import percentile, save, show_table, spread
-from pillion import AsyncClient
+from benchmarks.closed_loop import TOKEN_RANGE, one_turn
+from benchmarks.closed_loop import measure as measure_load
+from benchmarks.report import save, show_table, spread
+from pillion.loadgen.figures import percentile
+from pillion.loadgen.target import PillionTarget
 
 MODEL = "demo"
-# Ordinary vocabulary of the demo model; special tokens come first in it.
-TOKEN_RANGE = (1000, 40_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +45,13 @@ def prompts(seed: int, count: int, length: int) -> list[list[int]]:
 
 async def run_pillion(target: str, batch: list[list[int]], max_tokens: int) -> Round:
     """All prompts of a round at once, each on its own stream."""
-    ttft: list[float] = []
-    itl: list[float] = []
-
-    async def one(client: AsyncClient, ids: list[int]) -> int:
-        begin = last = time.perf_counter()
-        tokens = 0
-        async for delta in client.generate(ids, temperature=0.0, max_tokens=max_tokens, ignore_eos=True):
-            now = time.perf_counter()
-            if delta.token_ids:
-                (itl if tokens else ttft).append((now - (last if tokens else begin)) * 1000 / len(delta.token_ids))
-                tokens, last = tokens + len(delta.token_ids), now
-        return tokens
-
-    async with AsyncClient(target) as client:
-        begin = time.perf_counter()
-        counts = await asyncio.gather(*(one(client, ids) for ids in batch))
-        seconds = time.perf_counter() - begin
-    return Round(sum(counts) / seconds, tuple(ttft), tuple(itl))
+    sessions = [one_turn(ids, max_tokens) for ids in batch]
+    run = await measure_load(PillionTarget("", True, 0.0, target=target), sessions, len(batch))
+    return Round(
+        sum(record.output_tokens for record in run.records) / run.duration_s,
+        tuple(record.ttft_s * 1000 for record in run.records),
+        tuple(gap * 1000 for record in run.records for gap in record.itl_s),
+    )
 
 
 def run_transformers(model: Any, batch: list[list[int]], max_tokens: int) -> Round:

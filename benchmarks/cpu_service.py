@@ -23,8 +23,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.closed_loop import Load, figures
-from benchmarks.peers import Running, System, llama_system, pillion_system, vllm_system
+from benchmarks.closed_loop import ClosedLoad, figures
+from benchmarks.peers import RunningSystem, System, llama_system, pillion_system, vllm_system
 from benchmarks.report import save, show_table, spread
 
 MODEL = "demo"
@@ -32,21 +32,21 @@ MODEL = "demo"
 PILLION_FLAGS = "--split-policy colocated --prefill-workers 0 --target-itl-ms 50"
 BUDGET_TOKENS = 128
 LOADS = (
-    Load(256, 128, 1, 3),
-    Load(256, 128, 8, 24),
-    Load(256, 128, 16, 32),
-    Load(256, 128, 32, 64),
-    Load(1024, 128, 8, 16),
-    Load(2048, 128, 8, 16),
+    ClosedLoad(256, 128, 1, 3),
+    ClosedLoad(256, 128, 8, 24),
+    ClosedLoad(256, 128, 16, 32),
+    ClosedLoad(256, 128, 32, 64),
+    ClosedLoad(1024, 128, 8, 16),
+    ClosedLoad(2048, 128, 8, 16),
 )
-WARM_UP = (Load(256, 16, 1, 1), Load(2048, 8, 1, 1), Load(256, 16, 8, 16))
+WARM_UP = (ClosedLoad(256, 16, 1, 1), ClosedLoad(2048, 8, 1, 1), ClosedLoad(256, 16, 8, 16))
 QUICK_OUTPUT_TOKENS = 16
 REFERENCE, LLAMA = "vllm", "llama.cpp"
 
 Figures = dict[str, float]
 
 
-def quick(load: Load) -> Load:
+def quick(load: ClosedLoad) -> ClosedLoad:
     """A load that shows whether everything works, and no more."""
     return replace(load, output_tokens=QUICK_OUTPUT_TOKENS, requests=load.concurrency)
 
@@ -55,8 +55,8 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
     """Those that are installed and wanted; says which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
-    for said in args.pillion or [f"pillion={PILLION_FLAGS}"]:
-        name, _, flags = said.partition("=")
+    for system in args.pillion or [f"pillion={PILLION_FLAGS}"]:
+        name, _, flags = system.partition("=")
         found.append(pillion_system(name, MODEL, shlex.split(flags)))
     vllm, llama = (shutil.which(path) if path else None for path in (args.vllm, args.llama_python))
     if vllm:
@@ -78,7 +78,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
     return [system for system in found if not args.only or system.name in args.only]
 
 
-def measure(system: System, running: Running, loads: Sequence[Load], seed: int) -> dict[str, Figures]:
+def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int) -> dict[str, Figures]:
     """Figures by load's name, of one round."""
     for load in WARM_UP:
         if system.takes(load):
@@ -93,7 +93,7 @@ def measure(system: System, running: Running, loads: Sequence[Load], seed: int) 
     return found
 
 
-def start(system: System, stack: contextlib.ExitStack) -> Running:
+def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
     """Started until ``stack`` is closed, and paused if it can be."""
     begin = time.perf_counter()
     running = stack.enter_context(system.running())
@@ -104,7 +104,7 @@ def start(system: System, stack: contextlib.ExitStack) -> Running:
 
 
 def all_rounds(
-    wanted: Sequence[System], loads: Sequence[Load], rounds: int
+    wanted: Sequence[System], loads: Sequence[ClosedLoad], rounds: int
 ) -> tuple[dict[tuple[str, str], list[Figures]], dict[str, Any]]:
     """Figures of each round by (load, system), and what each system is."""
     found: dict[tuple[str, str], list[Figures]] = {}
@@ -119,8 +119,8 @@ def all_rounds(
                     running = staying.get(system.name) or start(system, this_turn)
                     running.resume()
                     print(f"round {index + 1} of {rounds}, {system.name}", flush=True)
-                    for load, said in measure(system, running, loads, seed).items():
-                        found.setdefault((load, system.name), []).append(said)
+                    for load, measured in measure(system, running, loads, seed).items():
+                        found.setdefault((load, system.name), []).append(measured)
                     running.pause()
                 about[system.name] = {
                     "version": running.version,
@@ -131,7 +131,7 @@ def all_rounds(
 
 
 def rows_of(
-    found: dict[tuple[str, str], list[Figures]], loads: Sequence[Load], names: Sequence[str]
+    found: dict[tuple[str, str], list[Figures]], loads: Sequence[ClosedLoad], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """One row per load and system: every figure's spread over the rounds, and the rate over the reference's."""
     rows = []
@@ -145,7 +145,7 @@ def rows_of(
                 "load": load.name,
                 "system": name,
                 "requests": load.requests,
-                **{figure: spread([said[figure] for said in rounds]) for figure in rounds[0]},
+                **{figure: spread([each[figure] for each in rounds]) for figure in rounds[0]},
             }
             if reference is not None:
                 pairs = zip(rounds, reference, strict=True)

@@ -32,7 +32,8 @@ import psutil
 from rich.table import Table
 
 from benchmarks.edge_parts import MODEL
-from benchmarks.report import percentile, save, show_table
+from benchmarks.report import save, show_table
+from pillion.loadgen.figures import percentile
 from pillion.v1 import common_pb2, gateway_pb2
 from testbed.redis import running_redis
 

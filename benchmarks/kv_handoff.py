@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from rich.table import Table
 
 from benchmarks.cluster import prompts
-from benchmarks.report import percentile, save, show_table
+from benchmarks.report import save, show_table
 from pillion import AsyncClient, Client
+from pillion.loadgen.figures import percentile
 from testbed.cluster import ServedCluster, served
 from testbed.otlp import EXPORT_DELAY_MS, Receiver, collecting
 

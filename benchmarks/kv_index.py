@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.report import percentile, save, show_table
+from benchmarks.report import save, show_table
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import BATCH_BLOCKS
@@ -27,6 +27,7 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS, IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
+from pillion.loadgen.figures import percentile
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import RedisServer, running_redis
 from testbed.redis_kinds import running_cluster

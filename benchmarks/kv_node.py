@@ -22,12 +22,13 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.report import percentile, save, show_table, spread
+from benchmarks.report import save, show_table, spread
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
+from pillion.loadgen.figures import percentile
 from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64

@@ -29,7 +29,7 @@ from benchmarks.traces import Mix, generate
 from pillion import Client
 from pillion.loadgen.load import LoadConfig
 from pillion.loadgen.report import tables
-from pillion.loadgen.run import Plan, Server, opened, run_plan
+from pillion.loadgen.run import BenchPlan, Server, opened, run_plan
 from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ TRACE_MIX = Mix(
 
 def stages(
     grpc: str, http: str, trace: pathlib.Path, seconds: float, rate: float, token_range: tuple[int, int]
-) -> Iterator[tuple[str, Plan]]:
+) -> Iterator[tuple[str, BenchPlan]]:
     """Name and plan of each; arrivals of ``seconds`` each, ``rate`` a second."""
     count = max(3, round(seconds * rate))
     one = Server(backend="pillion", target=grpc, timeout_s=120.0)
@@ -58,15 +58,15 @@ def stages(
     replay = dataclasses.replace(mixed, workload="trace", trace=str(trace), max_model_len=MAX_MODEL_LEN_TOKENS - 64)
     bursts = dataclasses.replace(mixed, arrivals="gamma", burstiness=0.1, seed=2)
     closed = dataclasses.replace(mixed, rate=None, concurrency=8, seed=3)
-    yield "gRPC, mixed lengths", Plan(server=one, load=mixed)
-    yield "HTTP, token ids", Plan(server=other, load=dataclasses.replace(mixed, seed=4))
-    yield "HTTP, chats", Plan(server=dataclasses.replace(other, endpoint="chat"), load=chats)
-    yield "gRPC, trace", Plan(server=one, load=replay, max_concurrency=16)
-    yield "gRPC, bursts", Plan(server=one, load=bursts)
-    yield "gRPC, closed loop", Plan(server=one, load=closed)
+    yield "gRPC, mixed lengths", BenchPlan(server=one, load=mixed)
+    yield "HTTP, token ids", BenchPlan(server=other, load=dataclasses.replace(mixed, seed=4))
+    yield "HTTP, chats", BenchPlan(server=dataclasses.replace(other, endpoint="chat"), load=chats)
+    yield "gRPC, trace", BenchPlan(server=one, load=replay, max_concurrency=16)
+    yield "gRPC, bursts", BenchPlan(server=one, load=bursts)
+    yield "gRPC, closed loop", BenchPlan(server=one, load=closed)
 
 
-async def run_stage(plan: Plan) -> dict[str, Any]:
+async def run_stage(plan: BenchPlan) -> dict[str, Any]:
     """Its result."""
     async with opened(plan.server) as (target, _):
         return (await run_plan(target, plan))[1]

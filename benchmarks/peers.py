@@ -17,15 +17,16 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from benchmarks import llama_stream
-from benchmarks.closed_loop import Answer, Load, Run, drive
-from benchmarks.openai_stream import OpenAIStream
-from pillion import AsyncClient
-from pillion.errors import PillionError
+from benchmarks.closed_loop import ClosedLoad, measure
+from pillion.loadgen.drive import Run
+from pillion.loadgen.figures import Record
+from pillion.loadgen.openai_target import OpenAITarget
+from pillion.loadgen.target import LoadTarget, PillionTarget
 from testbed.cluster import free_port, served, wait_for
 
 HOST = "127.0.0.1"
@@ -40,11 +41,11 @@ LLAMA_CONTEXT_TOKENS = 4096
 LOG_TAIL_BYTES = 8000
 
 # Puts one load on a running system, with prompts drawn from a seed.
-Measure = Callable[[Load, int], Run]
+Measure = Callable[[ClosedLoad, int], Run]
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningSystem:
     """A system that is ready.
 
     ``version`` is what it says of itself, ``about`` what else its figures need said; ``group`` is its process group
@@ -76,12 +77,12 @@ class System:
 
     name: str
     flags: tuple[str, ...]
-    start: Callable[[pathlib.Path], contextlib.AbstractContextManager[Running]]
-    takes: Callable[[Load], bool]
+    start: Callable[[pathlib.Path], contextlib.AbstractContextManager[RunningSystem]]
+    takes: Callable[[ClosedLoad], bool]
     stays: bool = False
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Running]:
+    def running(self) -> Iterator[RunningSystem]:
         """Started, with temporary files of its own."""
         with tempfile.TemporaryDirectory(prefix="pil-") as folder, self.start(pathlib.Path(folder)) as running:
             yield running
@@ -91,44 +92,41 @@ def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
     """`pillion serve MODEL FLAGS`, driven over gRPC by its SDK."""
 
     @contextlib.contextmanager
-    def start(folder: pathlib.Path) -> Iterator[Running]:
+    def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
         from pillion import __version__
 
         with served(folder, model, *flags) as cluster:
             ready = about_kernels(cluster.log.read_text("utf-8"))
-            yield Running(
-                __version__, lambda load, seed: asyncio.run(_drive_pillion(cluster.target, load, seed)), ready
-            )
+            yield RunningSystem(__version__, over(lambda: PillionTarget("", True, 0.0, target=cluster.target)), ready)
 
     return System(name, tuple(flags), start, lambda _: True)
 
 
 def about_kernels(log: str) -> str:
     """Which kernels the workers say they run on: figures of the fallback are no figures of the CPU engine."""
-    said = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
-    return "; ".join(dict.fromkeys(said))
+    lines = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
+    return "; ".join(dict.fromkeys(lines))
 
 
-async def _drive_pillion(target: str, load: Load, seed: int) -> Run:
-    async with AsyncClient(target) as client:
+def over(make: Callable[[], LoadTarget]) -> Measure:
+    """Measures a load with the closed loop of `pillion bench`, over a new target each time."""
 
-        async def stream(prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
-            async for delta in client.generate(prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True):
-                yield len(delta.token_ids)
+    def run(load: ClosedLoad, seed: int) -> Run:
+        async def all_of_it() -> Run:
+            return await measure(make(), load.sessions(seed), load.concurrency)
 
-        try:
-            return await drive(stream, load, seed)
-        except* PillionError as group:
-            raise RuntimeError(f"{load.name}: {group.exceptions[0]}") from group
+        return asyncio.run(all_of_it())
+
+    return run
 
 
 def vllm_system(
-    name: str, program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], takes: Callable[[Load], bool]
+    name: str, program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], takes: Callable[[ClosedLoad], bool]
 ) -> System:
     """`vllm serve` of the same folder, in a session of its own so that nothing of it stays."""
 
     @contextlib.contextmanager
-    def start(folder: pathlib.Path) -> Iterator[Running]:
+    def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
         port, log = free_port(), folder / "vllm.log"
         command = [program, "serve", str(model), "--served-model-name", "peer", "--host", HOST, "--port", str(port)]
         command += ["--dtype", dtype, "--max-model-len", str(VLLM_MAX_MODEL_LEN_TOKENS), "--block-size", "32"]
@@ -139,8 +137,8 @@ def vllm_system(
             )
         try:
             version = wait_for("vLLM to serve", lambda: _vllm_version(process, port), VLLM_START_TIMEOUT_S)
-            stream = OpenAIStream(HOST, port, "peer")
-            yield Running(version, lambda load, seed: asyncio.run(drive(stream, load, seed)), group=process.pid)
+            stream = over(lambda: OpenAITarget("peer", True, 0.0, target=f"http://{HOST}:{port}"))
+            yield RunningSystem(version, stream, group=process.pid)
         except BaseException:
             sys.stderr.write(tail(log))
             raise
@@ -170,10 +168,10 @@ def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
     try:
         for path in ("health", "version"):
             with urllib.request.urlopen(f"http://{HOST}:{port}/{path}", timeout=5.0) as reply:
-                said = reply.read()
+                body = reply.read()
     except OSError:
         return ""
-    return str(json.loads(said)["version"])
+    return str(json.loads(body)["version"])
 
 
 def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_TIMEOUT_S) -> None:
@@ -191,7 +189,7 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
     """llama.cpp in a process of its own, one stream, all cores."""
 
     @contextlib.contextmanager
-    def start(folder: pathlib.Path) -> Iterator[Running]:
+    def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
         log = folder / "llama.log"
         threads = str(len(os.sched_getaffinity(0)))
         command = [python, llama_stream.__file__, str(gguf), threads, str(LLAMA_CONTEXT_TOKENS)]
@@ -201,8 +199,8 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
         assert process.stdout is not None
         questions, answers = process.stdin, process.stdout
         try:
-            version = str(_said(answers)["version"])
-            yield Running(version, lambda load, seed: _run_llama(questions, answers, load, seed))
+            version = str(_reply(answers)["version"])
+            yield RunningSystem(version, lambda load, seed: _run_llama(questions, answers, load, seed))
         except BaseException:
             sys.stderr.write(tail(log))
             raise
@@ -216,23 +214,36 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
     return System(name, (), start, lambda load: load.concurrency == 1)
 
 
-def _said(pipe: IO[bytes]) -> dict[str, Any]:
+def _reply(pipe: IO[bytes]) -> dict[str, Any]:
     line = pipe.readline()
     if not line:
         raise RuntimeError("llama.cpp ended")
-    said: dict[str, Any] = json.loads(line)
-    return said
+    reply: dict[str, Any] = json.loads(line)
+    return reply
 
 
-def _run_llama(questions: IO[bytes], replies: IO[bytes], load: Load, seed: int) -> Run:
+def _run_llama(questions: IO[bytes], replies: IO[bytes], load: ClosedLoad, seed: int) -> Run:
     """One prompt after the other. Its clock is its own; only differences of it count."""
-    cpu, begin, answers = time.process_time(), time.perf_counter(), []
-    for prompt in load.prompts(seed):
-        questions.write(json.dumps({"prompt": prompt, "max_tokens": load.output_tokens}).encode() + b"\n")
+    cpu, begin, records = time.process_time(), time.perf_counter(), []
+    for number, session in enumerate(load.sessions(seed)):
+        question = {"prompt": list(session.turns[0].ids), "max_tokens": load.output_tokens}
+        questions.write(json.dumps(question).encode() + b"\n")
         questions.flush()
-        said = _said(replies)
-        answers.append(Answer(said["asked_s"], tuple((at, 1) for at in said["token_s"])))
-    return Run(tuple(answers), time.perf_counter() - begin, time.process_time() - cpu)
+        answer = _reply(replies)
+        record = Record(
+            number=number,
+            session=number,
+            turn=0,
+            due_s=answer["asked_s"],
+            held_s=0.0,
+            sent_s=answer["asked_s"],
+            ended_s=answer["token_s"][-1],
+            messages=tuple((at_s, 1) for at_s in answer["token_s"]),
+            output_tokens=len(answer["token_s"]),
+            asked_tokens=load.output_tokens,
+        )
+        records.append(record)
+    return Run(tuple(records), time.perf_counter() - begin, time.process_time() - cpu, stalls_s=())
 
 
 def tail(log: pathlib.Path) -> str:

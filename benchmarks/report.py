@@ -41,12 +41,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile of at least one value."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
 def save(name: str, result: dict[str, Any]) -> pathlib.Path:
     """Write ``result`` with the machine's description to results/NAME.json."""
     RESULTS.mkdir(exist_ok=True)

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.report import percentile
-
-# Ordinary vocabulary of the demo model; special tokens come first in it.
-TOKEN_RANGE = (1000, 40_000)
+from benchmarks.closed_loop import TOKEN_RANGE
+from pillion.loadgen.figures import percentile
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import RESULTS, percentile, save, show_table, spread
+from benchmarks.report import RESULTS, save, show_table, spread
 from benchmarks.split_load import add_load_flags, arrivals, figures
 from benchmarks.split_world import Cluster, simulate
+from pillion.loadgen.figures import percentile
 
 POLICIES = ("auto", "colocated", "disaggregated")
 # DistServe's goodput: the highest rate of arrivals at which this share of the requests is good.

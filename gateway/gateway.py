@@ -35,7 +35,7 @@ from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from pillion.observability import telemetry
-from pillion.observability.metrics import Family, Meters
+from pillion.observability.metrics import Meters, MetricFamily
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 STOPPING = "this gateway is stopping"
@@ -237,7 +237,7 @@ class Gateway:
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
-    def metrics(self, tenant: Tenant | None = None) -> list[Family]:
+    def metrics(self, tenant: Tenant | None = None) -> list[MetricFamily]:
         """What this gateway counted. Raises PermissionDenied for a tenant that is no operator."""
         self._operators_only(tenant)
         return self.meters.collect()

@@ -1,4 +1,4 @@
-"""Style is executable: sizes, import direction (DESIGN 3) and what must never be imported."""
+"""Style is executable: sizes, import direction (docs/architecture.md) and what must never be imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ COMPOSITION_ROOTS = ("pillion/cli/", "pillion/supervisor/", "pillion/top/", "pil
 # Decisions are sans-IO (I9): these modules see events and a clock that is handed to them.
 SANS_IO = (
     "engine/scheduling/in_flight.py",
-    "engine/scheduling/updates.py",
     "engine/scheduling/scheduler.py",
     "engine/scheduling/sequence.py",
     "engine/scheduling/slot_stock.py",

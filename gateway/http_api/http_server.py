@@ -23,7 +23,7 @@ from pillion.gateway.http_api.http_connection import HttpConnection
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_api import OpenAIApi, unknown_model
 from pillion.net import tls
-from pillion.observability.metrics_export import Page
+from pillion.observability.metrics_export import MetricsPage
 from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
@@ -54,7 +54,7 @@ class _Pages:
 
     async def metrics(self, call: HttpCall) -> None:
         """For Prometheus; of this process, where several share the port."""
-        page = Page(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
+        page = MetricsPage(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def models(self, call: HttpCall) -> None:

@@ -15,7 +15,7 @@ from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
     from pillion.loadgen.figures import Record
-    from pillion.loadgen.run import Plan
+    from pillion.loadgen.run import BenchPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_FAILED = 1
@@ -180,12 +180,12 @@ def sweep(**values: Any) -> int:
     return 0 if best else EXIT_FAILED
 
 
-def plan_of(values: dict[str, Any]) -> Plan:
+def plan_of(values: dict[str, Any]) -> BenchPlan:
     """The runs that the options ask for. Raises ConfigError."""
     from dataclasses import fields
 
     from pillion.loadgen.load import LoadConfig
-    from pillion.loadgen.run import Plan, Server
+    from pillion.loadgen.run import BenchPlan, Server
     from pillion.loadgen.slo import parse_slo
 
     def fields_of(cls: type) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def plan_of(values: dict[str, Any]) -> Plan:
         objectives = parse_slo(values["slo"])
     except ValueError as error:
         raise ConfigError(f"--slo: {error}") from None
-    return Plan(
+    return BenchPlan(
         server=Server(**fields_of(Server)),
         load=LoadConfig(**fields_of(LoadConfig)),
         objectives=objectives,
@@ -204,7 +204,7 @@ def plan_of(values: dict[str, Any]) -> Plan:
     )
 
 
-def title_of(plan: Plan) -> str:
+def title_of(plan: BenchPlan) -> str:
     """A picture's title."""
     load = plan.load
     pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"

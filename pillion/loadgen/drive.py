@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pillion.loadgen.figures import OK, Record
-from pillion.loadgen.load import Session, Turn, text_of
-from pillion.loadgen.target import Ask, Counted, Message, Target, TargetError
+from pillion.loadgen.load import LoadSession, Turn, text_of
+from pillion.loadgen.target import AnswerRequest, LoadTarget, Message, TargetError, TokenCounts
 
 STALL_PERIOD_S = 0.05
 NO_CAP = 1 << 20
@@ -42,7 +42,7 @@ class Run:
     unsent: int = 0
 
 
-class Driver:
+class LoadDriver:
     """One run over one target; use once.
 
     Args:
@@ -55,8 +55,8 @@ class Driver:
 
     def __init__(
         self,
-        target: Target,
-        sessions: Sequence[Session],
+        target: LoadTarget,
+        sessions: Sequence[LoadSession],
         *,
         concurrency: int | None = None,
         max_concurrency: int | None = None,
@@ -107,42 +107,45 @@ class Driver:
             for _ in range(concurrency):
                 group.create_task(client())
 
-    async def _session(self, number: int, session: Session, due_s: float) -> None:
+    async def _session(self, number: int, session: LoadSession, due_s: float) -> None:
         history: list[Message] = [{"role": "system", "content": session.system}] if session.system else []
         for turn_number, turn in enumerate(session.turns):
             if turn_number:
                 due_s += turn.think_s
                 await self._sleep_until(due_s)
-            ask = self._ask(turn, history)
-            record, text = await self._request(number, turn_number, ask, due_s)
+            request = self._request_of(turn, history)
+            record, text = await self._send(number, turn_number, request, due_s)
             self._records.append(record)
             self._on_done(record)
             if not record.ok:
                 return
             due_s = record.ended_s
-            history = [*ask.messages, {"role": "assistant", "content": text}]
+            history = [*request.messages, {"role": "assistant", "content": text}]
 
-    def _ask(self, turn: Turn, history: list[Message]) -> Ask:
+    def _request_of(self, turn: Turn, history: list[Message]) -> AnswerRequest:
         if turn.ids and not self._as_chat:
-            return Ask(turn.output_tokens, ids=turn.ids)
+            return AnswerRequest(turn.output_tokens, ids=turn.ids)
         message = {"role": "user", "content": turn.text or text_of(turn.ids)}
-        return Ask(turn.output_tokens, messages=(*history, message))
+        return AnswerRequest(turn.output_tokens, messages=(*history, message))
 
-    async def _request(self, session: int, turn: int, ask: Ask, due_s: float) -> tuple[Record, str]:
+    async def _send(self, session: int, turn: int, request: AnswerRequest, due_s: float) -> tuple[Record, str]:
         messages: list[tuple[float, int]] = []
         texts: list[str] = []
-        counted: Counted | None = None
+        counts: TokenCounts | None = None
         status, error = OK, ""
         arrived_s = self._now()
         async with self._cap:
             sent_s = self._now()
             try:
-                async with asyncio.timeout(self._timeout_s), contextlib.aclosing(self._target.ask(ask)) as stream:
-                    async for piece in stream:
-                        if piece.tokens:
-                            messages.append((self._now(), piece.tokens))
-                        texts.append(piece.text)
-                        counted = piece.counted or counted
+                async with (
+                    asyncio.timeout(self._timeout_s),
+                    contextlib.aclosing(self._target.stream(request)) as stream,
+                ):
+                    async for message in stream:
+                        if message.tokens:
+                            messages.append((self._now(), message.tokens))
+                        texts.append(message.text)
+                        counts = message.counts or counts
             except TargetError as failure:
                 status, error = failure.status, failure.message
             except TimeoutError:
@@ -159,10 +162,10 @@ class Driver:
             sent_s=sent_s,
             ended_s=self._now(),
             messages=tuple(messages),
-            prompt_tokens=counted.prompt if counted else len(ask.ids),
-            cached_tokens=counted.cached if counted else 0,
-            output_tokens=counted.output if counted else seen,
-            asked_tokens=ask.output_tokens,
+            prompt_tokens=counts.prompt if counts else len(request.ids),
+            cached_tokens=counts.cached if counts else 0,
+            output_tokens=counts.output if counts else seen,
+            asked_tokens=request.output_tokens,
             status=status,
             error=error,
         )

@@ -75,7 +75,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class LoadSession:
     """``at_s``: its arrival, seconds from the begin. ``system``: a chat's first message."""
 
     at_s: float
@@ -83,7 +83,7 @@ class Session:
     system: str = ""
 
 
-def make_sessions(config: LoadConfig) -> list[Session]:
+def make_sessions(config: LoadConfig) -> list[LoadSession]:
     """All of them, in order of arrival. Raises ConfigError for a config that cannot be."""
     try:
         return _make(config)
@@ -96,7 +96,7 @@ def text_of(ids: Sequence[int]) -> str:
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 
 
-def _make(config: LoadConfig) -> list[Session]:
+def _make(config: LoadConfig) -> list[LoadSession]:
     if config.workload not in WORKLOADS:
         raise ValueError(f"workload {config.workload!r} is none of {', '.join(WORKLOADS)}")
     if not 1 <= config.requests <= MAX_REQUESTS:
@@ -122,7 +122,7 @@ def _vocabulary(config: LoadConfig) -> list[int]:
     return list(range(low, high))
 
 
-def _random(config: LoadConfig) -> Iterator[Session]:
+def _random(config: LoadConfig) -> Iterator[LoadSession]:
     inputs, outputs = parse_lengths(config.input_len), parse_lengths(config.output_len)
     lengths = random.Random(f"lengths {config.seed}")
     vocabulary = _vocabulary(config)
@@ -130,7 +130,7 @@ def _random(config: LoadConfig) -> Iterator[Session]:
     _check_room(sum(asked for asked, _ in drawn))
     for number, (asked, answered) in enumerate(drawn):
         draw = random.Random(f"prompt {config.seed} {number}")
-        yield Session(0.0, (Turn(answered, array("I", draw.choices(vocabulary, k=asked))),))
+        yield LoadSession(0.0, (Turn(answered, array("I", draw.choices(vocabulary, k=asked))),))
 
 
 def _check_room(tokens: int) -> None:
@@ -138,7 +138,7 @@ def _check_room(tokens: int) -> None:
         raise ValueError(f"the prompts have more than {MAX_PREPARED_TOKENS} tokens together: fewer --requests")
 
 
-def _chats(config: LoadConfig) -> Iterator[Session]:
+def _chats(config: LoadConfig) -> Iterator[LoadSession]:
     asks, answers = parse_lengths(config.input_len), parse_lengths(config.output_len)
     turns, systems = parse_lengths(config.turns), parse_lengths(config.system_len)
     if config.system_prompts < 1 or config.think_s < 0:
@@ -156,10 +156,10 @@ def _chats(config: LoadConfig) -> Iterator[Session]:
             pause = draw.expovariate(1 / config.think_s) if turn and config.think_s else 0.0
             made.append(Turn(answers.draw(draw), text=" ".join(draw.choices(WORDS, k=asked)), think_s=pause))
         left -= len(made)
-        yield Session(0.0, tuple(made), draw.choices(prompts, weights)[0])
+        yield LoadSession(0.0, tuple(made), draw.choices(prompts, weights)[0])
 
 
-def _from_trace(config: LoadConfig) -> list[Session]:
+def _from_trace(config: LoadConfig) -> list[LoadSession]:
     if not config.trace:
         raise ValueError("the workload trace needs --trace FILE")
     rows = [row for row in read_trace(Path(config.trace)) if fits(row, config.max_model_len)][: config.requests]
@@ -177,7 +177,7 @@ def _from_trace(config: LoadConfig) -> list[Session]:
         tokens += row.input_length
         _check_room(tokens)
         at_s = 0.0 if config.concurrency else at_s
-        sessions.append(Session(at_s, (Turn(row.output_length, maker.prompt_of(number, row)),)))
+        sessions.append(LoadSession(at_s, (Turn(row.output_length, maker.prompt_of(number, row)),)))
     return sessions
 
 

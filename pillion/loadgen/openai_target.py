@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from pillion.errors import ConfigError
-from pillion.loadgen.target import Ask, Counted, Piece, TargetError
+from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
@@ -142,14 +142,14 @@ class OpenAITarget:
         self._asked |= {"ignore_eos": True} if ignore_eos else {}
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        kind = {"messages": ask.messages} if ask.messages else {"prompt": list(ask.ids)}
-        said = {"model": self._model, **kind, "max_tokens": ask.output_tokens, **self._asked}
-        path = "/chat/completions" if ask.messages else "/completions"
+    async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
+        kind = {"messages": request.messages} if request.messages else {"prompt": list(request.ids)}
+        said = {"model": self._model, **kind, "max_tokens": request.output_tokens, **self._asked}
+        path = "/chat/completions" if request.messages else "/completions"
         async with contextlib.aclosing(self._exchange("POST", path, json.dumps(said).encode())) as payloads:
             async for payload in payloads:
                 if payload and payload != DONE:
-                    yield piece_of(payload)
+                    yield message_of(payload)
 
     async def describe(self) -> dict[str, Any]:
         try:
@@ -217,27 +217,27 @@ class OpenAITarget:
                 raise ConnectionResetError("the server closed the connection without an answer")
 
 
-def piece_of(payload: bytes) -> Piece:
+def message_of(payload: bytes) -> AnswerMessage:
     """One event. Raises TargetError for one that says an error, or is none of OpenAI's."""
     try:
-        return _piece_of(json.loads(payload))
+        return _message_of(json.loads(payload))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         said = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
         raise TargetError("bad event", f"{error!r} in {said}") from None
 
 
-def _piece_of(said: dict[str, Any]) -> Piece:
+def _message_of(said: dict[str, Any]) -> AnswerMessage:
     if said.get("error"):
         error = said["error"]
         raise TargetError("error event", str(error.get("message", error) if isinstance(error, dict) else error))
-    counted = None
+    counts = None
     if usage := said.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
-        counted = Counted(
+        counts = TokenCounts(
             usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0, usage.get("completion_tokens", 0)
         )
     if not (choices := said.get("choices")):
-        return Piece("", 0, counted)
+        return AnswerMessage("", 0, counts)
     choice = choices[0]
     if (delta := choice.get("delta")) is not None:
         text = delta.get("content") or ""
@@ -248,7 +248,7 @@ def _piece_of(said: dict[str, Any]) -> Piece:
         text = shown = choice.get("text") or ""
         empty = False
     token = bool(shown) or not (empty or choice.get("finish_reason"))
-    return Piece(text, int(token), counted)
+    return AnswerMessage(text, int(token), counts)
 
 
 def _tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:

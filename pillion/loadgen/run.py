@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
-from pillion.loadgen.drive import Driver, Run
+from pillion.loadgen.drive import LoadDriver, Run
 from pillion.loadgen.figures import Record
-from pillion.loadgen.load import LoadConfig, Session, make_sessions
+from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.report import SCHEMA, environment, result_of
 from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
-from pillion.loadgen.target import PillionTarget, Target, TargetError
+from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
 BACKENDS = ("pillion", "openai")
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
@@ -40,7 +40,7 @@ class Server:
     api_key_variable: str = "PILLION_API_KEY"
     timeout_s: float = 600.0
 
-    def open(self) -> Target:
+    def open(self) -> LoadTarget:
         """Nothing is connected yet. Raises ConfigError."""
         where = self.target or DEFAULT_TARGETS[self.backend]
         reach: dict[str, Any] = {"target": where, "ca": self.ca, "cert": self.cert, "key": self.key}
@@ -53,7 +53,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """One run: what load, on whom, and what counts as good."""
 
     server: Server
@@ -73,7 +73,7 @@ class Plan:
 
 
 @asynccontextmanager
-async def opened(server: Server) -> AsyncIterator[tuple[Target, dict[str, Any]]]:
+async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
     """The server, and what it says of itself. Raises Unavailable where it does not answer."""
     target = server.open()
     try:
@@ -88,7 +88,7 @@ async def opened(server: Server) -> AsyncIterator[tuple[Target, dict[str, Any]]]
         await target.aclose()
 
 
-def sessions_of(plan: Plan) -> list[Session]:
+def sessions_of(plan: BenchPlan) -> list[LoadSession]:
     """What a run sends. Raises ConfigError for a plan that cannot be."""
     if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
         raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
@@ -100,10 +100,10 @@ def sessions_of(plan: Plan) -> list[Session]:
 
 
 async def run_plan(
-    target: Target,
-    plan: Plan,
+    target: LoadTarget,
+    plan: BenchPlan,
     on_done: Callable[[Record], None] = lambda record: None,
-    sessions: Sequence[Session] | None = None,
+    sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
     """The run and its result; ``sessions`` where they are made already. Raises ConfigError."""
     sessions = sessions_of(plan) if sessions is None else sessions
@@ -113,8 +113,8 @@ async def run_plan(
         seed = plan.load.seed + WARM_UP_SEED
         warm = replace(plan.load, requests=plan.warm_up_requests, seed=seed, concurrency=None, duration_s=None)
         closed = replace(warm, rate=None, concurrency=1)
-        await Driver(target, make_sessions(closed), concurrency=1, **common).run()
-    driver = Driver(
+        await LoadDriver(target, make_sessions(closed), concurrency=1, **common).run()
+    driver = LoadDriver(
         target,
         sessions,
         concurrency=plan.load.concurrency,
@@ -126,7 +126,7 @@ async def run_plan(
     return run, {"kind": "run", **result_of(run, plan.objectives, plan.described())}
 
 
-def check_sweep(plan: Plan) -> float:
+def check_sweep(plan: BenchPlan) -> float:
     """The rate to begin with. Raises ConfigError for a plan without a rate or objectives, or that cannot be."""
     if plan.load.rate is None or not plan.objectives:
         raise ConfigError("a sweep needs --rate, where it begins, and --slo")
@@ -135,8 +135,8 @@ def check_sweep(plan: Plan) -> float:
 
 
 async def run_sweep(
-    target: Target,
-    plan: Plan,
+    target: LoadTarget,
+    plan: BenchPlan,
     *,
     attainment: float,
     run_s: float,

@@ -55,7 +55,7 @@ def parse_slo(said: str) -> tuple[Objective, ...]:
     """Objectives separated by commas; none for an empty text. Raises ValueError with what would be right."""
     found: dict[str, Objective] = {}
     for part in filter(None, (part.strip() for part in said.split(","))):
-        measure, equals, bound = (piece.strip() for piece in part.partition("="))
+        measure, equals, bound = (message.strip() for message in part.partition("="))
         if measure not in MEASURES or not equals:
             raise ValueError(f"objective {part!r} is not MEASURE=SECONDS, with one of {', '.join(MEASURES)}")
         if measure in found:

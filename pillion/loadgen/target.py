@@ -24,7 +24,7 @@ class TargetError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AnswerRequest:
     """One request: token ids, or a conversation."""
 
     output_tokens: int
@@ -33,7 +33,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TokenCounts:
     """Tokens as the server counts them; ``cached`` are those of the prompt."""
 
     prompt: int
@@ -42,18 +42,18 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerMessage:
     """A message of an answer: ``tokens`` new ones (1 where the server does not say), and at the end the count."""
 
     text: str
     tokens: int
-    counted: Counted | None = None
+    counts: TokenCounts | None = None
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """A server under load."""
 
-    def ask(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         """Streams one answer. Raises TargetError."""
         ...
 
@@ -80,22 +80,22 @@ class PillionTarget:
         self._ignore_eos = ignore_eos
         self._temperature = temperature
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         sampling = SamplingParams(
-            max_tokens=ask.output_tokens, temperature=self._temperature, ignore_eos=self._ignore_eos
+            max_tokens=request.output_tokens, temperature=self._temperature, ignore_eos=self._ignore_eos
         )
         try:
-            if ask.messages:
-                stream = self._client.chat(ask.messages, model=self._model, sampling=sampling)
+            if request.messages:
+                stream = self._client.chat(request.messages, model=self._model, sampling=sampling)
             else:
-                stream = self._client.generate(ask.ids, model=self._model, sampling=sampling)
+                stream = self._client.generate(request.ids, model=self._model, sampling=sampling)
             async with contextlib.aclosing(stream):
                 async for delta in stream:
                     usage = delta.usage
-                    counted = None
+                    counts = None
                     if usage is not None:
-                        counted = Counted(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-                    yield Piece(delta.text, len(delta.token_ids), counted)
+                        counts = TokenCounts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+                    yield AnswerMessage(delta.text, len(delta.token_ids), counts)
         except PillionError as error:
             raise TargetError(type(error).__name__, error.message) from None
 

@@ -97,7 +97,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MetricPoint:
     """One cell's value, with its labels' values."""
 
     labels: Labels
@@ -105,11 +105,11 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """A metric with all its points."""
 
     metric: Metric
-    points: tuple[Point, ...]
+    points: tuple[MetricPoint, ...]
 
 
 # What a watcher yields: the metric, its labels' values, and what it stands at.
@@ -144,17 +144,19 @@ class Meters:
         """``watcher`` is asked at each collection: for what is in somebody's books anyway."""
         self._watchers.append(watcher)
 
-    def collect(self) -> list[Family]:
+    def collect(self) -> list[MetricFamily]:
         """Everything now. On the thread of the part's event loop, whose books the watchers read."""
-        found: dict[Metric, list[Point]] = {}
+        found: dict[Metric, list[MetricPoint]] = {}
         for metric, labels, value in self._readings():
-            found.setdefault(metric, []).append(Point(labels, value))
+            found.setdefault(metric, []).append(MetricPoint(labels, value))
         for metric, cells in self._counters.items():
-            found.setdefault(metric, []).extend(Point(labels, cell.value) for labels, cell in tuple(cells.items()))
+            found.setdefault(metric, []).extend(
+                MetricPoint(labels, cell.value) for labels, cell in tuple(cells.items())
+            )
         for metric, distributions in self._distributions.items():
-            points = [Point(labels, _snapshot(each)) for labels, each in tuple(distributions.items())]
+            points = [MetricPoint(labels, _snapshot(each)) for labels, each in tuple(distributions.items())]
             found.setdefault(metric, []).extend(points)
-        return [Family(metric, tuple(points)) for metric, points in found.items()]
+        return [MetricFamily(metric, tuple(points)) for metric, points in found.items()]
 
     def _readings(self) -> Iterator[Reading]:
         for watcher in self._watchers:

@@ -29,7 +29,7 @@ from pillion._version import VERSION
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics, telemetry
-from pillion.observability.metrics import Family, Meters, Snapshot
+from pillion.observability.metrics import Meters, MetricFamily, Snapshot
 from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
@@ -39,10 +39,10 @@ COLLECT_TIMEOUT_S = 2.0
 # As the specification says: the push is on where there is an endpoint for it.
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
-Collect = Callable[[], list[Family]]
+Collect = Callable[[], list[MetricFamily]]
 
 
-class Page(Collector):
+class MetricsPage(Collector):
     """What one part shows to Prometheus. ``collect_all`` may be called on any thread."""
 
     def __init__(self, collect_all: Collect, *, vllm_names: bool) -> None:
@@ -83,7 +83,7 @@ class Exports:
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._reader = push(self._collect, telemetry.resource(component_id, role)) if push_wanted() else None
         if port:
-            registry = Page(self._collect, vllm_names=vllm_names).registry()
+            registry = MetricsPage(self._collect, vllm_names=vllm_names).registry()
             try:
                 self._server = prometheus_client.start_http_server(port, host, registry)
             except OSError as error:
@@ -101,8 +101,8 @@ class Exports:
         if reader is not None:
             reader.shutdown()
 
-    def _collect(self) -> list[Family]:
-        async def here() -> list[Family]:
+    def _collect(self) -> list[MetricFamily]:
+        async def here() -> list[MetricFamily]:
             return self._meters.collect()
 
         future = asyncio.run_coroutine_threadsafe(here(), self._loop)
@@ -148,7 +148,7 @@ def push(collect: Collect, resource: Any) -> Any:
     return reader
 
 
-def to_otlp(families: Iterable[Family], resource: Any, began_ns: int) -> Any:
+def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> Any:
     """In the SDK's data model, cumulative since ``began_ns``."""
     from opentelemetry.sdk.metrics.export import (
         AggregationTemporality,

@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics
-from pillion.observability.metrics import Family, Point, Snapshot
+from pillion.observability.metrics import MetricFamily, MetricPoint, Snapshot
 
 # The client library's own way of writing bounds.
 _go_string: Callable[[float], str] = floatToGoString
@@ -39,7 +39,7 @@ def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
     return (f"{name}_total",) if metric.kind == "counter" else (name,)
 
 
-def to_prometheus(families: Iterable[Family]) -> Iterator[Metric]:
+def to_prometheus(families: Iterable[MetricFamily]) -> Iterator[Metric]:
     """In the client library's terms."""
     for family in families:
         metric = family.metric
@@ -122,7 +122,7 @@ ALIASES = (
 )
 
 
-def to_vllm(families: Iterable[Family]) -> Iterator[Metric]:
+def to_vllm(families: Iterable[MetricFamily]) -> Iterator[Metric]:
     """What of ``families`` vLLM has a name for."""
     by_metric = {family.metric: family for family in families}
     for alias in ALIASES:
@@ -131,7 +131,7 @@ def to_vllm(families: Iterable[Family]) -> Iterator[Metric]:
             yield _aliased(alias, family)
 
 
-def _aliased(alias: _Alias, family: Family) -> Metric:
+def _aliased(alias: _Alias, family: MetricFamily) -> Metric:
     metric = family.metric
     labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
     summed: dict[tuple[str, ...], float | Snapshot] = {}
@@ -144,7 +144,7 @@ def _aliased(alias: _Alias, family: Family) -> Metric:
     return _family(alias.name, metric, labels, summed.items())
 
 
-def _plus(before: float | Snapshot, point: Point) -> float | Snapshot:
+def _plus(before: float | Snapshot, point: MetricPoint) -> float | Snapshot:
     more = point.value
     if isinstance(before, Snapshot) and isinstance(more, Snapshot):
         counts = tuple(a + b for a, b in zip(before.counts, more.counts, strict=True))

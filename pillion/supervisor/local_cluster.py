@@ -34,8 +34,8 @@ from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
 PREPARE_STOP_GRACE_S = 2.0
 NODE_SOCKET = "kvnode-0.sock"
-# How often a waiting OpenMP thread looks before it sleeps. Two workers of two threads on two cores, milliseconds for
-# the same GEMMs alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
+# Polls of a waiting OpenMP thread before it sleeps. With two workers of two threads on two cores, the same GEMMs take,
+# in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
 GOMP_SPIN_COUNT = 1000
 
 

@@ -3,7 +3,7 @@
 Life of a component, tended by a task of its own:
 
     waiting ----------> starting ---------> ready ---------> dead ---> waiting (after a delay, for what it needs)
-     lower levels        spawned, probed      probe said yes;   |
+     lower levels        spawned, probed      the probe passed; |
      are not ready       until it is ready    killed when it    +----> the whole cluster stops (RestartPolicy gave up)
                                               does not answer for long
 

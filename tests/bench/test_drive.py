@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from pillion.loadgen.drive import Driver
-from pillion.loadgen.load import Session, Turn
-from pillion.loadgen.target import Counted, Piece, TargetError
+from pillion.loadgen.drive import LoadDriver
+from pillion.loadgen.load import LoadSession, Turn
+from pillion.loadgen.target import AnswerMessage, TargetError, TokenCounts
 
 STEP_S = 0.01
 
@@ -17,23 +17,23 @@ STEP_S = 0.01
 class FakeTarget:
     """Answers with as many tokens as asked, a pause before each; keeps what it was asked."""
 
-    def __init__(self, fail=lambda ask: None, together=1):
+    def __init__(self, fail=lambda request: None, together=1):
         self.asked = []
         self.together = asyncio.Barrier(together)
         self.now = self.most = 0
         self.fail = fail
 
-    async def ask(self, ask):
-        self.asked.append(ask)
+    async def stream(self, request):
+        self.asked.append(request)
         self.now += 1
         self.most = max(self.most, self.now)
         try:
             await self.together.wait()
-            for number in range(ask.output_tokens):
+            for number in range(request.output_tokens):
                 await asyncio.sleep(STEP_S)
-                self.fail(ask)
-                yield Piece(f"t{number} ", 1)
-            yield Piece("", 0, Counted(7, 3, ask.output_tokens))
+                self.fail(request)
+                yield AnswerMessage(f"t{number} ", 1)
+            yield AnswerMessage("", 0, TokenCounts(7, 3, request.output_tokens))
         finally:
             self.now -= 1
 
@@ -45,11 +45,11 @@ class FakeTarget:
 
 
 def single(at_s, ids=(1, 2), tokens=3):
-    return Session(at_s, (Turn(tokens, ids=ids),))
+    return LoadSession(at_s, (Turn(tokens, ids=ids),))
 
 
 async def drive(target, sessions, **more):
-    return await Driver(target, sessions, **more).run()
+    return await LoadDriver(target, sessions, **more).run()
 
 
 async def test_an_open_loop_waits_for_nobody_and_counts_from_the_schedule():
@@ -91,8 +91,8 @@ async def test_a_closed_loop_keeps_so_many_under_way():
 async def test_turns_carry_the_real_answers_and_are_due_after_them():
     target = FakeTarget()
     turns = (Turn(2, text="one"), Turn(1, text="two", think_s=0.02), Turn(1, text="three"))
-    run = await drive(target, [Session(0.0, turns, "be brief")])
-    assert [[m["content"] for m in ask.messages] for ask in target.asked] == [
+    run = await drive(target, [LoadSession(0.0, turns, "be brief")])
+    assert [[m["content"] for m in request.messages] for request in target.asked] == [
         ["be brief", "one"],
         ["be brief", "one", "t0 t1 ", "two"],
         ["be brief", "one", "t0 t1 ", "two", "t0 ", "three"],
@@ -105,13 +105,13 @@ async def test_turns_carry_the_real_answers_and_are_due_after_them():
 
 
 async def test_failures_are_kept_by_kind_and_end_their_session():
-    def fail(ask):
-        if ask.messages[-1]["content"] == "bad":
+    def fail(request):
+        if request.messages[-1]["content"] == "bad":
             raise TargetError("HTTP 500", "broken")
 
-    chat = Session(0.0, (Turn(1, text="good"), Turn(1, text="bad"), Turn(1, text="never sent")))
-    empty = Session(0.0, (Turn(0, text="nothing"),))
-    slow = Session(0.0, (Turn(10_000, text="slow"),))
+    chat = LoadSession(0.0, (Turn(1, text="good"), Turn(1, text="bad"), Turn(1, text="never sent")))
+    empty = LoadSession(0.0, (Turn(0, text="nothing"),))
+    slow = LoadSession(0.0, (Turn(10_000, text="slow"),))
     run = await drive(FakeTarget(fail), [chat, empty, slow], timeout_s=0.3)
     kinds = {(record.session, record.turn): record.status for record in run.records}
     assert kinds == {(0, 0): "ok", (0, 1): "HTTP 500", (1, 0): "empty", (2, 0): "timeout"}
@@ -122,7 +122,7 @@ async def test_failures_are_kept_by_kind_and_end_their_session():
 async def test_ids_as_a_chat_are_words_with_the_same_beginnings():
     target = FakeTarget()
     await drive(target, [single(0.0, (5, 6, 7), 1), single(0.0, (5, 6, 8), 1)], as_chat=True)
-    one, two = (ask.messages[0]["content"].split() for ask in target.asked)
+    one, two = (request.messages[0]["content"].split() for request in target.asked)
     assert one[:2] == two[:2]
     assert one[2] != two[2]
     assert not target.asked[0].ids
@@ -130,7 +130,7 @@ async def test_ids_as_a_chat_are_words_with_the_same_beginnings():
 
 async def test_cancelling_ends_every_request():
     began = asyncio.Event()
-    target = FakeTarget(lambda ask: began.set(), together=5)
+    target = FakeTarget(lambda request: began.set(), together=5)
     running = asyncio.create_task(drive(target, [single(0.0, tokens=10_000) for _ in range(5)]))  # noqa: RUF006
     await began.wait()
     assert target.now == 5

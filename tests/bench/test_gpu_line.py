@@ -50,6 +50,6 @@ def test_every_token_arrives_and_every_slot_is_accounted_for(load):
     # The scheduler keeps a few for the next stream.
     scheduler = line._scheduler
     scheduler.check_integrity()
-    assert sorted((*line._free, *scheduler._block_manager.stock.slots)) == list(range(slots))
+    assert sorted((*line._free, *scheduler.stock.slots)) == list(range(slots))
     assert backend.most_streams == load.streams
     assert (backend.ahead > 0) == (load.answer_tokens > 1)

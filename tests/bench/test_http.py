@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
-from pillion.loadgen.openai_target import EventReader, OpenAITarget, piece_of
-from pillion.loadgen.target import Ask, Counted, Piece, TargetError
+from pillion.loadgen.openai_target import EventReader, OpenAITarget, message_of
+from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-ASK = Ask(2, ids=(5, 6))
+ASK = AnswerRequest(2, ids=(5, 6))
 
 
 def chunked(*pieces):
-    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+    return b"".join(b"%x\r\n%s\r\n" % (len(message), message) for message in (*pieces, b""))
 
 
 def event(text, **more):
@@ -47,7 +47,7 @@ def test_events_are_the_same_however_the_bytes_are_cut(texts, data):
     reader, found = EventReader(), []
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         found += reader.feed(raw[begin:end])
-    assert [piece_of(payload).text for payload in found] == texts
+    assert [message_of(payload).text for payload in found] == texts
     assert (reader.status, reader.done, reader.reusable) == (200, True, True)
 
 
@@ -74,24 +74,27 @@ def test_what_is_no_answer_is_an_error(raw):
 
 
 @pytest.mark.parametrize(
-    ("said", "piece"),
+    ("event", "message"),
     [
-        ({"choices": [{"text": "a"}]}, Piece("a", 1)),
+        ({"choices": [{"text": "a"}]}, AnswerMessage("a", 1)),
         # A token whose text is not certain yet.
-        ({"choices": [{"text": "", "finish_reason": None}]}, Piece("", 1)),
-        ({"choices": [{"text": "", "finish_reason": "stop"}]}, Piece("", 0)),
-        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, Piece("", 0)),
-        ({"choices": [{"delta": {"content": "a"}}]}, Piece("a", 1)),
-        ({"choices": [{"delta": {"role": "assistant", "content": "a"}}]}, Piece("a", 1)),
-        ({"choices": [{"delta": {"content": ""}}]}, Piece("", 1)),
-        ({"choices": [{"delta": {"reasoning_content": "hm"}}]}, Piece("", 1)),
-        ({"choices": [{"delta": {}, "finish_reason": "length"}]}, Piece("", 0)),
-        ({"choices": [], "usage": USAGE}, Piece("", 0, Counted(2, 1, 2))),
-        ({"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": None}}, Piece("", 0, Counted(3, 0, 0))),
+        ({"choices": [{"text": "", "finish_reason": None}]}, AnswerMessage("", 1)),
+        ({"choices": [{"text": "", "finish_reason": "stop"}]}, AnswerMessage("", 0)),
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, AnswerMessage("", 0)),
+        ({"choices": [{"delta": {"content": "a"}}]}, AnswerMessage("a", 1)),
+        ({"choices": [{"delta": {"role": "assistant", "content": "a"}}]}, AnswerMessage("a", 1)),
+        ({"choices": [{"delta": {"content": ""}}]}, AnswerMessage("", 1)),
+        ({"choices": [{"delta": {"reasoning_content": "hm"}}]}, AnswerMessage("", 1)),
+        ({"choices": [{"delta": {}, "finish_reason": "length"}]}, AnswerMessage("", 0)),
+        ({"choices": [], "usage": USAGE}, AnswerMessage("", 0, TokenCounts(2, 1, 2))),
+        (
+            {"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": None}},
+            AnswerMessage("", 0, TokenCounts(3, 0, 0)),
+        ),
     ],
 )
-def test_which_events_bring_a_token(said, piece):
-    assert piece_of(json.dumps(said).encode()) == piece
+def test_which_events_bring_a_token(event, message):
+    assert message_of(json.dumps(event).encode()) == message
 
 
 class Closing(bytes):
@@ -139,16 +142,16 @@ async def server(*answers, tls=None):
         await asyncio.sleep(0)
 
 
-async def pieces(target, ask=ASK):
-    return [piece async for piece in target.ask(ask)]
+async def pieces(target, request=ASK):
+    return [message async for message in target.stream(request)]
 
 
 async def test_a_stream_and_its_connection_used_again():
     async with server(ANSWER, ANSWER) as (target, requests, connections):
         for _ in range(2):
             said = await pieces(target)
-            assert [piece.text for piece in said] == ["a", "b", ""]
-            assert said[-1].counted == Counted(2, 1, 2)
+            assert [message.text for message in said] == ["a", "b", ""]
+            assert said[-1].counts == TokenCounts(2, 1, 2)
         assert len(connections) == 1
     head, body = requests[0]
     assert head.startswith("POST /v1/completions HTTP/1.1\r\n")
@@ -159,7 +162,7 @@ async def test_a_stream_and_its_connection_used_again():
 
 async def test_conversations_go_to_the_chat_page():
     async with server(ANSWER) as (target, requests, _):
-        await pieces(target, Ask(2, messages=({"role": "user", "content": "hi"},)))
+        await pieces(target, AnswerRequest(2, messages=({"role": "user", "content": "hi"},)))
     assert requests[0][0].startswith("POST /v1/chat/completions ")
     assert json.loads(requests[0][1])["messages"] == [{"role": "user", "content": "hi"}]
 
@@ -197,7 +200,7 @@ async def test_failures_are_typed_and_spoil_no_later_request(answer, status, wor
 
 async def test_a_stream_left_early_closes_its_connection():
     async with server(EVENT_HEAD + chunked(event("a")), ANSWER) as (target, _, connections):
-        stream = target.ask(ASK)
+        stream = target.stream(ASK)
         await anext(stream)
         await stream.aclose()
         assert len(await pieces(target)) == 3

@@ -84,7 +84,7 @@ def serving_pages(bodies: dict[str, tuple[int, bytes]]) -> Iterator[tuple[int, l
 def good_page() -> bytes:
     meters = Meters()
     meters.watch(lambda: [(names.BUILD, ("1", "gateway", "gateway-0"), 1.0)])
-    return generate_latest(metrics_export.Page(meters.collect, vllm_names=True).registry())
+    return generate_latest(metrics_export.MetricsPage(meters.collect, vllm_names=True).registry())
 
 
 def test_pages_that_cannot_be_read_are_named(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

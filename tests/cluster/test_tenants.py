@@ -138,7 +138,7 @@ async def test_malformed_requests_leave_everything_whole(components: Components)
         await asyncio.gather(*(several(FUZZ // AT_ONCE) for _ in range(AT_ONCE)))
     await proven(components)
     for worker in (components.prefill, components.decode):
-        assert not worker.worker.owners
+        assert not worker.worker.epoch.listeners
     assert {component.role for component in (await components.client.status()).components} == {
         "kvnode",
         "prefill",

@@ -1,4 +1,4 @@
-"""One request is one connected trace through all parts (DESIGN 7), seen by an in-memory exporter."""
+"""One request is one connected trace through all components, seen by an in-memory exporter."""
 
 from __future__ import annotations
 

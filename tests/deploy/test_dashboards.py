@@ -41,7 +41,7 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     """All values of a metric's label, by both names, of those that code lists."""
     meters = Meters()
     step_meter.StepMeter(meters)
-    meters.watch(lambda: step_meter.readings(SchedulerLoad(), 1))
+    meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_meter.readings(0, 0, True))
     found: dict[tuple[str, str], set[str]] = {}

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
-from pillion.observability.metrics_export import Exports, Page, push_wanted
+from pillion.observability.metrics_export import Exports, MetricsPage, push_wanted
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
 from testbed.otlp import collecting
 
@@ -27,7 +27,7 @@ QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 
 def samples(meters: Meters, *, vllm_names: bool = False) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """What Prometheus reads off the page, the process's own figures left out."""
-    text = generate_latest(Page(meters.collect, vllm_names=vllm_names).registry()).decode()
+    text = generate_latest(MetricsPage(meters.collect, vllm_names=vllm_names).registry()).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
