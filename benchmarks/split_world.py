@@ -280,7 +280,7 @@ class SimGateway:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SimCluster:
     """Step costs and number of each kind of worker."""
 
     prefills: int
@@ -310,7 +310,7 @@ class Cluster:
 
 
 def simulate(
-    cluster: Cluster, policy: str, requests: list[Request], gateways: int = 1
+    cluster: SimCluster, policy: str, requests: list[Request], gateways: int = 1
 ) -> tuple[list[Seen], list[float]]:
     """What the clients saw, and how long each plan took, in real seconds. Gateways get requests in turn, and know of
     each other's by heartbeats."""

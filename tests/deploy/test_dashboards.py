@@ -61,8 +61,8 @@ def _samples() -> dict[str, Sample]:
     found = {"up": Sample(frozenset(), "gauge")}
     for metric in names.CATALOG:
         labels = {label.replace(".", "_"): values.get((metric.name, label)) for label in metric.labels}
-        said = {label: known for label, known in labels.items() if known}
-        found |= _of(sample_names(metric), metric.kind, frozenset(labels), said, metric.bounds)
+        known_labels = {label: known for label, known in labels.items() if known}
+        found |= _of(sample_names(metric), metric.kind, frozenset(labels), known_labels, metric.bounds)
     for alias in ALIASES:
         labels = {"model_name"} if names.MODEL in alias.metric.labels else set()
         labels |= {alias.called} if alias.called else set()
@@ -79,8 +79,8 @@ def _of(made: Any, kind: str, labels: frozenset[str], values: Any, bounds: Any) 
     found = {}
     for name in made:
         if kind == "histogram" and name.endswith("_bucket"):
-            said = {**values, "le": {*(str(float(bound)) for bound in bounds), "+Inf"}}
-            found[name] = Sample(labels | {"le"}, "counter", said)
+            bucket_values = {**values, "le": {*(str(float(bound)) for bound in bounds), "+Inf"}}
+            found[name] = Sample(labels | {"le"}, "counter", bucket_values)
         else:
             found[name] = Sample(labels, "counter" if kind == "histogram" else kind, values)
     return found
@@ -110,8 +110,8 @@ def test_queries_of_dashboards(name: str) -> None:
         for target in panel["targets"]:
             labels = labels_of(target["expr"], SAMPLES)
             assert legend_labels(target["legendFormat"]) <= labels, panel["title"]
-            said = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
-            assert said <= choices, panel["title"]
+            variables = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+            assert variables <= choices, panel["title"]
         assert len({target["legendFormat"] for target in panel["targets"]}) == len(panel["targets"]), panel["title"]
     for variable in found["templating"]["list"]:
         if variable["type"] == "query":
