@@ -113,13 +113,11 @@ def run_group(runner, spec, experts):
 @pytest.mark.parametrize(("size", "rows_of"), list(itertools.product(SIZES, ("tokens", "samples"))))
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_group(runner, size, rows_of, count):
-    experts = some_experts(count, *size)
-    for found, expected in zip(
-        run_group(runner, moe.GroupByExpert(*size, rows_of), experts),
-        moe.reference_group(experts, size[0]),
-        strict=True,
-    ):
-        assert torch.equal(found, expected)
+    num_experts, chosen = size
+    experts = some_experts(count, num_experts, chosen)
+    found = run_group(runner, moe.GroupByExpert(num_experts, chosen, rows_of), experts)
+    for one, expected in zip(found, moe.reference_group(experts, num_experts), strict=True):
+        assert torch.equal(one, expected)
 
 
 @settings(max_examples=20, deadline=None)
