@@ -33,7 +33,7 @@ SINK_THREADS = 256
 PEAK_ROUNDS = 1_000_000
 
 
-class Bench:
+class CpuStepBench:
     """A backend over a filled pool whose blocks are dealt out in a scrambled order."""
 
     def __init__(self, backend: Any) -> None:
@@ -79,7 +79,9 @@ class Bench:
         return found
 
 
-def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none") -> Bench:
+def kernels_bench(
+    prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none"
+) -> CpuStepBench:
     """Of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
@@ -88,7 +90,7 @@ def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto", 
     specs = [operation.spec for operation in model.plan.operations]
     stream = Stream(attention_shape(model.config, model.layout))
     limits: list[KernelSpec] = [stream, PeakDots(model.layout.dtype == "bfloat16"), ReadAll()]
-    return Bench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
+    return CpuStepBench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
@@ -128,7 +130,7 @@ def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[
     return backend.again(attend), backend.again(read)
 
 
-def torch_bench(prepared: PreparedModel, threads: int) -> Bench:
+def torch_bench(prepared: PreparedModel, threads: int) -> CpuStepBench:
     """Of torch with packed oneDNN weights: the second-best path."""
     torch.set_num_threads(threads)
-    return Bench(TorchBackend(prepared, BLOCK_SIZE, threads))
+    return CpuStepBench(TorchBackend(prepared, BLOCK_SIZE, threads))

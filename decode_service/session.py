@@ -1,4 +1,4 @@
-"""One gateway's connection: its streams, and what is to be said of them next.
+"""One gateway's connection to a decode worker: its streams, and the deltas that are sent next.
 
     submit --> checked --> ticket adopted --> its chain is there --> queued, prompt tail, decode --> finished | failed
                   |              |                     |                        |
@@ -6,13 +6,13 @@
     cancel, or the connection's end: silence
 
 A submit comes while a prefill worker is still at work on its span: this worker then waits at the KV node for the blocks
-that the span will commit, so the node's word is the whole hand-off.
+that the span will commit, so the node's answer is the whole hand-off.
 
-A submit's forks are streams from its first token on. If it ends before that, they end with it, and only its own key
-says so.
+A submit's forks are streams from its first token on. If the submit ends before that, they end with it, and only its
+own key gets a delta.
 
-What happened to a stream since the last message is merged into one delta, so a slow gateway costs one entry per stream
-and no more; one message carries all streams' deltas of a step.
+All updates of a stream since the last message are merged into one delta, so a slow gateway costs one entry per stream;
+one message carries all streams' deltas of a step.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
 @dataclass(slots=True)
-class _News:
-    """What is to be said of one stream."""
+class _PendingDelta:
+    """The next delta of one stream."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -67,25 +67,23 @@ class _News:
     timings: DecodeTimings | None = None
 
 
-class _Stream:
-    """One submit that is alive, or one of its forks. An SequenceListener of its sequence
-    (:mod:`pillion.engine.worker.worker_epoch`).
-    """
+class _DecodeStream:
+    """One submit that is alive, or one of its forks; listens to its sequence."""
 
     def __init__(self, session: DecodeSession, submit: Submit, key: int, fork: ForkSpec) -> None:
-        """``key`` and ``fork``: what it goes by on the connection, and on the worker."""
+        """``key`` names the stream on the connection, ``fork`` on the worker."""
         self.session = session
         self.submit = submit
         self.key = key
         self.fork = fork
         self.seq_id = fork.seq_id
-        self.forks: tuple[_Stream, ...] = ()
+        self.forks: tuple[_DecodeStream, ...] = ()
         self.trace: Context = telemetry.from_traceparent(submit.traceparent)
         self.timer: asyncio.TimerHandle | None = None
-        # Set while the ticket is adopted; a fork has none.
+        # Set from the adoption of the ticket on; a fork has none.
         self.tickets: Tickets | None = None
         self.generated = 0
-        # The step thread writes them; here they are only read.
+        # The step thread writes it; here it is only read.
         self.progress: SequenceProgress | None = None
 
     def on_update(self, update: Update) -> None:
@@ -94,25 +92,25 @@ class _Stream:
         ending = update.ending
         if ending is not None and update.progress is not None:
             record_stream(self.trace, update.progress, self.generated)
-        self.session.tell(self.key, update)
+        self.session.add_update(self.key, update)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
         raise AssertionError("streams have no chunks")
 
 
 class DecodeSession:
-    """See above. Made per connection; :meth:`close` at its end, however it ends.
+    """One connection; :meth:`close` is called at its end, however it ends.
 
-    ``max_streams`` and ``adopting``, how many streams each adoption under way is for, are over all connections of the
-    worker.
+    ``max_streams`` bounds the streams of all connections of the worker. ``adopting``, shared by all connections, has
+    for each adoption under way the number of streams that it is for.
     """
 
     def __init__(self, worker: Worker, max_streams: int, adopting: dict[asyncio.Task[None], int]) -> None:
         self._worker = worker
         self._max_streams = max_streams
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
-        self._news: dict[int, _News] = {}
+        self._pending: dict[int, _PendingDelta] = {}
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -122,7 +120,7 @@ class DecodeSession:
     # Commands.
 
     async def submit(self, submit: Submit) -> None:
-        """Start a stream; what is wrong with it is said in its only delta.
+        """Start a stream; an error is reported in its only delta.
 
         Raises InvalidRequest, which ends the connection, for a key that is in use.
         """
@@ -131,7 +129,7 @@ class DecodeSession:
         if len(set(keys)) < len(keys):
             raise InvalidRequest("a submit and its forks need a key each")
         for key in keys:
-            if key in self._streams or key in self._news:
+            if key in self._streams or key in self._pending:
                 raise InvalidRequest(f"key {key} is in use on this connection")
         try:
             self._check(submit)
@@ -152,12 +150,12 @@ class DecodeSession:
         task.add_done_callback(self._adopting.pop)
 
     def cancel(self, key: int) -> None:
-        """End a stream in silence. Unknown keys are ignored: it may have ended by itself a moment ago."""
+        """End a stream without a delta. Unknown keys are ignored: the stream may have ended by itself a moment ago."""
         stream = self._drop(key)
-        self._news.pop(key, None)
+        self._pending.pop(key, None)
         if stream is None:
             return
-        self._worker.cancel(stream.seq_id)
+        self._worker.epoch.cancel(stream.seq_id)
         if stream.progress is not None:
             # A stop string is found by the gateway, which then cancels: the usual end of a stream, for its trace.
             record_stream(stream.trace, replace(stream.progress, ended_s=time.monotonic()), stream.generated)
@@ -170,49 +168,49 @@ class DecodeSession:
         self._awake.set()
 
     def finish(self) -> None:
-        """The worker stops: say what there is to say, then end the connection."""
+        """The worker stops: send the pending deltas, then end the connection."""
         self._finishing = True
         self._awake.set()
 
-    # News.
+    # Deltas.
 
     async def deltas(self) -> AsyncIterator[list[DecodeDelta]]:
-        """Batches of deltas, one per step that had news; ends with :meth:`close` or :meth:`finish`."""
+        """Batches of deltas, one per step that had updates; ends with :meth:`close` or :meth:`finish`."""
         while not self._closed:
             await self._awake.wait()
             self._awake.clear()
-            news, self._news = self._news, {}
+            pending, self._pending = self._pending, {}
             self._room.set()
-            if news:
+            if pending:
                 yield [
                     DecodeDelta(
                         key=key,
-                        token_ids=tuple(said.token_ids),
-                        logprobs=tuple(said.logprobs),
-                        finish_reason=said.finish_reason,
-                        error=said.error,
-                        timings=said.timings,
+                        token_ids=tuple(delta.token_ids),
+                        logprobs=tuple(delta.logprobs),
+                        finish_reason=delta.finish_reason,
+                        error=delta.error,
+                        timings=delta.timings,
                     )
-                    for key, said in news.items()
+                    for key, delta in pending.items()
                 ]
-            if self._finishing and not self._news:
+            if self._finishing and not self._pending:
                 return
 
-    def tell(self, key: int, update: Update) -> None:
-        """News of a stream from the step thread."""
-        news = self._news_of(key)
-        news.token_ids.extend(update.token_ids)
-        news.logprobs.extend(update.logprobs)
+    def add_update(self, key: int, update: Update) -> None:
+        """Merge an update of a stream into its pending delta."""
+        delta = self._pending_delta(key)
+        delta.token_ids.extend(update.token_ids)
+        delta.logprobs.extend(update.logprobs)
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
             if stream is not None and stream.progress is not None and stream.generated == len(update.token_ids):
                 # With the first token, because a stream that the gateway ends has no last delta.
-                news.timings = _timings_of(stream.progress)
+                delta.timings = _timings_of(stream.progress)
             return
         self._drop(key)
-        news.finish_reason = ending.reason
-        news.error = None if ending.error is None else _error_of(ending.error)
-        news.timings = None if update.progress is None else _timings_of(update.progress)
+        delta.finish_reason = ending.reason
+        delta.error = None if ending.error is None else _error_of(ending.error)
+        delta.timings = None if update.progress is None else _timings_of(update.progress)
 
     # Inside.
 
@@ -225,17 +223,18 @@ class DecodeSession:
 
     def _check_room(self, streams: int) -> None:
         worker = self._worker
-        if len(worker.listeners) + sum(self._adopting.values()) + streams > self._max_streams:
+        if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > self._max_streams:
             raise Overloaded(
                 f"{worker.component_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)"
             )
 
-    async def _start(self, stream: _Stream) -> None:
+    async def _start(self, stream: _DecodeStream) -> None:
         """Adopt the ticket and queue the stream. Never cancelled: what was adopted must end up somewhere."""
         submit, worker = stream.submit, self._worker
         try:
             total_blocks = len(submit.token_ids) // worker.block_size + 1
-            tickets = stream.tickets = worker.tickets
+            epoch = worker.epoch
+            tickets = stream.tickets = epoch.tickets
             holding, tail_hash = await tickets.adopt(
                 submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
             )
@@ -251,25 +250,25 @@ class DecodeSession:
                 except Overloaded:
                     tickets.let_go(holding)
                     raise
-            sequence = worker.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
+            sequence = epoch.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
             stream.progress = sequence.progress
-            worker.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
+            epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
             if self._drop(submit.key) is not None:
                 self._fail(submit.key, error)
             return
         # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
-        self._news_of(submit.key)
+        self._pending_delta(submit.key)
 
-    def _open(self, submit: Submit, key: int, seed: int) -> _Stream:
-        stream = self._streams[key] = _Stream(self, submit, key, ForkSpec(self._worker.next_id(), seed))
+    def _open(self, submit: Submit, key: int, seed: int) -> _DecodeStream:
+        stream = self._streams[key] = _DecodeStream(self, submit, key, ForkSpec(self._worker.next_id(), seed))
         if submit.timeout_ms:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
         return stream
 
-    def _drop(self, key: int) -> _Stream | None:
-        """Out of the books; forks that have not begun go with their stream, in silence."""
+    def _drop(self, key: int) -> _DecodeStream | None:
+        """Remove a stream; forks that have not begun go with their stream, without a delta."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return None
@@ -280,26 +279,26 @@ class DecodeSession:
         if not stream.generated:
             for fork in stream.forks:
                 if self._drop(fork.key) is not None:
-                    self._worker.cancel(fork.seq_id)
+                    self._worker.epoch.cancel(fork.seq_id)
         return stream
 
     def _time_out(self, key: int) -> None:
         stream = self._drop(key)
         if stream is not None:
-            self._worker.cancel(stream.seq_id)
+            self._worker.epoch.cancel(stream.seq_id)
             self._fail(key, DeadlineExceeded("the request's time is over"))
 
     def _fail(self, key: int, error: PillionError) -> None:
-        self._news_of(key).error = _error_of(error)
-        if len(self._news) >= MAX_UNREAD_REFUSALS:
+        self._pending_delta(key).error = _error_of(error)
+        if len(self._pending) >= MAX_UNREAD_REFUSALS:
             self._room.clear()
 
-    def _news_of(self, key: int) -> _News:
+    def _pending_delta(self, key: int) -> _PendingDelta:
         self._awake.set()
-        return self._news.setdefault(key, _News())
+        return self._pending.setdefault(key, _PendingDelta())
 
 
-def _spec_of(stream: _Stream, max_model_len: int) -> SequenceSpec:
+def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
     submit = stream.submit
     return SequenceSpec(
         seq_id=stream.seq_id,

@@ -1,4 +1,4 @@
-"""``python -m pillion``: the same as the ``pillion`` command. Parts of a local cluster are started this way."""
+"""``python -m pillion``: the same as the ``pillion`` command. A supervisor starts components this way."""
 
 from pillion.supervisor.lifeline import tie_to_parent
 

@@ -1,7 +1,7 @@
-"""Which models a gateway serves, as its flags say them: --model, and --also-model for each further one.
+"""Which models a gateway serves: --model, and --also-model for each further one.
 
-What a gateway reads tokenizers from is said by flags alone. A worker's record in Redis names a model and never a place,
-so nobody who writes to Redis can make a gateway read a path or fetch something.
+Flags alone say where a gateway reads tokenizers from. A worker's record in Redis names a model and never a place, so
+nobody who writes to Redis can make a gateway read a path or fetch something.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pillion.config import GatewayFlags, ModelFlags, parse_size
+from pillion.config import DTYPE_CHOICES, GatewayFlags, ModelFlags, parse_size
 from pillion.errors import ConfigError
 
 MAX_MODELS = 64
 _SETTINGS: dict[str, Callable[[str], Any]] = {"dtype": str, "max_model_len": parse_size, "revision": str}
-_DTYPES = ("auto", "bfloat16", "float32")
 
 
 def other_models(flags: GatewayFlags) -> tuple[ModelFlags, ...]:
-    """One for each --also-model; what an entry does not say is as for --model, but for the length, which is the
+    """The models of --also-model. Settings that an entry lacks are those of --model, except the length, which is the
     model's own. Raises ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
@@ -35,7 +34,7 @@ def _read(text: str, flags: GatewayFlags) -> ModelFlags:
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):
         raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, then perhaps ,max-model-len=N")
-    said: dict[str, Any] = {"dtype": flags.dtype, "block_size": flags.block_size}
+    values: dict[str, Any] = {"dtype": flags.dtype, "block_size": flags.block_size}
     for setting in settings:
         key, equals, value = setting.partition("=")
         field = key.strip().replace("-", "_")
@@ -43,9 +42,9 @@ def _read(text: str, flags: GatewayFlags) -> ModelFlags:
             known = ", ".join(key.replace("_", "-") for key in _SETTINGS)
             raise ConfigError(f"--also-model {text!r}: {setting!r} is not one of {known} with a value")
         try:
-            said[field] = _SETTINGS[field](value.strip())
+            values[field] = _SETTINGS[field](value.strip())
         except ConfigError as error:
             raise ConfigError(f"--also-model {text!r}: {error.message}") from None
-    if said["dtype"] not in _DTYPES:
-        raise ConfigError(f"--also-model {text!r}: {said['dtype']!r} is not one of {', '.join(_DTYPES)}")
-    return ModelFlags(model=model.strip(), served_model_name=name.strip(), **said)
+    if values["dtype"] not in DTYPE_CHOICES:
+        raise ConfigError(f"--also-model {text!r}: {values['dtype']!r} is not one of {', '.join(DTYPE_CHOICES)}")
+    return ModelFlags(model=model.strip(), served_model_name=name.strip(), **values)

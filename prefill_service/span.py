@@ -32,38 +32,37 @@ class SpanRun:
         self._seq_id = worker.next_id()
         self._before_s = 0.0
         # At most one entry per chunk and the end.
-        self._news: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
+        self._results: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
         self._over = False
 
     async def acks(self) -> AsyncGenerator[ChunkAck, None]:
-        """Run it. Closing the iterator cancels what is left. Raises NotFound, Overloaded, Unavailable, Internal."""
+        """Run the span; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
         starting = asyncio.create_task(self._start())
-        # Its failure is heard below, or by nobody.
+        # Its failure is raised below, or ignored where the caller has gone.
         starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             # Shielded: what was adopted must end up somewhere, even if the caller goes away meanwhile.
             await asyncio.shield(starting)
-            while (news := await self._news.get()) is not None:
-                if isinstance(news, PillionError):
-                    raise news
-                yield news
-                if news.chunk_index == len(self._span.chunk_tokens) - 1:
+            while (result := await self._results.get()) is not None:
+                if isinstance(result, PillionError):
+                    raise result
+                yield result
+                if result.chunk_index == len(self._span.chunk_tokens) - 1:
                     # All is committed. The sequence's own end comes between two steps, which may be long.
                     return
         finally:
             self.cancel()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more (I8). Idempotent."""
+        """The caller has gone: end the span (I8). Idempotent."""
         self._over = True
-        self._worker.cancel(self._seq_id)
+        self._worker.epoch.cancel(self._seq_id)
 
     async def _start(self) -> None:
         span, worker = self._span, self._worker
+        epoch = worker.epoch
         start, end = span.start_tokens // worker.block_size, span.split_tokens // worker.block_size
-        holding, tail_hash = await worker.tickets.adopt(
-            span.ticket_id, end, start_block=start, guess_blocks=end - start
-        )
+        holding, tail_hash = await epoch.tickets.adopt(span.ticket_id, end, start_block=start, guess_blocks=end - start)
         tokens = np.zeros(span.split_tokens, dtype=np.int32)
         tokens[span.start_tokens :] = span.token_ids
         ends = tuple(accumulate(span.chunk_tokens, initial=span.start_tokens))[1:]
@@ -75,23 +74,23 @@ class SpanRun:
             chunk_ends=ends,
             priority=bounded(span.priority),
         )
-        sequence = worker.make(spec, holding, tail_hash)
+        sequence = epoch.make(spec, holding, tail_hash)
         if self._over:
-            worker.tickets.let_go(holding)
+            epoch.tickets.let_go(holding)
             return
         self._before_s = sequence.progress.arrived_s
-        worker.add(sequence, self)
+        epoch.add(sequence, self)
 
     def on_update(self, update: Update) -> None:
-        """The span is through, or failed."""
+        """Note that the span is computed, or has failed."""
         if update.ending is not None:
-            self._news.put_nowait(update.ending.error)
+            self._results.put_nowait(update.ending.error)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
-        """A chunk is committed."""
+        """Acknowledge a committed chunk."""
         tokens = self._span.chunk_tokens[chunk.index]
-        said = {"pillion.chunk.index": chunk.index, "pillion.chunk.tokens": tokens}
-        record("prefill.chunk", self.trace, chunk.started_s, chunk.computed_s, said)
+        attributes = {"pillion.chunk.index": chunk.index, "pillion.chunk.tokens": tokens}
+        record("prefill.chunk", self.trace, chunk.started_s, chunk.computed_s, attributes)
         ack = ChunkAck(
             chunk_index=chunk.index,
             end_tokens=chunk.end_tokens,
@@ -99,4 +98,4 @@ class SpanRun:
             compute_ms=(chunk.computed_s - chunk.started_s) * 1000,
         )
         self._before_s = chunk.computed_s
-        self._news.put_nowait(ack)
+        self._results.put_nowait(ack)

@@ -29,13 +29,15 @@ COMPOSITION_ROOTS = ("pillion/cli/", "pillion/supervisor/", "pillion/top/", "pil
 # Decisions are sans-IO (I9): these modules see events and a clock that is handed to them.
 SANS_IO = (
     "engine/scheduling/in_flight.py",
-    "engine/scheduling/updates.py",
     "engine/scheduling/scheduler.py",
     "engine/scheduling/sequence.py",
     "engine/scheduling/slot_stock.py",
     "gateway/request/choices.py",
     "gateway/admission/fairness.py",
     "gateway/request/outbox.py",
+    "gateway/planning/cluster_snapshot.py",
+    "gateway/planning/cluster_view.py",
+    "gateway/request/events.py",
     "gateway/planning/plan_auto.py",
     "gateway/planning/plan_cost.py",
     "gateway/planning/planner.py",

@@ -117,7 +117,7 @@ class TorchBackend:
                 windows=config.sliding_windows,
                 softcap=config.attention_softcap,
             )
-            # Several answers to one prompt want the same row's logits: it is computed once.
+            # Several answers to one prompt sample the same row, whose logits are computed once.
             rows, places = np.unique(batch.sample_rows, return_inverse=True)
             logits = run_decoder(
                 config,

@@ -1,8 +1,7 @@
-"""What a worker holds at its KV node, and what the node is to hear next: stock, commits, releases.
+"""A worker's blocks at its KV node: the stock of slots, the commits and releases that the node will be asked for.
 
-Sans-IO (I9): orders gather in an Outcome; :mod:`pillion.engine.worker.node_updates` tells them. One run of blocks per
-sequence is under
-way at a time; its answer comes back as :meth:`BlockManager.accept` or as a refusal.
+Sans-IO (I9): orders gather in an Outcome, which :mod:`pillion.engine.worker.node_updates` carries to the node. One run
+of blocks per sequence is under way at a time; its answer comes back as :meth:`BlockManager.accept` or as a refusal.
 """
 
 from __future__ import annotations
@@ -21,12 +20,16 @@ STOCK_TARGET_TOKENS = 16
 
 
 class BlockManager:
-    """Belongs to one scheduler. ``out`` is the outcome being gathered; what leaves for the node waits for ``in_flight``
-    that may use it."""
+    """The blocks of one scheduler.
 
-    def __init__(self, block_size: int, in_flight: InFlightSteps | None = None) -> None:
-        self.block_size = block_size
-        self.in_flight = InFlightSteps() if in_flight is None else in_flight
+    Attributes:
+        stock: free slots leased to this worker.
+        out: the outcome being gathered; what leaves for the node waits for the steps ``in_flight`` that may use it.
+    """
+
+    def __init__(self, block_size: int, in_flight: InFlightSteps) -> None:
+        self._block_size = block_size
+        self._in_flight = in_flight
         self.stock = SlotStock()
         self.out = Outcome()
         self._leased = 0
@@ -34,7 +37,7 @@ class BlockManager:
     # Slots.
 
     def leased(self, slots: int) -> None:
-        """That many more are leased to this worker."""
+        """Count ``slots`` more as leased to this worker."""
         self._leased += slots
 
     def granted(self, slots: Seq[int], now: float) -> None:
@@ -43,24 +46,24 @@ class BlockManager:
         self.stock.granted(slots, now)
 
     def let_go(self, holding: Holding) -> None:
-        """An adopted ticket that nobody wants."""
+        """Give up an adopted ticket that no sequence holds."""
         self._leased += len(holding.leased_slots)
         self.stock.give(holding.leased_slots)
         self.release(holding.ticket_id)
 
     def release(self, ticket_id: int) -> None:
-        """This worker's hold on a ticket ends."""
+        """End this worker's hold on a ticket."""
         self.out.releases.append(ticket_id)
         self.stock.memory_is_coming()
 
-    def resume(self, sequence: Sequence) -> None:
-        """Open a ticket for a sequence that has none. One token is always left to compute: its logits are wanted."""
-        whole = (sequence.num_tokens - 1) // self.block_size
+    def order_resume(self, sequence: Sequence) -> None:
+        """Order a ticket for a sequence that has none. One token is always left to compute: its logits are needed."""
+        whole = (sequence.num_tokens - 1) // self._block_size
         self.out.resumes.append(
             ResumeOrder(
                 seq_id=sequence.seq_id,
                 block_hashes=sequence.block_hashes(0, whole),
-                total_blocks=sequence.num_tokens // self.block_size + 1,
+                total_blocks=sequence.num_tokens // self._block_size + 1,
                 priority=sequence.spec.priority,
             )
         )
@@ -68,11 +71,11 @@ class BlockManager:
     # Commits.
 
     def order_commit(self, sequence: Sequence, now: float) -> None:
-        """Send the full blocks that the node has not seen, one run at a time."""
+        """Order the commit of the full blocks that the node has not got, one run at a time."""
         start, end = sequence.num_committed, sequence.full_blocks
         if end <= start or sequence.in_commit or not sequence.may_commit:
             return
-        sequence.num_sent = end
+        sequence.send(end)
         self.out.commits.append(
             CommitOrder(
                 seq_id=sequence.seq_id,
@@ -85,55 +88,47 @@ class BlockManager:
         )
 
     def accept(self, sequence: Sequence, slots: Seq[int]) -> None:
-        """The run is committed. Where another committer was first, read from its slot from the next launch on; the own
-        one goes back when no step reads it any more (I2)."""
-        for block, slot in enumerate(slots, start=sequence.num_committed):
-            own = sequence.slots(block, block + 1)[0]
-            if own == slot:
-                self._leased -= 1
-            else:
-                sequence.swap_slot(block, slot)
-                self.stock.send_back((own,))
-        sequence.num_committed = sequence.num_sent
+        """The node took a run. Where another committer was first, the worker's own slot goes back when no step reads it
+        any more (I2)."""
+        replaced = sequence.commit(slots)
+        self._leased -= len(slots) - len(replaced)
+        self.stock.send_back(replaced)
 
     def take_chunks(self, sequence: Sequence, blocks: int) -> tuple[ChunkDone, ...]:
-        """The next chunks that end within the first ``blocks`` blocks; each is taken once."""
+        """The next chunks that end within the first ``blocks`` blocks; each is returned once."""
         if not sequence.is_span:
             return ()
-        held, first = blocks * self.block_size, sequence.chunks_acked
-        done = [mark for mark in sequence.chunks[first:] if mark.end_tokens <= held]
-        sequence.chunks_acked += len(done)
         arrived_s = sequence.progress.arrived_s
         return tuple(
             ChunkDone(
                 seq_id=sequence.seq_id,
                 index=index,
-                end_tokens=mark.end_tokens,
-                started_s=mark.started_s or arrived_s,
-                computed_s=mark.computed_s or arrived_s,
+                end_tokens=chunk.end_tokens,
+                started_s=chunk.started_s or arrived_s,
+                computed_s=chunk.computed_s or arrived_s,
             )
-            for index, mark in enumerate(done, start=first)
+            for index, chunk in sequence.take_chunks(blocks * self._block_size)
         )
 
     # The outcome.
 
-    def close(self, decodes: Iterable[Sequence], now: float, urgent: bool) -> Outcome:
-        """What gathered since the last one. ``decodes`` will grow; ``urgent``: one of them waits for a slot."""
-        room = [s.num_blocks * self.block_size - s.num_computed - s.flying for s in decodes]
+    def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool) -> Outcome:
+        """What gathered since the last outcome. ``decodes`` will grow; ``urgent``: one of them waits for a slot."""
+        room = [s.num_blocks * self._block_size - s.next_start for s in decodes]
         low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
         self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
         out, self.out = self.out, Outcome()
         out.give_back.extend(self.stock.surplus())
-        if self.in_flight.hold_back(out):
+        if self._in_flight.hold_back(out):
             self.stock.memory_is_coming()
         self._leased -= len(out.give_back)
         out.lease_blocks = self.stock.wanted(now, urgent=urgent)
         return out
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Every slot leased to this worker is in exactly one place (I4). Raises AssertionError."""
+        """Raises AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
         self.stock.check_integrity()
-        places = [*self.stock.slots, *self.in_flight.held_slots()]
+        places = [*self.stock.slots, *self._in_flight.held_back_slots()]
         for sequence in sequences:
             places.extend(sequence.owned_slots())
         assert len(set(places)) == len(places), "a slot is in two places"

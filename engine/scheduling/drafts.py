@@ -1,8 +1,7 @@
-"""The hook for speculative decoding: somebody guesses the next tokens of a stream, the step's own logits judge them.
+"""Speculative decoding: a drafter guesses the next tokens of a stream, the step's own logits judge them.
 
 Sampling is a pure function of (logits, seed, position) (I6), so a guess is right exactly when it is the token that
-would have been chosen there anyway: drafts change how many steps an answer takes, never what it says, at any
-temperature.
+would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any temperature.
 """
 
 from __future__ import annotations
@@ -17,12 +16,19 @@ from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
+# A guess needs at least MIN tokens in common with an earlier place; the place with the most wins, up to MAX.
+MIN_MATCH_TOKENS = 2
+MAX_MATCH_TOKENS = 8
+# How far back is searched, which bounds a guess to some 20 microseconds.
+MAX_LOOKBACK_TOKENS = 16_384
+
 
 class Drafter(Protocol):
-    """Called on the step thread, once per decode and step, so it must be quick. Reads the sequence only."""
+    """Guesses tokens. Called on the step thread, once per decode and step, so it must be quick; only reads the
+    sequence."""
 
     def draft(self, sequence: Sequence, most: int) -> Int32:
-        """Up to ``most`` tokens that may follow ``sequence.tokens(0, sequence.num_tokens)``; none is an answer too."""
+        """Up to ``most`` tokens that may follow ``sequence.tokens(0, sequence.num_tokens)``; may return none."""
 
 
 def speculate(drafter: Drafter, decodes: Seq[SequencePiece], left: int) -> list[SequencePiece]:
@@ -31,7 +37,7 @@ def speculate(drafter: Drafter, decodes: Seq[SequencePiece], left: int) -> list[
     for piece in decodes:
         sequence = piece.sequence
         # One more than twice what was right the last time: a text that cannot be guessed soon costs a token a step.
-        hopeful = min(2 * sequence.right_guesses + 1, MAX_SPECULATIVE_TOKENS)
+        hopeful = min(2 * sequence.accepted_drafts + 1, MAX_SPECULATIVE_TOKENS)
         most = min(left, sequence.room_for_drafts, hopeful)
         guess = drafter.draft(sequence, most)[:most] if most > 0 else ()
         if not len(guess):
@@ -41,3 +47,33 @@ def speculate(drafter: Drafter, decodes: Seq[SequencePiece], left: int) -> list[
         left -= len(guess)
         pieces.append(SequencePiece(sequence, piece.start, piece.count + len(guess), piece.samples + len(guess)))
     return pieces
+
+
+class NGramDrafter:
+    """Prompt lookup decoding (Saxena 2023): guesses what followed the last tokens when they last stood in this text.
+
+    It needs no second model, has no state, and is right where answers quote their prompt: code edits, summaries, chats.
+    ``num_tokens``: most that it guesses.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def draft(self, sequence: Sequence, most: int) -> Int32:
+        """What followed the latest of the earlier places that have the most in common with the text's end."""
+        end = sequence.num_tokens
+        text = sequence.tokens(max(0, end - MAX_LOOKBACK_TOKENS), end)
+        last = len(text) - 1
+        # Places that end like the text does, narrowed token by token from the end backwards.
+        places = np.flatnonzero(text[:last] == text[last])
+        matched = 1
+        while matched < MAX_MATCH_TOKENS:
+            longer = places[places >= matched]
+            longer = longer[text[longer - matched] == text[last - matched]]
+            if not len(longer):
+                break
+            places, matched = longer, matched + 1
+        if matched < MIN_MATCH_TOKENS or not len(places):
+            return text[:0]
+        first = int(places[-1]) + 1
+        return text[first : first + min(most, self.num_tokens)]

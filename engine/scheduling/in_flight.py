@@ -1,24 +1,26 @@
-"""Steps that were launched and have not landed: what they hold of each sequence, and what has to wait for them.
+"""Steps that are launched and have not landed: what they hold of each sequence, and what has to wait for them.
 
     schedule k+1 --> launched --> schedule k+2 ...      k+1 runs on the device meanwhile
                          '--> step k lands, is committed, and hands on what waited for it
 
-A sequence's ``num_computed`` counts what has landed, ``flying`` what is under way behind that; its next piece starts
-behind both. Of a decode under way the token is unknown: the next step may run on it all the same, and names it by its
-row among what the flight chooses (StepPlan.unknown). Who may be scheduled so (:meth:`InFlightSteps.may_follow`):
+A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is in launched steps behind that; its next
+piece starts behind both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
+and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Three rules say which
+sequences may be scheduled behind a launched step (:meth:`InFlightSteps.may_follow`):
 
-* Not a stream whose unknown token will be its last one by length. A stop id cannot be foreseen: then the row that was
-  launched meanwhile is void.
-* Not a stream whose next choice reads its history (penalties): it runs in every other step.
-* A prompt tail, and a span, behind their flying pieces: their tokens are known.
+* A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
+  was launched meanwhile is void.
+* A stream may not if its next choice reads its history (penalties): it runs in every other step.
+* A prompt tail and a span may, behind their launched pieces: their tokens are known.
 
-A piece counts when it lands only if its sequence is still running under the same hold. Of one that was cancelled, has
-failed or stopped it is dropped; so it is of one that was preempted, whose token is chosen again, and is the same (I6).
+A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that
+was cancelled, failed or stopped is dropped, and so is that of a preempted one: its token is chosen again, and is the
+same (I6).
 
-What a flight may read or write must not return to the KV node before it has landed, or somebody else would write there:
-releases and slots wait for the flights that were under way when they were ordered, and so do resumes, which go out
-behind their releases. That is read-copy-update's grace period (McKenney and Slingwine 1998), with a landing for the
-quiescent state. Slots in the worker's own stock need not wait: the device runs steps in order. Sans-IO (I9).
+What a launched step may read or write must not return to the KV node before the step has landed, or another worker
+would write there: releases and slots wait for the steps that were in flight when they were ordered, and so do resumes,
+which follow their releases. This is the grace period of read-copy-update (McKenney and Slingwine 1998), with a landing
+for the quiescent state. Slots in the worker's own stock need not wait: the device runs steps in order. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -34,55 +36,61 @@ from pillion.engine.scheduling.step_plan import Outcome, Sampled, SequencePiece,
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """``holds``, ``forks``: of each piece's sequence when it was launched. ``rows``: by seq_id, the row that chooses
-    the sequence's own token."""
+    """A plan in flight.
+
+    Attributes:
+        generations, forks: those of each piece's sequence at the launch.
+        rows: by seq_id, the row that chooses the sequence's own token.
+    """
 
     plan: StepPlan
-    holds: tuple[int, ...]
+    generations: tuple[int, ...]
     forks: tuple[tuple[ForkSpec, ...], ...]
     rows: dict[int, int]
 
-    def counts(self, piece: SequencePiece, hold: int) -> bool:
-        """Whether its sequence still waits for what ``piece`` gives."""
-        return piece.sequence.state is SequenceState.RUNNING and piece.sequence.holds == hold
+    def counts(self, piece: SequencePiece, generation: int) -> bool:
+        """Whether the piece's sequence still waits for what the piece computes."""
+        sequence = piece.sequence
+        return sequence.state is SequenceState.RUNNING and sequence.generation == generation
 
 
 class InFlightSteps:
-    """Belongs to one scheduler. Without a launch nothing is ever out, and nothing waits."""
+    """The launched steps of one scheduler, oldest first. Without a launch nothing waits."""
 
     def __init__(self) -> None:
-        self._out: deque[_LaunchedStep] = deque()
+        self._steps: deque[_LaunchedStep] = deque()
         self._launched = 0
-        # Orders with the number of the last flight that they wait for.
-        self._held: deque[tuple[int, Outcome]] = deque()
+        # Orders with the number of the last step that they wait for.
+        self._held_back: deque[tuple[int, Outcome]] = deque()
 
     def __len__(self) -> int:
-        return len(self._out)
+        return len(self._steps)
 
     # Steps.
 
     def launched(self, plan: StepPlan) -> None:
-        """It is under way, behind all others."""
+        """Add a step behind all others."""
         rows, row = {}, 0
         for piece in plan.pieces:
-            piece.sequence.flying += piece.count
+            piece.sequence.launch(piece.count)
             if piece.samples:
                 rows[piece.sequence.seq_id] = row
                 row += piece.samples + len(piece.fork_seeds)
+        generations = tuple(piece.sequence.generation for piece in plan.pieces)
         forks = tuple(piece.sequence.forks if piece.fork_seeds else () for piece in plan.pieces)
-        self._out.append(_LaunchedStep(plan, tuple(piece.sequence.holds for piece in plan.pieces), forks, rows))
+        self._steps.append(_LaunchedStep(plan, generations, forks, rows))
         self._launched += 1
 
     def may_follow(self, sequence: Sequence) -> bool:
-        """Whether a stream with a piece under way can decode the token that this chooses."""
-        chooses = sequence.seq_id in self._out[-1].rows
+        """Whether a stream with a launched piece can decode the token that this piece chooses."""
+        chooses = sequence.seq_id in self._steps[-1].rows
         return chooses and not sequence.next_is_last and not sequence.reads_history
 
     def unknown(self, pieces: Seq[SequencePiece]) -> tuple[tuple[int, int], ...]:
-        """Of the next step, (piece, row): that piece's token is what that row of the flight chooses."""
-        if not self._out:
+        """(piece, row) for each of the next step's pieces whose token is what that row of the last step chooses."""
+        if not self._steps:
             return ()
-        rows = self._out[-1].rows
+        rows = self._steps[-1].rows
         return tuple(
             (place, rows[piece.sequence.seq_id])
             for place, piece in enumerate(pieces)
@@ -90,17 +98,20 @@ class InFlightSteps:
         )
 
     def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[SequencePiece], Sampled]:
-        """Its pieces that count, and the tokens that these and forks still wait for. A plan that never flew counts
-        whole."""
-        if not (self._out and self._out[0].plan is plan):
+        """Remove the step of ``plan``, which is the oldest one.
+
+        Returns its pieces that count, and the tokens that their sequences and forks still wait for. A plan that was
+        never launched counts whole.
+        """
+        if not (self._steps and self._steps[0].plan is plan):
             return plan.pieces, sampled
-        flight = self._out.popleft()
+        step = self._steps.popleft()
         pieces: list[SequencePiece] = []
         places: list[int] = []
         row = 0
-        for piece, hold, forks in zip(plan.pieces, flight.holds, flight.forks, strict=True):
-            if flight.counts(piece, hold):
-                piece.sequence.flying -= piece.count
+        for piece, generation, forks in zip(plan.pieces, step.generations, step.forks, strict=True):
+            if step.counts(piece, generation):
+                piece.sequence.land(piece.count)
                 pieces.append(piece)
                 places.extend(range(row, row + piece.samples))
                 first = row + piece.samples
@@ -117,39 +128,36 @@ class InFlightSteps:
     # What waits for them.
 
     @property
-    def holding(self) -> bool:
+    def holding_back(self) -> bool:
         """Whether orders wait for a landing."""
-        return bool(self._held)
+        return bool(self._held_back)
 
     def hold_back(self, out: Outcome) -> bool:
         """Take out of ``out`` what has to wait, and add what has waited long enough. True: releases are among that."""
-        if not (self._out or self._held):
+        if not (self._steps or self._held_back):
             return False
         if out.releases or out.give_back or out.resumes:
             late = Outcome(releases=out.releases, give_back=out.give_back, resumes=out.resumes)
-            self._held.append((self._launched, late))
+            self._held_back.append((self._launched, late))
             out.releases, out.give_back, out.resumes = [], [], []
-        landed = self._launched - len(self._out)
-        while self._held and self._held[0][0] <= landed:
-            late = self._held.popleft()[1]
-            out.releases += late.releases
-            out.give_back += late.give_back
-            out.resumes += late.resumes
+        landed = self._launched - len(self._steps)
+        while self._held_back and self._held_back[0][0] <= landed:
+            out.add_orders(self._held_back.popleft()[1])
         return bool(out.releases)
 
-    def held_slots(self) -> list[int]:
-        """What is still leased to this worker, though it left the stock."""
-        return [slot for _, late in self._held for slot in late.give_back]
+    def held_back_slots(self) -> list[int]:
+        """Slots that left the stock and are still leased to this worker."""
+        return [slot for _, late in self._held_back for slot in late.give_back]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError."""
-        flying: dict[int, int] = {}
-        for flight in self._out:
-            for piece, hold in zip(flight.plan.pieces, flight.holds, strict=True):
-                if flight.counts(piece, hold):
-                    flying[piece.sequence.seq_id] = flying.get(piece.sequence.seq_id, 0) + piece.count
+        """Raises AssertionError where the sequences' counts differ from the launched steps."""
+        in_flight: dict[int, int] = {}
+        for step in self._steps:
+            for piece, generation in zip(step.plan.pieces, step.generations, strict=True):
+                if step.counts(piece, generation):
+                    in_flight[piece.sequence.seq_id] = in_flight.get(piece.sequence.seq_id, 0) + piece.count
         for sequence in sequences:
             if sequence.state is not SequenceState.CLOSING and sequence.state is not SequenceState.RESUMING:
-                assert sequence.flying == flying.get(sequence.seq_id, 0), "what flies does not add up"
-                assert sequence.num_computed + sequence.flying <= sequence.num_tokens + bool(sequence.flying)
-        assert self._out or not self._held, "orders wait for nothing"
+                assert sequence.num_in_flight == in_flight.get(sequence.seq_id, 0), "tokens in flight do not add up"
+                assert sequence.next_start <= sequence.num_tokens + bool(sequence.num_in_flight)
+        assert self._steps or not self._held_back, "orders wait for nothing"

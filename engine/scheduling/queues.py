@@ -1,16 +1,17 @@
-"""Who runs, who comes back, who waits: the three lines of a scheduler, and the order in which it serves them.
+"""The three queues of a scheduler, and the order in which it serves them.
 
-    running   has a seat in the batch: a decode, or a prompt tail that has begun
-    swapped   had one, or shares the prompt of one that has: preempted streams and further answers, back with a ticket
-    waiting   has a ticket and nothing more
+    running    has one of the max_num_seqs places of a step: a decode, or a prompt tail that has begun
+    preempted  was running, or is a fork of a sequence that was: it has a new ticket and waits to run
+    waiting    has a ticket and has not begun
 
-Decodes come first, always. Of the rest, running goes before swapped before waiting, and a request's priority before
-both. Priority ages: who has waited PRIORITY_AGING_S longer counts one level more urgent, so every wait is bounded.
+Decodes come first, always. Prompt tails are served running before preempted before waiting, and a request's priority
+comes before that. Priority ages: a request that has waited PRIORITY_AGING_S longer counts one level more urgent, so
+every wait is bounded.
 
-The victim, when memory is out, is the newest of the least urgent, whatever line it stands in. Only the head, who is
-first by rank, is spared while there is anyone else: the rank of a request never changes and later requests have larger
-ones, so everybody is the head at last, and the head gets on (I5). Who resumes holds no memory and stands in no line
-here, but in the node's.
+The victim, when memory is out, is the newest of the least urgent sequences, whatever queue it is in. Only the head, the
+first by rank, is spared while there is another: the rank of a request never changes and later requests have larger
+ones, so every request becomes the head at last, and the head gets on (I5). A sequence that is RESUMING holds no memory
+and is in none of these queues, but in the node's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _place(sequence: Sequence) -> tuple[float, int]:
 
 
 class SchedulerQueues:
-    """Each line is sorted by rank; ``max_num_seqs`` bounds the running one. Sequences are in one line or in none."""
+    """Each queue is sorted by rank; ``max_num_seqs`` bounds ``running``. A sequence is in one queue or in none."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -45,15 +46,15 @@ class SchedulerQueues:
 
     @property
     def free_seqs(self) -> int:
-        """How many more may run."""
+        """How many more sequences may run."""
         return self.max_num_seqs - len(self.running)
 
     def join(self, sequence: Sequence) -> None:
-        """Into the line of its state."""
+        """Put a sequence into the queue of its state."""
         insort(self._queue(sequence.state), sequence, key=_place)
 
     def leave(self, sequence: Sequence) -> None:
-        """Out of its line, if it is in one; called before its state changes."""
+        """Take a sequence out of its queue, if it is in one; called before its state changes."""
         if sequence.state in _CLASS:
             queue = self._queue(sequence.state)
             at = bisect_left(queue, _place(sequence), key=_place)
@@ -61,29 +62,29 @@ class SchedulerQueues:
                 del queue[at]
 
     def start_running(self, sequence: Sequence) -> None:
-        """From its line to the running one."""
+        """Move a sequence from its queue to ``running``."""
         self.leave(sequence)
-        sequence.state = SequenceState.RUNNING
+        sequence.start_running()
         self.join(sequence)
 
     def prompt_tails(self, now: float) -> list[Sequence]:
-        """What has prompt left to launch, in the order of service; of those without a seat, as many as there are
-        seats."""
+        """Sequences that have prompt left to launch, in the order of service; of those that do not run yet, as many of
+        each queue as may start."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
         free = self.free_seqs
         if not begun and not (free and (self.preempted or self.waiting)):
             return []
-        found = [*begun, *islice(self.preempted, free), *islice(self.waiting, free)]
+        tails = [*begun, *islice(self.preempted, free), *islice(self.waiting, free)]
 
         def order(sequence: Sequence) -> tuple[int, int, float, int]:
             aged = int((sequence.rank - now) // PRIORITY_AGING_S)
             return aged, _CLASS[sequence.state], sequence.rank, sequence.seq_id
 
-        found.sort(key=order)
-        return found
+        tails.sort(key=order)
+        return tails
 
     def load(self, budget: TokenBudget) -> SchedulerLoad:
-        """What stands in the lines, and what the ``budget`` has learnt of steps."""
+        """How many sequences and tokens are queued, and what the ``budget`` has learnt of steps."""
         queued = (*self.preempted, *self.waiting)
         waiting_tokens = sum(s.left_to_compute for s in queued)
         contexts = [s.num_computed for s in self.running if s.decoding]
@@ -99,14 +100,14 @@ class SchedulerQueues:
         )
 
     def victim(self) -> Sequence:
-        """Who gives up its memory. Raises ValueError when nobody is here."""
-        found = list(self)
-        if len(found) > 1:
-            found.remove(min(found, key=_place))
-        return max(found, key=lambda s: (s.spec.priority, s.seq_id))
+        """The sequence that gives up its memory. Raises ValueError when all queues are empty."""
+        candidates = list(self)
+        if len(candidates) > 1:
+            candidates.remove(min(candidates, key=_place))
+        return max(candidates, key=lambda s: (s.spec.priority, s.seq_id))
 
     def check_integrity(self, alive: Iterable[Sequence]) -> None:
-        """Raises AssertionError."""
+        """Raises AssertionError where a queue is out of order or holds a sequence that is not its own."""
         known = {id(sequence) for sequence in alive}
         for state in _CLASS:
             queue = self._queue(state)

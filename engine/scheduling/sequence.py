@@ -1,12 +1,12 @@
-"""One stream (decode) or span (prefill) on a worker: its tokens, its block table, and how far each has come.
+"""One sequence of a worker, a decode stream or a prefill span: its tokens, its block table and how far each has come.
 
     WAITING --first piece--> RUNNING --stop id, length, span computed, cancel, failure--> CLOSING --settled--> (gone)
                              ^     |                                                         |
-                             |     +--preempted (also from WAITING, SWAPPED)-------------> CLOSING
+                             |     +--preempted (also from WAITING, PREEMPTED)-----------> CLOSING
                  first piece |                                                               | settled
-                          SWAPPED <-- a new ticket was opened and adopted ---------------- RESUMING
+                        PREEMPTED <-- a new ticket was opened and adopted --------------- RESUMING
                                                                                              ^
-                           another answer to its parent's prompt, with its own first token --+
+                   a fork: another answer to its parent's prompt, with its own first token --+
 
 The block table, left to right; every count is in blocks and none of them shrinks while the sequence runs:
 
@@ -14,13 +14,15 @@ The block table, left to right; every count is in blocks and none of them shrink
     0                        num_committed                        num_sent                                  num_blocks
 
 Only one run of blocks is under way to the node at a time, so that a refusal cannot leave a hole in the chain.
-CLOSING waits for that answer and nothing else: owned slots went back when it began, and the hold on the ticket is
-released when it ends. Draft tokens stand behind the sequence's own for the length of one step. A sequence belongs to
-the scheduler that it was added to; nobody else changes it.
+A CLOSING sequence waits for the node's answer to that run and for nothing else: it gave its owned slots back when
+CLOSING began, and its hold on the ticket is released when CLOSING ends. Draft tokens stand behind the sequence's own
+tokens for the length of one step. A sequence belongs to the scheduler that it was added to, and its methods are the
+only writers of its fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
@@ -36,11 +38,11 @@ from pillion.types import FinishReason, SamplingParams
 
 
 class SequenceState(Enum):
-    """See the drawing above."""
+    """The states of the drawing above."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "swapped"
+    PREEMPTED = "preempted"
     CLOSING = "closing"
     RESUMING = "resuming"
 
@@ -55,12 +57,12 @@ class ForkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """What is asked for; never changes.
+    """What a sequence has to compute; never changes.
 
     Attributes:
         seq_id: names the sequence on its worker and is its place in the order of arrival.
-        token_ids: int32 [N], the prompt and what earlier attempts generated. Of a span, what stands before
-            ``start_tokens`` is never read.
+        token_ids: int32 [N], the prompt and what earlier attempts generated. A span's tokens before ``start_tokens``
+            are never read.
         parent_hash: hash of the block that ends at ``start_tokens``; the request's root when that is 0.
         start_tokens: where hashing starts, a multiple of the block size. 0 for a stream.
         prompt_tokens: how many of token_ids are prompt.
@@ -70,7 +72,7 @@ class SequenceSpec:
         max_model_len: most tokens in all.
         chunk_ends: positions that one step does not cross, the last one the span's end. Empty for a stream.
         priority: smaller is more urgent (:mod:`pillion.priority`).
-        forks: further answers to the prompt, which begin with this one's first token. Empty for a span.
+        forks: further answers to the prompt, which begin with this sequence's first token. Empty for a span.
     """
 
     seq_id: int
@@ -89,7 +91,7 @@ class SequenceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A ticket as the worker adopted it: slots of its pinned chain, and slots leased for what is to be written."""
+    """An adopted ticket: the slots of its pinned chain, and the slots leased for what the sequence will write."""
 
     ticket_id: int
     chain_slots: tuple[int, ...]
@@ -98,7 +100,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a sequence ended by itself: ``reason`` of a stream, ``error`` of a failure, neither of a finished span."""
+    """Why a sequence ended: ``reason`` for a stream, ``error`` for a failure, neither for a finished span."""
 
     reason: FinishReason | None = None
     error: PillionError | None = None
@@ -106,12 +108,12 @@ class Ending:
 
 @dataclass(slots=True)
 class SequenceProgress:
-    """When things happened, in the seconds of the scheduler's clock; 0.0 is not yet.
+    """When things happened to a sequence, in the seconds of the scheduler's clock; 0.0 is not yet.
 
     Attributes:
         token_steps: steps that brought tokens of the answer.
-        last_token_s, longest_gap_s: when the last one did, and the longest time between two of them.
-        preempted_s: when its memory was taken, each time.
+        last_token_s, longest_gap_s: when the last of these steps ended, and the longest time between two of them.
+        preempted_s: when the sequence was preempted, each time.
     """
 
     arrived_s: float
@@ -127,11 +129,11 @@ class SequenceProgress:
 
     @property
     def preemptions(self) -> int:
-        """How often it gave way."""
+        """How often the sequence was preempted."""
         return len(self.preempted_s)
 
     def tokens_came(self, now: float) -> None:
-        """A step chose tokens."""
+        """Note a step that chose tokens of the answer."""
         if self.token_steps:
             self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_s)
         else:
@@ -141,7 +143,7 @@ class SequenceProgress:
 
 
 @dataclass(slots=True)
-class ChunkMark:
+class ChunkProgress:
     """When a chunk of a span began its first step and ended its last one."""
 
     end_tokens: int
@@ -150,12 +152,12 @@ class ChunkMark:
 
 
 class Sequence:
-    """See the module's docstring. Memory for its tokens and its table is allocated once."""
+    """One sequence; see the module's docstring. Memory for its tokens and its table is allocated once."""
 
     def __init__(
         self, spec: SequenceSpec, holding: Holding, block_size: int, now: float, *, hashes: bytes = b""
     ) -> None:
-        """``hashes``: of leading whole blocks, where they are known."""
+        """``hashes``: those of leading whole blocks, where they are known."""
         self.spec = spec
         self.seq_id = spec.seq_id
         self.rank = rank(spec.priority, now)
@@ -169,21 +171,21 @@ class Sequence:
         self._hashes = bytearray(hashes)
         self.state = SequenceState.WAITING
         self.progress = SequenceProgress(arrived_s=now)
-        self.chunks = [ChunkMark(end, 0.0, 0.0) for end in spec.chunk_ends]
-        # Chunks whose acknowledgement waits for nothing but the node's answer, or is out.
-        self.chunks_acked = 0
-        # Whether its end was told, or nobody wants to hear of it any more.
-        self.told = False
+        self._chunks = [ChunkProgress(end, 0.0, 0.0) for end in spec.chunk_ends]
+        # Chunks whose acknowledgement is out, or waits only for the node's answer.
+        self._acked_chunks = 0
+        # Whether its end was reported, or nobody listens to it any more.
+        self.end_reported = False
         # Answers to the same prompt that have not begun.
         self.forks = spec.forks
-        # Whose prompt this one shares, until its KV is copied or found.
+        # The sequence whose prompt this fork shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
         self.reads_history = _reads_history(spec.sampling)
         self.num_drafts = 0
-        # How often it has got a ticket: what was launched under an older one is void.
-        self.holds = 0
-        # Of the last guess, how many tokens were right; at first, hope.
-        self.right_guesses = MAX_SPECULATIVE_TOKENS
+        # How many tickets the sequence has had: a step that was launched under an older one is void for it.
+        self.generation = 0
+        # How many drafts of the last guess were accepted; optimistic at first.
+        self.accepted_drafts = MAX_SPECULATIVE_TOKENS
         self.hold(holding)
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
@@ -203,6 +205,8 @@ class Sequence:
         child.progress.tail_tokens = 0
         return child
 
+    # Transitions.
+
     def hold(self, holding: Holding) -> None:
         """Start from a freshly adopted ticket: its chain is computed, the rest is to do."""
         slots = (*holding.chain_slots, *holding.leased_slots)
@@ -213,23 +217,139 @@ class Sequence:
         self._table[: self.num_blocks] = slots
         self.num_committed = self.num_sent = len(holding.chain_slots)
         self.num_computed = self.num_committed * self.block_size
-        # Tokens behind these that are in steps under way (:mod:`pillion.engine.scheduling.in_flight`).
-        self.flying = 0
-        self.holds += 1
+        # Tokens behind these that are in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
+        self.num_in_flight = 0
+        self.generation += 1
         self.state = SequenceState.WAITING
         # Whether the next token is a decode: everything but the last sampled token has its KV.
         self.decoding = False
         # False once the node refused a run: the chain's tail is then not what the next block would follow.
         self.may_commit = True
-        # What CLOSING does once the node has answered.
+        # What the end of CLOSING does.
         self.commit_rest = self.resume_after = False
 
-    # Tokens.
+    def resume(self, holding: Holding) -> None:
+        """RESUMING -> PREEMPTED, with a new ticket."""
+        self.hold(holding)
+        self.state = SequenceState.PREEMPTED
 
-    @property
-    def num_generated(self) -> int:
-        """Tokens behind the prompt, over all attempts."""
-        return self.num_tokens - self.spec.prompt_tokens
+    def start_running(self) -> None:
+        """WAITING or PREEMPTED -> RUNNING."""
+        self.state = SequenceState.RUNNING
+
+    def close(self, now: float, *, commit_rest: bool, resume: bool) -> tuple[int, ...]:
+        """Any state -> CLOSING. Returns the owned slots that will not be committed; they leave the table.
+
+        ``commit_rest``: full blocks are still committed. ``resume``: the sequence is preempted and comes back.
+        """
+        if resume:
+            self.progress.preempted_s.append(now)
+        self.state = SequenceState.CLOSING
+        self.commit_rest, self.resume_after = commit_rest, resume
+        kept = self.full_blocks if commit_rest and self.may_commit else 0
+        return self.cut(max(kept, self.num_sent))
+
+    def wait_for_ticket(self) -> None:
+        """CLOSING -> RESUMING."""
+        self.state = SequenceState.RESUMING
+
+    def report_end(self, now: float) -> None:
+        """Note that the end of the sequence is reported, or that nobody listens to it any more."""
+        self.end_reported = True
+        self.progress.ended_s = now
+
+    # Steps.
+
+    def plan_piece(self, now: float) -> None:
+        """Note the first step, and the first step of a chunk, when a piece of the prompt is scheduled."""
+        progress = self.progress
+        progress.first_step_s = progress.first_step_s or now
+        if not progress.first_token_s:
+            progress.tail_steps += 1
+        if self.is_span:
+            chunk = self.chunk_at(self.next_start)
+            chunk.started_s = chunk.started_s or now
+
+    def launch(self, count: int) -> None:
+        """``count`` more tokens are in a launched step."""
+        self.num_in_flight += count
+
+    def land(self, count: int) -> None:
+        """The oldest launched step with this sequence, with ``count`` tokens of it, has ended."""
+        self.num_in_flight -= count
+
+    def compute(self, start: int, end: int, now: float) -> None:
+        """The tokens from ``start`` to ``end`` have their KV now."""
+        self.num_computed = end
+        if self.is_span:
+            self.chunk_at(start).computed_s = now
+
+    def share_prompt(self) -> None:
+        """A fork's copy of the prompt's partial block is scheduled: its whole prompt counts as computed."""
+        self.num_computed = self.spec.prompt_tokens
+
+    def start_decoding(self) -> None:
+        """All of a fork's prompt has its KV: its next piece is a decode."""
+        self.decoding = True
+
+    def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
+        """Append the tokens that a step chose, as far as the drafts behind each were right.
+
+        Returns how many tokens count, and why the stream ends with the last one, None when it goes on. What the step
+        computed behind a wrong draft is void.
+        """
+        drafts = self.tokens(self.num_tokens, self.num_tokens + self.num_drafts).tolist()
+        self.num_drafts = 0
+        self.decoding = True
+        self.progress.tokens_came(now)
+        accepted, reason = 0, None
+        for token in chosen:
+            reason = self.append(token)
+            accepted += 1
+            if reason is not None or drafts[accepted - 1 : accepted] != [token]:
+                break
+        self.num_computed -= len(chosen) - accepted
+        if drafts:
+            self.accepted_drafts = accepted - 1
+        self.extend_hashes(self.num_computed)
+        return accepted, reason
+
+    def append(self, token: int) -> FinishReason | None:
+        """Append a sampled token. Returns why the stream ends with it, None when it goes on."""
+        last = self.next_is_last
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if token in self.spec.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if last else None
+
+    def draft(self, tokens: Int32) -> None:
+        """Place guesses of the next tokens behind the sequence's own, for one step."""
+        self.num_drafts = len(tokens)
+        self._tokens[self.num_tokens : self.num_tokens + len(tokens)] = tokens
+
+    def drop_drafts(self) -> None:
+        """The step that would have judged the drafts has failed."""
+        self.num_drafts = 0
+
+    # Forks.
+
+    def take_forks(self) -> tuple[ForkSpec, ...]:
+        """The forks that begin now; none is left."""
+        forks, self.forks = self.forks, ()
+        return forks
+
+    def drop_fork(self, seq_id: int) -> None:
+        """Forget a fork that has not begun; ids of others are ignored."""
+        if self.forks:
+            self.forks = tuple(fork for fork in self.forks if fork.seq_id != seq_id)
+
+    def leave_parent(self) -> Sequence | None:
+        """The parent, which the fork needs no longer; None where it left already."""
+        parent, self.parent = self.parent, None
+        return parent
+
+    # Tokens.
 
     @property
     def left_to_compute(self) -> int:
@@ -238,25 +358,27 @@ class Sequence:
 
     @property
     def next_start(self) -> int:
-        """Where its next piece starts: behind everything that is computed or under way."""
-        return self.num_computed + self.flying
+        """Where its next piece starts: behind everything that is computed or in a launched step."""
+        return self.num_computed + self.num_in_flight
 
     def step_end(self) -> int:
         """The position that one step may reach: the next chunk's end, or all there is."""
         return self.chunk_at(self.next_start).end_tokens if self.is_span else self.num_tokens
 
-    def chunk_at(self, position: int) -> ChunkMark:
-        """The chunk of a span that ``position`` lies in. Chunks before ``chunks_acked`` are not looked at."""
-        return next(mark for mark in islice(self.chunks, self.chunks_acked, None) if mark.end_tokens > position)
+    def chunk_at(self, position: int) -> ChunkProgress:
+        """The chunk of a span that ``position`` lies in. Chunks that were taken for acknowledgement are skipped."""
+        return next(chunk for chunk in islice(self._chunks, self._acked_chunks, None) if chunk.end_tokens > position)
+
+    def take_chunks(self, end_tokens: int) -> list[tuple[int, ChunkProgress]]:
+        """The next chunks, with their indices, that end at or before ``end_tokens``; each is returned once."""
+        first = self._acked_chunks
+        done = [chunk for chunk in self._chunks[first:] if chunk.end_tokens <= end_tokens]
+        self._acked_chunks += len(done)
+        return list(enumerate(done, start=first))
 
     def tokens(self, start: int, end: int) -> Int32:
         """int32 [end - start], a view."""
         return self._tokens[start:end]
-
-    def draft(self, tokens: Int32) -> None:
-        """Guesses of the next tokens, for one step."""
-        self.num_drafts = len(tokens)
-        self._tokens[self.num_tokens : self.num_tokens + len(tokens)] = tokens
 
     @property
     def room_for_drafts(self) -> int:
@@ -269,15 +391,6 @@ class Sequence:
         """Whether the next token ends the stream, whichever it is."""
         behind = self.num_tokens + 1
         return behind >= self.spec.max_model_len or behind - self.spec.prompt_tokens >= self.spec.max_tokens
-
-    def append(self, token: int) -> FinishReason | None:
-        """Take a sampled token. Returns why the stream ends with it, None when it goes on."""
-        last = self.next_is_last
-        self._tokens[self.num_tokens] = token
-        self.num_tokens += 1
-        if token in self.spec.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if last else None
 
     # Blocks.
 
@@ -294,13 +407,9 @@ class Sequence:
         return self.slots(self.num_committed, self.num_blocks)
 
     def add_slot(self, slot: int) -> None:
-        """One more block at the end."""
+        """Append one block."""
         self._table[self.num_blocks] = slot
         self.num_blocks += 1
-
-    def swap_slot(self, block: int, slot: int) -> None:
-        """Read ``block`` from ``slot`` from now on (I2)."""
-        self._table[block] = slot
 
     def cut(self, block: int) -> tuple[int, ...]:
         """Forget the table from ``block`` on; returns its slots."""
@@ -312,6 +421,26 @@ class Sequence:
     def in_commit(self) -> bool:
         """Whether a run of blocks is under way to the node."""
         return self.num_sent > self.num_committed
+
+    def send(self, end: int) -> None:
+        """The blocks before ``end`` are sent to the node."""
+        self.num_sent = end
+
+    def commit(self, slots: Seq[int]) -> list[int]:
+        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2).
+
+        Returns own slots that another committer's block replaced; launched steps may still read them.
+        """
+        start = self.num_committed
+        own = self._table[start : start + len(slots)].tolist()
+        self._table[start : start + len(slots)] = slots
+        self.num_committed = self.num_sent
+        return [old for old, new in zip(own, slots, strict=True) if old != new]
+
+    def refuse_commit(self) -> None:
+        """The node refused the run; no further one is sent under this ticket."""
+        self.num_sent = self.num_committed
+        self.may_commit = False
 
     @property
     def full_blocks(self) -> int:
@@ -335,7 +464,7 @@ class Sequence:
 
 
 def _reads_history(sampling: SamplingParams | None) -> bool:
-    """Whether a choice depends on which tokens stand before it, and not on the logits and its place alone."""
+    """Whether a sampled token depends on the tokens before it, and not only on the logits and its position."""
     if sampling is None:
         return False
     repeats = sampling.repetition_penalty not in (None, 1.0)

@@ -1,16 +1,17 @@
-"""What the scheduler says: the plan of a step, and the outcome of whatever happened since it was last asked."""
+"""The scheduler's two results: the plan of the next step, and the outcome of what happened since the last outcome."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
-from pillion.types import TokenLogprob
+from pillion.types import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePiece:
-    """Tokens start .. start + count of one sequence.
+    """Tokens start .. start + count of one sequence, to be computed in one step.
 
     Attributes:
         samples: rows at the end of the piece whose logits choose tokens; the row of position p chooses that of p + 1.
@@ -28,7 +29,7 @@ class SequencePiece:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step chose: for each piece in order, ``samples`` tokens and then one for each of ``fork_seeds``.
+    """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
 
     ``logprobs`` is empty where no sequence of the step asked for any, else it has one entry for each token.
     """
@@ -41,10 +42,12 @@ class Sampled:
 class StepPlan:
     """One step: decodes first, then prompt tails, oldest first.
 
-    ``copies``: (source, target) slots to be copied before anything runs: the prompt's last, partial block, for an
-    answer that is about to write behind it (copy-on-write). ``budget_tokens``: what the step might have taken.
-    ``unknown``: (piece, row) of decodes whose token is what that row of the step under way chooses, counted as in its
-    Sampled.
+    Attributes:
+        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block, for a fork that
+            is about to write behind it (copy-on-write).
+        budget_tokens: the step's token budget, which the pieces may leave unused.
+        unknown: (piece, row) of decodes whose token is what that row of the launched step chooses, counted as in its
+            Sampled.
     """
 
     pieces: tuple[SequencePiece, ...] = ()
@@ -54,14 +57,14 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Never above the budget (I5)."""
+        """Tokens of all pieces; never above the budget (I5)."""
         return sum(piece.count for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """News of one sequence: tokens sampled since the last one, and, once, how it ended. ``progress`` come with the end,
-    and with a fork's first token."""
+    """Tokens of one sequence since its last update, and, once, how it ended. ``progress`` comes with the end, and with
+    a fork's first token."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
@@ -72,8 +75,8 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkDone:
-    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are the
-    scheduler's clock's."""
+    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are those of the
+    scheduler's clock."""
 
     seq_id: int
     index: int
@@ -86,8 +89,8 @@ class ChunkDone:
 class CommitOrder:
     """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`.
 
-    ``chunks`` are those that are committed when the node takes the run. They go out with its answer, on asyncio's
-    thread: the scheduler itself hears that answer only between two steps, and a step may be long.
+    ``chunks`` are those that are committed when the node takes the run. They are reported with the node's answer, on
+    asyncio's thread: the scheduler itself gets that answer only between two steps, and a step may be long.
     """
 
     seq_id: int
@@ -110,10 +113,13 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """For the registry, and so for the planner; the fields as in ComponentRecord.
+    """A scheduler's load, for the registry and so for the planner; the fields as in ComponentRecord.
 
-    ``waiting``: without a seat. ``queued_tokens``: of prompts, begun or not, that are yet to be computed.
-    ``context_tokens``: KV tokens that the ``decoding`` streams read in a step. ``cost_s``: see StepCost.weights_s.
+    Attributes:
+        running, waiting: sequences that run, and those that do not.
+        queued_tokens: tokens of prompts, begun or not, that are yet to be computed.
+        context_tokens: KV tokens that the ``decoding`` streams read in a step.
+        cost_s: see StepCost.weights_s.
     """
 
     running: int = 0
@@ -128,15 +134,15 @@ class SchedulerLoad:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything the asyncio side has to do and to tell. The node is to be told in this order: commits, releases,
-    give_back, lease_blocks; then resumes begin.
+    """Everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
+    releases, give_back, lease_blocks; then resumes begin.
 
     Attributes:
         chunks: those that were committed before the span came.
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
         lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
-        preemptions, right_guesses: how many there were since the last outcome.
+        preemptions, accepted_drafts: how many there were since the last outcome.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -147,11 +153,59 @@ class Outcome:
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
     preemptions: int = 0
-    right_guesses: int = 0
+    accepted_drafts: int = 0
     load: SchedulerLoad = field(default_factory=SchedulerLoad)
 
     @property
     def empty(self) -> bool:
-        """Whether nobody needs to hear of it."""
-        node = self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes
-        return not (self.updates or self.chunks or node)
+        """Whether there is nothing to do and nothing to report."""
+        return not (self.updates or self.chunks or self.has_orders)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is something to do at the node."""
+        return bool(self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes)
+
+    def add_orders(self, other: Outcome) -> None:
+        """Append the node's orders of a later outcome."""
+        self.commits += other.commits
+        self.releases += other.releases
+        self.give_back += other.give_back
+        self.lease_blocks += other.lease_blocks
+        self.resumes += other.resumes
+
+    def report_tokens(
+        self,
+        sequence: Sequence,
+        chosen: Seq[tuple[int, TokenLogprob | None]],
+        reason: FinishReason | None,
+        now: float,
+        progress: SequenceProgress | None = None,
+    ) -> None:
+        """New tokens of a sequence; with a ``reason`` they are its last ones."""
+        ids = tuple(token for token, _ in chosen)
+        logprobs = tuple(logprob for _, logprob in chosen if logprob is not None)
+        if reason is None:
+            self.updates.append(Update(seq_id=sequence.seq_id, token_ids=ids, logprobs=logprobs, progress=progress))
+        else:
+            self.report_end(sequence, Ending(reason=reason), now, ids, logprobs)
+
+    def report_end(
+        self,
+        sequence: Sequence,
+        ending: Ending,
+        now: float,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """How a sequence ended, and the tokens that came with that. Nothing is reported of it afterwards."""
+        sequence.report_end(now)
+        self.updates.append(
+            Update(
+                seq_id=sequence.seq_id,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                ending=ending,
+                progress=sequence.progress,
+            )
+        )

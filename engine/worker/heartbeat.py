@@ -1,4 +1,4 @@
-"""Signs of life: to the KV node, which fences a silent worker (I4), and to the registry, where gateways find it.
+"""A worker's heartbeats to the KV node, which fences a silent worker (I4), and to the registry, where gateways look.
 
 asked --node answers: not fenced--> Lease renewed, from the moment of asking --heartbeat_timeout_ms--> lapsed
   ^------------- every heartbeat_ms, lapsed or not ----------------------------------------------------'
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from pillion.config import WorkerFlags
-from pillion.engine.worker.node_updates import describe as describe_error
+from pillion.engine.worker.node_updates import describe_failure
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.registry import Registry
@@ -24,10 +24,11 @@ log = logging.getLogger("pillion.worker")
 
 
 class Lease:
-    """What a worker knows of its right to emit: it may until the node could have fenced it for its silence (I4).
+    """A worker's right to emit, which lasts until the node could have fenced the worker for its silence (I4).
 
-    The node counts from when it heard us, we from when we began to say it: so ours is over first. A process that was
-    paused finds it lapsed when it wakes, before the node could tell it anything. ``clock``: seconds, monotonic.
+    The node counts from when it receives a heartbeat, the worker from when it begins to send one: so the lease lapses
+    first. A process that was paused finds it lapsed when it wakes, before any answer of the node. ``clock``: seconds,
+    monotonic.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,20 +41,20 @@ class Lease:
         self._renewed_s = asked_s
 
     def held(self) -> bool:
-        """Whether the node cannot have fenced us yet."""
+        """Whether the node cannot have fenced this worker yet."""
         return self._clock() - self._renewed_s <= self._timeout_s
 
 
 class Heartbeat:
-    """Beats every ``heartbeat_ms`` while :meth:`run` runs.
+    """Sends heartbeats every ``heartbeat_ms`` while :meth:`run` runs.
 
     Args:
         lease: renewed here.
-        describe: what the registry is told; asked once per beat, and only while ``announcing`` and the lease is held.
-        on_lost: the epoch is fenced; called once.
+        describe: makes the registry's record; called once per heartbeat, while ``announcing`` and the lease is held.
+        on_lost: called once, when the epoch is fenced.
         on_fail: called with a reason, once, when the worker may not go on at all.
-        on_renewed: the lease holds, again or still.
-        on_recall: the node would like so many slots of the stock back.
+        on_renewed: called when the lease is renewed.
+        on_recall: called with the number of slots of the stock that the node asks back.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class Heartbeat:
         self._announced = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled, or until the epoch is over."""
+        """Send heartbeats until cancelled, or until the epoch is over."""
         await asyncio.gather(self._beat_node(), self._beat_registry())
 
     def announce(self) -> None:
-        """Serve: tell the registry from now on."""
+        """Send heartbeats to the registry from now on."""
         self.announcing = True
         self._announced.set()
 
@@ -108,7 +109,8 @@ class Heartbeat:
             await self._registry.aclose()
 
     async def _beat_node(self) -> None:
-        # Since the first answer that was missed, as we heard it: a time that we slept through says nothing of the node.
+        # When the first answer was missed, by this process's clock once it noticed: time that the process slept through
+        # says nothing about the node.
         missing_s: float | None = None
         while True:
             asked_s = time.monotonic()
@@ -119,10 +121,10 @@ class Heartbeat:
                 now = time.monotonic()
                 missing_s = now if missing_s is None else missing_s
                 if now - missing_s > self._timeout_s:
-                    self._on_fail(describe_error(error))
+                    self._on_fail(describe_failure(error))
                     return
             except PillionError as error:
-                self._on_fail(describe_error(error))
+                self._on_fail(describe_failure(error))
                 return
             else:
                 missing_s = None
@@ -140,17 +142,17 @@ class Heartbeat:
             return
         await self._announced.wait()
         while self.announcing:
-            # Who may not emit is nobody to be found: a worker that wakes asks its node first.
+            # A worker that may not emit must not be found: one that wakes asks its node first.
             if self._lease.held():
-                await self._tell_registry(self._registry)
+                await self._announce_once(self._registry)
             await asyncio.sleep(self._period_s)
 
-    async def _tell_registry(self, registry: Registry) -> None:
+    async def _announce_once(self, registry: Registry) -> None:
         try:
             await registry.heartbeat(self._describe())
             answers = True
         except PillionError as error:
             answers = False
             if self._registry_answers:
-                log.warning("the registry does not answer, gateways may lose sight of us: %s", error.message)
+                log.warning("the registry does not answer, gateways may lose sight of this worker: %s", error.message)
         self._registry_answers = answers

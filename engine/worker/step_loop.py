@@ -1,13 +1,14 @@
-"""The step thread: schedule -> launch -> land -> commit, over and over; everything else happens on asyncio's thread.
+"""The step thread: schedule -> launch -> wait -> commit, over and over; everything else happens on asyncio's thread.
 
     asyncio --post_event--> inbox --between two steps--> scheduler
-    asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not speak
+    asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not emit
 
-Where the backend runs ahead, the step that lands is the one before the step just launched: while the device runs that,
-its results are taken, events happen, and the next one is scheduled. With nothing to schedule what is under way lands.
+Where the backend runs ahead, the step that is committed is the one before the step just launched: while the device runs
+that, the results of the one before are applied, events happen, and the next one is scheduled. With nothing to schedule,
+the steps in flight are committed.
 
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
-fallen MAX_UNREAD_OUTCOMES behind does it wait for that.
+fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ Launch = Callable[[StepPlan], InFlightStep]
 
 
 class OnStep(Protocol):
-    """Hears on the step thread of a step that has landed, before it is committed. It took the ``seconds`` since it was
-    launched, or since the step before it landed, whichever was later."""
+    """Called on the step thread when a step has ended, before it is committed. The step took the ``seconds`` since it
+    was launched, or since the step before it ended, whichever was later."""
 
     def __call__(self, plan: StepPlan, seconds: float, *, ok: bool) -> None: ...
 
 
-def _unheard(plan: StepPlan, seconds: float, *, ok: bool) -> None:
+def _ignore_step(plan: StepPlan, seconds: float, *, ok: bool) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
-    """The flight of a step that could not be launched."""
+class _FailedLaunch:
+    """Stands for a step that could not be launched, so that it fails in its turn."""
 
     error: Exception
 
@@ -64,12 +65,13 @@ class StepLoop:
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        launch: begins a step. What it raises, or the flight's landing, fails that step's sequences.
-        ahead: whether a step may be launched before the one before it has landed.
-        on_outcome: called on the asyncio loop before and after every step that has news.
+        launch: begins a step. What ``launch`` raises, or waiting for its step, fails that step's sequences.
+        ahead: whether a step may be launched before the one before it has ended.
+        on_outcome: called on the asyncio loop before and after every step that has something to report.
         on_death: called there with a reason, once, if the thread dies of a defect.
         on_step: called on the step thread.
-        may_publish: asked there before each on_outcome. What it forbids is kept, in order, for :meth:`publish`.
+        may_publish: asked there before each on_outcome. Outcomes that it forbids are held back, in order, for
+            :meth:`publish`.
         clock: seconds, monotonic.
     """
 
@@ -81,22 +83,22 @@ class StepLoop:
         ahead: bool = False,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
-        on_step: OnStep = _unheard,
+        on_step: OnStep = _ignore_step,
         may_publish: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._launch = launch
         self._ahead = ahead
-        # Steps under way with the times of their launch, oldest first: one between two steps, two for a moment.
-        self._out: deque[tuple[StepPlan, InFlightStep, float]] = deque()
-        self._landed_s = 0.0
+        # Launched steps with the times of their launch, oldest first: one between two steps, two for a moment.
+        self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
+        self._last_end_s = 0.0
         self._on_outcome = on_outcome
         self._on_death = on_death
         self._on_step = on_step
         self._may_publish = may_publish
         # Counted as unread, and so bounded with them.
-        self._held: deque[Outcome] = deque()
+        self._held_back: deque[Outcome] = deque()
         self._clock = clock
         self._asyncio = asyncio.get_running_loop()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -109,10 +111,20 @@ class StepLoop:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def held_back(self) -> int:
+        """Outcomes that wait for :meth:`publish`."""
+        return len(self._held_back)
+
     def post_event(self, event: Callable[..., None], *args: Any) -> None:
         """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step.
 
-        Any thread may. Raises Internal when MAX_EVENTS wait.
+        Any thread may call this. Raises Internal when MAX_EVENTS wait.
         """
         with self._wake:
             if len(self._inbox) >= MAX_EVENTS:
@@ -121,19 +133,19 @@ class StepLoop:
             self._wake.notify()
 
     def halt(self) -> None:
-        """Let what is launched now be the last."""
+        """Let the steps that are in flight now be the last."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def publish(self) -> None:
-        """Hand on what was held back, as far as that is allowed now. On asyncio's thread only."""
-        while self._held and self._may_publish():
+        """Hand on the outcomes that were held back, as far as that is allowed now. On asyncio's thread only."""
+        while self._held_back and self._may_publish():
             self._unread.release()
-            self._on_outcome(self._held.popleft())
+            self._on_outcome(self._held_back.popleft())
 
     async def stop(self) -> None:
-        """:meth:`halt`, and wait for the thread's end: nothing is under way then, whatever it was."""
+        """:meth:`halt`, and wait for the thread's end: no step is in flight then."""
         self.halt()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -143,64 +155,65 @@ class StepLoop:
     def _main(self) -> None:
         try:
             idle = True
-            while self._take_events(wait=idle):
+            while self._handle_events(wait=idle):
                 idle = not self._step()
         except BaseException as error:
             log.exception("the step thread died")
-            self._post(self._on_death, f"the step thread died: {error!r}")
+            self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
-            for _, flight, _ in self._out:
-                # Whether it fails is nobody's concern any more; that it has ended is: until then it uses the pool.
+            for _, step, _ in self._in_flight:
+                # Its result is not needed any more, but its end is: until then it uses the pool.
                 with contextlib.suppress(Exception):
-                    flight.wait()
+                    step.wait()
 
     def _step(self) -> bool:
-        """Launch one step, and land what is due. False when there was nothing to do."""
+        """Schedule and launch one step, and commit the steps that are due. False when there was nothing to do."""
         plan = self._scheduler.schedule(self._clock())
-        # What the events before this step led to is told now: it must not wait for a step, which may be long.
+        # Outcomes of the events before this step are reported now: they must not wait for a step, which may be long.
         self._report(self._scheduler.flush(self._clock()))
-        stays = bool(plan.pieces) and self._begin(plan)
-        busy = bool(self._out)
-        while len(self._out) > stays:
-            self._end()
+        stays_in_flight = bool(plan.pieces) and self._launch_step(plan)
+        busy = bool(self._in_flight)
+        while len(self._in_flight) > stays_in_flight:
+            self._commit_oldest()
         return busy
 
-    def _begin(self, plan: StepPlan) -> bool:
-        """Launch a step. True when it may stay under way while the next one is scheduled."""
+    def _launch_step(self, plan: StepPlan) -> bool:
+        """Launch a step. True when it may stay in flight while the next one is scheduled."""
         began_s = self._clock()
-        flight: InFlightStep
+        step: InFlightStep
         try:
-            flight = self._launch(plan)
+            step = self._launch(plan)
         except BackendLost:
             raise
-        except Exception as error:  # noqa: BLE001  (raised again in the order of landings)
-            flight = _Failed(error)
+        except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
+            step = _FailedLaunch(error)
         if self._ahead:
             self._scheduler.launched(plan)
-        self._out.append((plan, flight, began_s))
-        return self._ahead and not isinstance(flight, _Failed)
+        self._in_flight.append((plan, step, began_s))
+        return self._ahead and not isinstance(step, _FailedLaunch)
 
-    def _end(self) -> None:
-        """Land the oldest step."""
-        plan, flight, began_s = self._out.popleft()
-        began_s = max(began_s, self._landed_s)
+    def _commit_oldest(self) -> None:
+        """Wait for the oldest step and commit, or fail, its plan."""
+        plan, step, began_s = self._in_flight.popleft()
+        began_s = max(began_s, self._last_end_s)
+        failure: Exception | None = None
         try:
-            sampled = flight.wait()
+            sampled = step.wait()
         except BackendLost:
             raise
         except Exception as error:
-            self._landed_s = self._clock()
-            self._on_step(plan, self._landed_s - began_s, ok=False)
             log.exception("a step of %d sequences failed", len(plan.pieces))
-            failure = Internal(f"the step failed on the worker: {type(error).__name__}")
-            self._report(self._scheduler.fail_step(plan, failure, self._clock()))
-            return
-        self._landed_s = self._clock()
-        self._on_step(plan, self._landed_s - began_s, ok=True)
-        self._report(self._scheduler.commit(plan, sampled, self._clock()))
+            failure = error
+        self._last_end_s = self._clock()
+        self._on_step(plan, self._last_end_s - began_s, ok=failure is None)
+        if failure is None:
+            self._report(self._scheduler.commit(plan, sampled, self._clock()))
+        else:
+            internal = Internal(f"the step failed on the worker: {type(failure).__name__}")
+            self._report(self._scheduler.fail_step(plan, internal, self._clock()))
 
-    def _take_events(self, wait: bool) -> bool:
-        """Let what arrived happen; sleeps for the first event when ``wait``. False: stop."""
+    def _handle_events(self, wait: bool) -> bool:
+        """Apply the events in the inbox; sleeps for the first one when ``wait``. False: stop."""
         with self._wake:
             while wait and not self._inbox and not self._stopping:
                 self._wake.wait()
@@ -218,15 +231,15 @@ class StepLoop:
         while not self._unread.acquire(timeout=UNREAD_POLL_S):
             if self._stopping:
                 return
-        self._post(self._read, outcome)
+        self._call_on_asyncio(self._receive, outcome)
 
-    def _read(self, outcome: Outcome) -> None:
-        self._held.append(outcome)
+    def _receive(self, outcome: Outcome) -> None:
+        self._held_back.append(outcome)
         self.publish()
 
-    def _post(self, call: Callable[..., None], *args: Any) -> None:
+    def _call_on_asyncio(self, call: Callable[..., None], *args: Any) -> None:
         try:
             self._asyncio.call_soon_threadsafe(call, *args)
         except RuntimeError:
-            # The event loop has closed: nobody is left to hear.
+            # The event loop has closed: nothing is left to call.
             self._stopping = True

@@ -1,4 +1,4 @@
-"""What steps did, for the metrics: how long they took and what filled their token budget."""
+"""What the metrics count of steps: how long they took, and what filled their token budget."""
 
 from __future__ import annotations
 
@@ -8,45 +8,46 @@ from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
 
-DECODE, REMNANT, PREFILL, SPECULATIVE, IDLE = "decode", "tail", "prefill", "speculative", "idle"
+DECODE, TAIL, PREFILL, SPECULATIVE, IDLE = "decode", "tail", "prefill", "speculative", "idle"
 
 
 class StepMeter:
-    """Of one worker, over all its epochs. :meth:`ran` belongs to the step thread, :meth:`heard` to asyncio's."""
+    """Counts the steps of one worker, over all its epochs. The step thread calls :meth:`count_step`, asyncio's thread
+    :meth:`count_outcome`."""
 
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
         self._steps = {ok: meters.counter(names.STEPS, "ok" if ok else "failed") for ok in (True, False)}
-        every = (DECODE, REMNANT, PREFILL, SPECULATIVE, IDLE)
+        every = (DECODE, TAIL, PREFILL, SPECULATIVE, IDLE)
         self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in every}
         self._preemptions = meters.counter(names.PREEMPTIONS)
         self._accepted = meters.counter(names.ACCEPTED)
 
-    def ran(self, plan: StepPlan, seconds: float, *, ok: bool) -> dict[str, int]:
-        """A step has run and is not committed yet. Returns what its tokens were for."""
+    def count_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> dict[str, int]:
+        """Count a step that has run and is not committed yet. Returns its tokens by use."""
         self._duration.observe(seconds)
         self._steps[ok].add()
-        used = uses(plan)
+        used = tokens_by_use(plan)
         for use, tokens in used.items():
             self._tokens[use].add(tokens)
         return used
 
-    def heard(self, outcome: Outcome) -> None:
-        """What steps and events led to."""
+    def count_outcome(self, outcome: Outcome) -> None:
+        """Count the preemptions and the accepted drafts of an outcome."""
         self._preemptions.add(outcome.preemptions)
-        self._accepted.add(outcome.right_guesses)
+        self._accepted.add(outcome.accepted_drafts)
 
 
-def uses(plan: StepPlan) -> dict[str, int]:
+def tokens_by_use(plan: StepPlan) -> dict[str, int]:
     """Tokens of a step that is not committed yet, by use. They add up to its budget, or to more where decodes alone are
     more."""
-    used = dict.fromkeys((DECODE, REMNANT, PREFILL, SPECULATIVE), 0)
+    used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE), 0)
     for piece in plan.pieces:
         sequence = piece.sequence
         if sequence.is_span:
             used[PREFILL] += piece.count
         elif not sequence.decoding:
-            used[REMNANT] += piece.count
+            used[TAIL] += piece.count
         else:
             used[DECODE] += 1
             used[SPECULATIVE] += piece.count - 1
@@ -54,8 +55,8 @@ def uses(plan: StepPlan) -> dict[str, int]:
     return used
 
 
-def readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
-    """A worker's lines."""
+def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
+    """The gauges of a worker's queues."""
     for state, count in (("running", load.running), ("decoding", load.decoding), ("waiting", load.waiting)):
         yield names.SEQUENCES, (state,), count
     yield names.SEATS, (), max(0, max_num_seqs - load.running)

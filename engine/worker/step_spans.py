@@ -1,4 +1,4 @@
-"""Trace spans made afterwards, on asyncio's thread, from times that the scheduler noted: the step pays nothing."""
+"""Trace spans made afterwards, on asyncio's thread, from times that the scheduler noted: they cost a step nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pillion.engine.scheduling.sequence import SequenceProgress
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.observability import telemetry
 
-# Of one step's span; OpenTelemetry's own bound is 128.
+# Most links of one step's span; OpenTelemetry's own bound is 128.
 MAX_LINKS = 64
 
 
@@ -24,7 +24,8 @@ def record(
     attributes: Mapping[str, int | float | str] | None = None,
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    """A finished span under ``parent``; nothing when that is not being recorded. Times are time.monotonic()'s."""
+    """Record a finished span under ``parent``; does nothing when ``parent`` is not recorded. Times are those of
+    time.monotonic()."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         return
     wall_ns = _wall_ns()
@@ -37,7 +38,8 @@ def record(
 
 
 def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
-    """The way of a stream through a decode worker: queue, prompt tail, decode. What it did not reach is left out."""
+    """Record a stream's way through a decode worker: queue, prompt tail, decode. A stage that it did not reach is left
+    out."""
     end_s = progress.ended_s
     record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s)
     if not progress.first_step_s:
@@ -45,40 +47,44 @@ def record_stream(parent: Context, progress: SequenceProgress, generated_tokens:
     prompt_tail = {"pillion.prompt_tail.tokens": progress.tail_tokens, "pillion.prompt_tail.steps": progress.tail_steps}
     record("decode.prompt_tail", parent, progress.first_step_s, progress.first_token_s or end_s, prompt_tail)
     if progress.first_token_s:
-        said = {
+        attributes = {
             "gen_ai.usage.output_tokens": generated_tokens,
             "pillion.decode.steps": progress.token_steps,
             "pillion.decode.longest_gap_ms": round(progress.longest_gap_s * 1000, 3),
             "pillion.preemptions": progress.preemptions,
         }
         events = [("first token", progress.first_token_s), *(("preempted", at_s) for at_s in progress.preempted_s)]
-        record("decode", parent, progress.first_token_s, end_s, said, events)
+        record("decode", parent, progress.first_token_s, end_s, attributes, events)
 
 
-def shared(plan: StepPlan) -> bool:
-    """Whether a step carried somebody's prompt: what happens to others in it is worth a span."""
+def carried_prompt(plan: StepPlan) -> bool:
+    """Whether a step carried prompt tokens: such a step may delay the decodes in it, which is worth a span."""
     return any(piece.sequence.is_span or not piece.sequence.decoding for piece in plan.pieces)
 
 
 def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
-    """A step as a trace of its own, with a link to each request that it carried and that is recorded.
+    """Record a step as a trace of its own, with a link to each recorded request that it carried.
 
     Args:
-        tokens: by what they were for (:mod:`pillion.engine.worker.step_meter`).
+        tokens: the step's tokens by use (:mod:`pillion.engine.worker.step_meter`).
         parents: the requests' contexts.
     """
-    found = (trace.get_current_span(parent).get_span_context() for parent in parents)
-    links = [trace.Link(context) for context in found if context.is_valid and context.trace_flags.sampled]
+    contexts = (trace.get_current_span(parent).get_span_context() for parent in parents)
+    links = [trace.Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
     if not links:
         return
     wall_ns = _wall_ns()
-    said = {f"pillion.step.{use}_tokens": count for use, count in tokens.items()}
+    attributes = {f"pillion.step.{use}_tokens": count for use, count in tokens.items()}
     span = telemetry.tracer().start_span(
-        "step", context=Context(), start_time=wall_ns + int(start_s * 1e9), attributes=said, links=links[:MAX_LINKS]
+        "step",
+        context=Context(),
+        start_time=wall_ns + int(start_s * 1e9),
+        attributes=attributes,
+        links=links[:MAX_LINKS],
     )
     span.end(end_time=wall_ns + int(end_s * 1e9))
 
 
 def _wall_ns() -> int:
-    """What time.monotonic() lacks to the time of day."""
+    """Nanoseconds from time.monotonic_ns() to the time of day."""
     return time.time_ns() - time.monotonic_ns()

@@ -1,11 +1,11 @@
-"""A worker's side of tickets: adopting them for new work, and opening new ones for preempted streams.
+"""A worker's tickets: it adopts them for new work, and opens new ones for preempted streams.
 
     adopt --> held, and its chain awaited --> in use: a sequence holds it --the node has the release--> free again
                     +---------------------------+--> let_go: not wanted after all ---------------------^
 
-What the node answers carries slots, and slots must end up somewhere. So a call that may carry some is never cancelled,
-and one whose outcome is unknown ends the worker's epoch: whoever waits here then hears Unavailable, and the node frees
-everything when the worker has drained, or is gone.
+The node's answers carry slots, and slots must end up somewhere. So a call whose answer may carry slots is never
+cancelled, and a call whose outcome is unknown ends the worker's epoch: callers that wait here then get Unavailable, and
+the node frees everything when the worker has drained, or is gone.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
+from pillion.kvstore.client.node_client import NodeClient
 from pillion.wire.kvnode import AdoptedTicket, OpenTicketReply
 
-# Longest time that a preempted stream waits in the node's line for memory.
+# Longest time that a preempted stream waits in the node's queue for memory.
 RESUME_TIMEOUT_S = 120.0
 # Longest time in which an awaited chain may stand still; a gateway gives up on a silent span after the same time.
 CHAIN_STALL_TIMEOUT_S = 300.0
@@ -29,28 +30,16 @@ CHAIN_STALL_TIMEOUT_S = 300.0
 IN_USE_TIMEOUT_S = 1.0
 
 
-class TicketNode(Protocol):
-    """The part of pillion.kvstore.client.node_client.NodeClient that is needed here."""
-
-    async def open_ticket(
-        self,
-        epoch: int,
-        block_hashes: bytes,
-        total_blocks: int,
-        *,
-        resume: bool = False,
-        priority: int = 0,
-        timeout_s: float,
-    ) -> OpenTicketReply: ...
-    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket: ...
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket: ...
-
-
 class Tickets:
-    """``post_event`` reaches the scheduler between two steps; ``lost`` hears what the epoch cannot survive."""
+    """The tickets of one epoch.
+
+    Args:
+        post_event: has a method of Scheduler called between two steps.
+        lost: called with the error of a call that the epoch cannot survive.
+    """
 
     def __init__(
-        self, node: TicketNode, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
+        self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
     ) -> None:
         self._node = node
         self._epoch = epoch
@@ -66,9 +55,9 @@ class Tickets:
     ) -> tuple[Holding, bytes]:
         """Hold a ticket and lease what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
 
-        ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Blocks before
-        ``awaited_blocks`` are somebody else's to commit: what lies behind them is leased at once, and the caller goes
-        on with :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain).
+        ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Other workers
+        commit the blocks before ``awaited_blocks``: what lies behind them is leased at once, and the caller goes on
+        with :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain).
         The holding must end up in a sequence or in :meth:`let_go`, so shield this call from cancellation.
 
         Raises:
@@ -111,7 +100,7 @@ class Tickets:
         return replace(holding, chain_slots=chain.chain_slots), chain.tail_hash
 
     async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AdoptedTicket:
-        """These calls carry no slots, so they may be cancelled."""
+        """The chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(
                 self._node.await_chain(self._epoch, ticket_id, blocks, timeout_s=CHAIN_STALL_TIMEOUT_S)
@@ -132,24 +121,24 @@ class Tickets:
             have_blocks = len(chain.chain_slots)
 
     def stop_awaiting(self, ticket_id: int) -> None:
-        """Nobody wants the chain any more: :meth:`await_chain` lets go of the ticket and raises NotFound."""
+        """End the wait for a chain: :meth:`await_chain` lets go of the ticket and raises NotFound."""
         waiting = self._awaiting.get(ticket_id)
         if waiting is not None:
             waiting.cancel()
 
     def let_go(self, holding: Holding) -> None:
-        """An adopted ticket that is not wanted after all."""
+        """Give up an adopted ticket."""
         self._post_event(Scheduler.let_go, holding)
 
     def released(self, ticket_ids: Iterable[int]) -> None:
-        """The node has heard that this worker holds them no more."""
+        """The node has answered that this worker holds these tickets no more."""
         for ticket_id in ticket_ids:
             freed = self._in_use.pop(ticket_id, None)
             if freed is not None:
                 freed.set()
 
     def retire(self) -> None:
-        """The epoch has ended: what it held is the node's to free, and what still comes is nobody's."""
+        """The epoch has ended: the node frees what it held, and answers that still come are ignored."""
         self._retired = True
         for waiting in self._awaiting.values():
             waiting.cancel()
@@ -160,7 +149,8 @@ class Tickets:
             raise Unavailable("the worker's epoch at its KV node has ended")
 
     async def _claim(self, ticket_id: int) -> None:
-        """Two uses of one ticket would each release the other's hold; one that is just ending is waited for."""
+        """Mark a ticket as in use. Two uses of one ticket would each release the other's hold, so a use that is just
+        ending is waited for."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
                 await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)
@@ -170,7 +160,7 @@ class Tickets:
         self._in_use[ticket_id] = asyncio.Event()
 
     async def resume(self, order: ResumeOrder) -> None:
-        """A new ticket for a preempted stream; waits in the node's line, before new prompts."""
+        """Open and adopt a new ticket for a preempted stream; waits in the node's queue, before new prompts."""
         opening = asyncio.create_task(
             self._node.open_ticket(
                 self._epoch,
@@ -193,7 +183,7 @@ class Tickets:
             return
         finally:
             self._opening.pop(order.seq_id, None)
-        # From here on answers carry slots: for who cancels now, Scheduler.resumed lets them go.
+        # From here on answers carry slots: if the stream is cancelled now, Scheduler.resumed lets them go.
         missing = order.total_blocks - ticket.pinned_blocks
         try:
             holding, _ = await self.adopt(ticket.ticket_id, order.total_blocks, guess_blocks=missing)
@@ -204,13 +194,13 @@ class Tickets:
         self._post_event(Scheduler.resumed, order.seq_id, holding)
 
     def stop_resuming(self, seq_id: int) -> None:
-        """Leave the node's line, if the stream waits there. The client takes back what was granted meanwhile."""
+        """Leave the node's queue, if the stream waits there. The client takes back what was granted meanwhile."""
         opening = self._opening.pop(seq_id, None)
         if opening is not None:
             opening.cancel()
 
     def _judge(self, error: PillionError) -> PillionError:
-        """A refusal is the caller's business; an unknown outcome, or a fenced epoch, is the epoch's end."""
+        """The error for the caller. A refusal is passed on; an unknown outcome, or a fenced epoch, ends the epoch."""
         if self._retired:
             return Unavailable("the worker's epoch at its KV node has ended")
         if isinstance(error, NotFound | Overloaded):

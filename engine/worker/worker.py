@@ -1,16 +1,16 @@
 """What both services share on asyncio's side: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
     start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
-    live:    servicer --adopt, add, cancel--> WorkerEpoch --outcomes--> owners (tokens, chunks) and the node (orders)
-    fenced:  the WorkerEpoch ends: no emission, no commit, every owner hears Unavailable, new work is refused
-               -> its last step has ended -> "drained" to the node, which frees what it held -> new epoch
+    live:    servicer --adopt, add, cancel--> WorkerEpoch --outcomes--> listeners (tokens, chunks) and the node (orders)
+    fenced:  the WorkerEpoch ends: no emission, no commit, every listener gets Unavailable, new work is refused
+               -> its last step has ended -> "drained" to the node, which frees what the epoch held -> new epoch
                -> a fresh WorkerEpoch over the same pool, model and attachment -> back in the registry: live
     end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
 
 A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
-failed neither emits nor commits any more; its process exits and is started again. Whatever it held, the node frees when
-the attach socket ends. What a worker may take to get from *fenced* to *live* is bounded here for everything but a step
-that does not end: who started the process kills it then (``--fence-kill-after-s``).
+failed neither emits nor commits any more; its process exits and is started again. The node frees what it held when the
+attach socket ends. The time from *fenced* to *live* is bounded here, except for a step that does not end: the process's
+parent kills it then (``--fence-kill-after-s``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pillion.config import WorkerFlags
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
-from pillion.engine.scheduling.ngram import NGramDrafter
+from pillion.engine.scheduling.drafts import NGramDrafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import SchedulerLoad
-from pillion.engine.worker.step_meter import StepMeter, readings
-from pillion.engine.worker.tickets import Tickets
-from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
-from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.engine.worker.step_meter import StepMeter, load_readings
+from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
+from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability.metrics import Meters
@@ -41,14 +38,18 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.worker")
 
 ATTACH_TIMEOUT_S = 30.0
-# Longest time that stopping waits for the node to hear the last orders.
+# Longest time that stopping waits for the node to answer the last orders.
 DRAIN_TIMEOUT_S = 2.0
-# A step of a huge budget would make the start long; what it still has to allocate, it allocates when it comes.
+# Warming up with a huge budget would make the start long; larger steps allocate the rest when they come.
 MAX_WARM_UP_TOKENS = 512
 
 
 class Worker:
-    """Made by :meth:`start`. Attributes are for reading: ``model``, ``component_id``, ``epoch``, ``meters``."""
+    """A decode or prefill worker without its service; made by :meth:`start`.
+
+    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and ``epoch``, which
+    is replaced when the worker was fenced.
+    """
 
     def __init__(
         self,
@@ -65,9 +66,9 @@ class Worker:
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
-        self._attachment = attachment
+        self.attachment = attachment
         self._make_scheduler = make_scheduler
-        self._node = NodeClient(attachment.node_address, self.component_id)
+        self.node = NodeClient(attachment.node_address, self.component_id)
         self._address = ""
         self._ids = itertools.count(1)
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -75,7 +76,7 @@ class Worker:
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
         self.epoch = self._make_epoch(attachment.epoch)
-        self.meters.watch(lambda: readings(self.load, self.epoch.max_num_seqs))
+        self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
 
     @classmethod
     async def start(
@@ -103,7 +104,7 @@ class Worker:
                 drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
             )
 
-        # What it refuses is refused before anything is held.
+        # Flags that it refuses are refused before anything is held.
         make_scheduler()
         attachment = await asyncio.to_thread(
             attach,
@@ -116,18 +117,18 @@ class Worker:
         )
         worker = cls(flags, role, model, attachment, make_scheduler)
         try:
-            # However long that takes: the node counts a silence from the first sign of life on.
+            # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
         except BaseException:
-            await worker._node.aclose()
+            await worker.node.aclose()
             attachment.close()
             raise
-        asyncio.get_running_loop().add_reader(attachment.fileno(), worker._node_gone)
+        asyncio.get_running_loop().add_reader(attachment.fileno(), worker._on_node_gone)
         worker.epoch.start()
         return worker
 
     def _bind(self, max_tokens: int) -> None:
-        attachment = self._attachment
+        attachment = self.attachment
         self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
@@ -135,7 +136,7 @@ class Worker:
         return WorkerEpoch(
             self.flags,
             self.model,
-            self._node,
+            self.node,
             number,
             self._make_scheduler(),
             describe=self._describe,
@@ -145,12 +146,12 @@ class Worker:
         )
 
     def announce(self, address: str) -> None:
-        """From now on the registry says that this worker is reached at ``address``."""
+        """From now on the registry lists this worker at ``address``."""
         self._address = address
         self.epoch.heartbeat.announce()
 
     def _describe(self) -> ComponentRecord:
-        prepared, epoch, load = self.model.prepared, self.epoch, self.load
+        prepared, epoch, load = self.model.prepared, self.epoch, self.epoch.load
         return ComponentRecord(
             component_id=self.component_id,
             role=self.role,
@@ -161,7 +162,7 @@ class Worker:
             block_size_tokens=self.block_size,
             max_model_len_tokens=self.max_model_len,
             vocab_size=self.model.backend.vocab_size,
-            node_id=self._attachment.node_id,
+            node_id=self.attachment.node_id,
             kernels=self.model.operators,
             running_requests=load.running,
             waiting_requests=load.waiting,
@@ -180,25 +181,10 @@ class Worker:
     # What servicers call.
 
     @property
-    def listeners(self) -> Mapping[int, SequenceListener]:
-        """Who waits for news, by seq_id."""
-        return self.epoch.listeners
-
-    @property
-    def load(self) -> SchedulerLoad:
-        """As the last outcome said."""
-        return self.epoch.load
-
-    @property
-    def tickets(self) -> Tickets:
-        """Of this epoch. What it adopts is for :meth:`make` and :meth:`add` at once, before anything is awaited."""
-        return self.epoch.tickets
-
-    @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence: what the model allows, and what the pool can hold of one."""
-        said = self.flags.max_model_len or self.model.prepared.max_model_len
-        return min(said, self._attachment.num_slots * self.block_size)
+        allowed = self.flags.max_model_len or self.model.prepared.max_model_len
+        return min(allowed, self.attachment.num_slots * self.block_size)
 
     def check_open(self) -> None:
         """Raises Unavailable when no new work is taken."""
@@ -207,44 +193,9 @@ class Worker:
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
-    def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
-        """The sequence for :meth:`add`, of a ticket that :attr:`tickets` adopted.
-
-        Raises NotFound, and lets go of the holding, if the ticket's chain holds other tokens than ``spec`` says: nobody
-        ever reads KV of another prompt.
-        """
-        chain, first = len(holding.chain_slots), spec.start_tokens // self.block_size
-        sequence = Sequence(spec, holding, self.block_size, time.monotonic())
-        if chain > first:
-            fits = sequence.left_to_compute >= (0 if sequence.is_span else 1)
-            fits = fits and sequence.block_hashes(chain - 1, chain) == tail_hash
-        else:
-            fits = not tail_hash or tail_hash == spec.parent_hash
-        if not fits:
-            self.tickets.let_go(holding)
-            raise NotFound("the ticket's chain is not of these tokens: plan again")
-        return sequence
-
     def next_id(self) -> int:
-        """A seq_id: the place in the order of arrival."""
+        """A new seq_id: the place in the order of arrival."""
         return next(self._ids)
-
-    def add(
-        self, sequence: Sequence, listener: SequenceListener, forks: Mapping[int, SequenceListener] | None = None
-    ) -> None:
-        """Run it. ``listener`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks.
-
-        Raises Unavailable where the worker, or its epoch, has ended.
-        """
-        if self._failure.done():
-            raise Unavailable(self._failure.result())
-        if self.epoch.over:
-            raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
-        self.epoch.add(sequence, listener, forks or {})
-
-    def cancel(self, seq_id: int) -> None:
-        """Nobody wants it any more; its owner hears nothing further. Unknown ids are ignored (I8)."""
-        self.epoch.cancel(seq_id)
 
     # Fenced, and back.
 
@@ -258,13 +209,13 @@ class Worker:
 
     async def _return(self) -> None:
         old, began_s = self.epoch, time.monotonic()
-        # After this long a silence the node has looked, too: it does so twice per heartbeat.
+        # After this long a silence the node has fenced the worker: it looks twice per heartbeat.
         silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
         try:
             await old.heartbeat.leave(self.component_id)
             await old.close()
-            fresh = self._make_epoch(await new_epoch(self._node, old.number, silence_s))
-        except Exception as error:  # noqa: BLE001  (also of a defect the process must hear)
+            fresh = self._make_epoch(await new_epoch(self.node, old.number, silence_s))
+        except Exception as error:  # noqa: BLE001  (a defect must end the process, too)
             self._returning = None
             self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")
             return
@@ -277,11 +228,11 @@ class Worker:
     # Life and death.
 
     async def wait_failed(self) -> str:
-        """Returns why the worker died by itself; never, when it did not."""
+        """Returns why the worker died by itself; never returns while it lives."""
         return await asyncio.shield(self._failure)
 
     def fail(self, reason: str) -> None:
-        """It may not go on: nothing is emitted or committed from now on, and every owner hears so."""
+        """End the worker: nothing is emitted or committed from now on, and every listener gets Unavailable."""
         if self._failure.done():
             return
         log.error("%s cannot go on: %s", self.component_id, reason)
@@ -295,30 +246,30 @@ class Worker:
             returning.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more work, and give what is there up to ``grace_s`` seconds."""
+        """Take no more work, and give the sequences that run up to ``grace_s`` seconds."""
         self.draining = True
         await self.epoch.heartbeat.leave(self.component_id)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.epoch.deserted.wait(), grace_s)
+            await asyncio.wait_for(self.epoch.idle.wait(), grace_s)
 
     async def close(self) -> None:
-        """Cancel what is left, let the node hear the last orders, and detach. Idempotent."""
+        """Cancel the sequences that are left, send the node the last orders, and detach. Idempotent."""
         if self._closed:
             return
         self._closed = self.draining = True
         self._stop_returning()
-        for seq_id in tuple(self.listeners):
-            self.cancel(seq_id)
+        for seq_id in tuple(self.epoch.listeners):
+            self.epoch.cancel(seq_id)
         if not self.epoch.over:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.epoch.settled(), DRAIN_TIMEOUT_S)
         await self.epoch.close()
         with contextlib.suppress(ValueError):
-            asyncio.get_running_loop().remove_reader(self._attachment.fileno())
-        await self._node.aclose()
+            asyncio.get_running_loop().remove_reader(self.attachment.fileno())
+        await self.node.aclose()
         self.model.backend.close()
-        self._attachment.close()
+        self.attachment.close()
 
-    def _node_gone(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._attachment.fileno())
+    def _on_node_gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         self.fail("the KV node went away")

@@ -1,13 +1,13 @@
-"""What lives as long as one epoch of a worker: scheduler and step thread, tickets, the node's line, signs of life.
+"""What lives as long as one epoch of a worker: scheduler and step thread, tickets, node updates, heartbeats.
 
-    serving --the node was silent, or we slept: the lease has lapsed--> holding back what it would say
+    serving --the node was silent, or the process slept: the lease has lapsed--> outcomes held back
        |    <--the node answers: not fenced---------------------------------'      |
        |                                                                           | the node answers: fenced,
        +--- a call without an answer, or refused ---------+------------------------+
                                                           v
-    ended: nothing is emitted or committed, every owner has heard Unavailable --all steps have landed--> closed
+    ended: nothing is emitted or committed, every listener got Unavailable --all steps have ended--> closed
 
-Closed, nothing here touches the pool any more, and the worker may say so (:func:`new_epoch`).
+After closing, nothing here touches the pool any more, and the worker may tell the node so (:func:`new_epoch`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, Sequence
+from pillion.engine.scheduling.sequence import Ending, Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import (
     ChunkDone,
     CommitOrder,
@@ -37,12 +37,12 @@ from pillion.engine.scheduling.step_plan import (
     Update,
 )
 from pillion.engine.worker.heartbeat import Heartbeat, Lease
-from pillion.engine.worker.node_updates import NodeUpdates, describe
+from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.step_meter import StepMeter
-from pillion.engine.worker.step_spans import record, record_step, shared
+from pillion.engine.worker.step_spans import carried_prompt, record, record_step
 from pillion.engine.worker.tickets import Tickets
-from pillion.errors import Cancelled, Conflict, DeadlineExceeded, PillionError, Unavailable
+from pillion.errors import Cancelled, Conflict, DeadlineExceeded, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
 from pillion.wire.kvnode import CommitResult
@@ -51,15 +51,15 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.worker")
 
 SETTLE_POLL_S = 0.01
-# A node that does not answer, or has not fenced us yet, is asked for a new epoch again, so many times in all.
+# A node that does not answer, or has not fenced this worker yet, is asked again for a new epoch, so many times in all.
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
-# Ends an epoch, not the worker: fenced, or a call whose outcome nobody knows.
+# These end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
 _SURVIVABLE = (Conflict, Cancelled, Unavailable, DeadlineExceeded)
 
 
 class SequenceListener(Protocol):
-    """Who gets the news of a sequence, on asyncio's thread. ``trace`` is the parent of its spans."""
+    """Gets the updates of a sequence, on asyncio's thread. ``trace`` is the parent of its spans."""
 
     trace: Context
 
@@ -74,7 +74,7 @@ class WorkerEpoch:
 
     Args:
         scheduler: a fresh one.
-        describe: what the registry is told.
+        describe: makes the registry's record.
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
         meter: counts the steps.
@@ -99,9 +99,10 @@ class WorkerEpoch:
         self.max_num_seqs = scheduler.queues.max_num_seqs
         self.max_step_tokens = scheduler.budget.max_tokens
         self.target_s = scheduler.budget.target_s
-        self.over = False
-        self.deserted = asyncio.Event()
-        self.deserted.set()
+        # Why the epoch ended; None while it lasts.
+        self._end_error: PillionError | None = None
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._block_size = flags.block_size
         self._model = model
         self._on_lost = on_lost
@@ -117,7 +118,7 @@ class WorkerEpoch:
             ahead=model.backend.runs_ahead and scheduler.may_run_ahead,
             on_outcome=self._on_outcome,
             on_death=on_fail,
-            on_step=self._stepped,
+            on_step=self._on_step,
             may_publish=lease.held,
         )
         self.tickets = Tickets(node, number, post_event=self._steps.post_event, lost=self._judge)
@@ -132,32 +133,55 @@ class WorkerEpoch:
             on_renewed=self._steps.publish,
             on_recall=lambda blocks: self._steps.post_event(Scheduler.recall, blocks),
         )
-        self._line = NodeUpdates(
+        self._updates = NodeUpdates(
             node,
             number,
             on_committed=self._on_committed,
             on_released=self.tickets.released,
             on_granted=lambda slots: self._steps.post_event(Scheduler.granted, slots),
-            on_resume=self._on_resume,
+            on_resume=self.resume,
         )
 
     def start(self) -> None:
-        """Begin: steps, the node's line, heartbeats."""
+        """Start the step thread, the node updates and the heartbeats."""
         self._steps.start()
-        self._spawn(self._serve_line())
+        self._spawn(self._send_updates())
         self._spawn(self.heartbeat.run())
 
     # Work.
 
-    def add(self, sequence: Sequence, listener: SequenceListener, forks: Mapping[int, SequenceListener]) -> None:
-        """Run it. ``listener`` hears of it until an update has an ending; ``forks``, by seq_id, hear of its forks."""
+    def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
+        """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted.
+
+        Raises NotFound, and lets go of the holding, if the ticket's chain holds other tokens than ``spec`` has: KV of
+        another prompt is never read.
+        """
+        chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
+        sequence = Sequence(spec, holding, self._block_size, time.monotonic())
+        if chain > first:
+            fits = sequence.left_to_compute >= (0 if sequence.is_span else 1)
+            fits = fits and sequence.block_hashes(chain - 1, chain) == tail_hash
+        else:
+            fits = not tail_hash or tail_hash == spec.parent_hash
+        if not fits:
+            self.tickets.let_go(holding)
+            raise NotFound("the ticket's chain is not of these tokens: plan again")
+        return sequence
+
+    def add(
+        self, sequence: Sequence, listener: SequenceListener, forks: Mapping[int, SequenceListener] | None = None
+    ) -> None:
+        """Run a sequence. ``listener`` gets its updates until one has an ending; ``forks``, by seq_id, those of its
+        forks. Raises Unavailable where the epoch has ended."""
+        if self._end_error is not None:
+            raise self._end_error
         self.listeners[sequence.seq_id] = listener
-        self.listeners.update(forks)
-        self.deserted.clear()
+        self.listeners.update(forks or {})
+        self.idle.clear()
         self._steps.post_event(Scheduler.add, sequence)
 
     def cancel(self, seq_id: int) -> None:
-        """Nobody wants it any more; its owner hears nothing further. Unknown ids are ignored (I8)."""
+        """End a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
         if self._forget(seq_id) is None:
             return
         self.tickets.stop_resuming(seq_id)
@@ -166,47 +190,56 @@ class WorkerEpoch:
     def _forget(self, seq_id: int) -> SequenceListener | None:
         listener = self.listeners.pop(seq_id, None)
         if not self.listeners:
-            self.deserted.set()
+            self.idle.set()
         return listener
 
     # The end.
 
+    @property
+    def held_back(self) -> int:
+        """Outcomes that are held back because the lease has lapsed."""
+        return self._steps.held_back
+
+    @property
+    def over(self) -> bool:
+        """Whether :meth:`end` was called."""
+        return self._end_error is not None
+
     def end(self, error: PillionError) -> None:
-        """Nothing is emitted or committed from now on, and every owner hears ``error``. Idempotent."""
-        if self.over:
+        """Nothing is emitted or committed from now on, and every listener gets ``error``. Idempotent."""
+        if self._end_error is not None:
             return
-        self.over = True
+        self._end_error = error
         self._steps.halt()
         self.tickets.retire()
         self._cancel_tasks()
         for seq_id in tuple(self.listeners):
+            # A fork may have gone with its stream meanwhile.
             listener = self._forget(seq_id)
-            if listener is None:
-                # A fork that went with its stream.
-                continue
-            listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
+            if listener is not None:
+                listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
 
     async def close(self) -> None:
-        """Returns when all steps under way have landed, however long that takes: they may store to the pool until then.
+        """Returns when all steps in flight have ended, however long that takes: they may store to the pool until then.
         Idempotent."""
         await self._steps.stop()
         await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
         await self.heartbeat.close()
 
     async def settled(self) -> None:
-        """Returns when no sequence is left and the node has heard everything."""
-        while await self._count():  # noqa: ASYNC110  (what is awaited lives in another thread)
+        """Returns when no sequence is left and the node has answered everything."""
+        while await self._count_sequences():  # noqa: ASYNC110  (what is awaited lives in another thread)
             await asyncio.sleep(SETTLE_POLL_S)
         # Outcomes come in order: what was decided before the count has been read once a second one is here.
-        await self._count()
-        await self._line.drained()
+        await self._count_sequences()
+        await self._updates.drained()
 
-    async def _count(self) -> int:
+    async def _count_sequences(self) -> int:
         loop = asyncio.get_running_loop()
         count: asyncio.Future[int] = loop.create_future()
 
         def ask(scheduler: Scheduler, now: float) -> None:
-            loop.call_soon_threadsafe(answer, scheduler.num_sequences)
+            loop.call_soon_threadsafe(answer, len(scheduler.sequences))
 
         def answer(number: int) -> None:
             if not count.done():
@@ -218,7 +251,7 @@ class WorkerEpoch:
     def _judge(self, error: PillionError) -> None:
         """A call to the node failed: the end of the epoch, or of the worker."""
         if not self.over:
-            (self._on_lost if isinstance(error, _SURVIVABLE) else self._on_fail)(describe(error))
+            (self._on_lost if isinstance(error, _SURVIVABLE) else self._on_fail)(describe_failure(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -241,12 +274,12 @@ class WorkerEpoch:
 
     # The step thread's side.
 
-    def _stepped(self, plan: StepPlan, seconds: float, *, ok: bool) -> None:
-        tokens = self._meter.ran(plan, seconds, ok=ok)
-        if self._traced and shared(plan):
+    def _on_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> None:
+        tokens = self._meter.count_step(plan, seconds, ok=ok)
+        if self._traced and carried_prompt(plan):
             now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
             with contextlib.suppress(RuntimeError):
-                # Before the outcome, so that nobody has left yet.
+                # Posted before the outcome, so that no listener has left yet.
                 self._loop.call_soon_threadsafe(self._record_step, now_s - seconds, now_s, tokens, seq_ids)
 
     def _record_step(self, start_s: float, end_s: float, tokens: dict[str, int], seq_ids: list[int]) -> None:
@@ -261,9 +294,9 @@ class WorkerEpoch:
         if self.over:
             return
         self.load = outcome.load
-        self._meter.heard(outcome)
-        # First of all, so that no slot depends on what an owner does.
-        self._line.put(outcome)
+        self._meter.count_outcome(outcome)
+        # First of all, so that no slot depends on what a listener does.
+        self._updates.put(outcome)
         for chunk in outcome.chunks:
             listener = self.listeners.get(chunk.seq_id)
             if listener is not None:
@@ -277,25 +310,26 @@ class WorkerEpoch:
 
     # The node's side.
 
-    def _on_resume(self, order: ResumeOrder) -> None:
+    def resume(self, order: ResumeOrder) -> None:
+        """Open a new ticket for a preempted sequence, if it still has a listener when the task starts."""
         self._spawn(self._resume(order))
 
     async def _resume(self, order: ResumeOrder) -> None:
-        # Asked in the task: a cancel that came before its first step found nothing in the node's line to take out.
+        # Asked in the task: a cancel that came before its first step found nothing in the node's queue to take out.
         if order.seq_id in self.listeners:
             await self.tickets.resume(order)
 
-    async def _serve_line(self) -> None:
+    async def _send_updates(self) -> None:
         try:
-            await self._line.run()
+            await self._updates.run()
         except PillionError as error:
             self._judge(error)
 
     def _on_committed(self, order: CommitOrder, result: CommitResult) -> None:
         listener = self.listeners.get(order.seq_id)
         if listener is not None:
-            said: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}
-            record("kv.commit", listener.trace, order.ordered_s, time.monotonic(), said)
+            attributes: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}
+            record("kv.commit", listener.trace, order.ordered_s, time.monotonic(), attributes)
         self._steps.post_event(Scheduler.committed, order.seq_id, result.slots, result.refusal)
         if listener is not None and not result.refusal:
             for chunk in order.chunks:
@@ -303,7 +337,7 @@ class WorkerEpoch:
 
 
 async def new_epoch(node: NodeClient, old: int, fenced_after_s: float) -> int:
-    """A new epoch for the word that nothing of the ``old`` one is in use any more.
+    """Ask the node for a new epoch, which tells it that nothing of the ``old`` one is in use any more.
 
     A node that has not fenced the old one (a call's answer was lost, nothing worse) does so after ``fenced_after_s`` of
     silence. Raises Unavailable after MAX_REATTACH_TRIES, NotFound where the old epoch is void.
@@ -314,6 +348,6 @@ async def new_epoch(node: NodeClient, old: int, fenced_after_s: float) -> int:
         except Conflict:
             await asyncio.sleep(fenced_after_s)
         except (Unavailable, DeadlineExceeded):
-            # If it was heard all the same, the next try finds the old epoch void, and the worker ends.
+            # If the node got the call all the same, the next try finds the old epoch void, and the worker ends.
             await asyncio.sleep(REATTACH_RETRY_S)
     raise Unavailable(f"the KV node gave no new epoch in {MAX_REATTACH_TRIES} tries")

@@ -1,6 +1,6 @@
-"""A worker with its gRPC server as a part: what commands and tests start and stop. Both services are made of it.
+"""A worker with its gRPC server: the component that commands and tests start and stop, for both services.
 
-serve --> announced in the registry --stop--> drained --> last words --> server ended --> worker closed
+serve --> announced in the registry --stop--> drained --> last messages --> server ended --> worker closed
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 log = logging.getLogger("pillion.worker")
 
 # Time in which open connections may take the last messages.
-LAST_WORDS_S = 0.5
+LAST_MESSAGES_S = 0.5
 
 
 class WorkerServicer(Protocol):
-    """A servicer around a worker."""
+    """A gRPC servicer around a worker."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """For :func:`pillion.net.rpc.start_server`."""
+        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
 
     def finish(self) -> None:
-        """The worker has drained: say what there is to say, then end what clients keep open."""
+        """The worker has drained: send the last messages, then end the connections that clients keep open."""
 
 
 class WorkerServer:
@@ -47,19 +47,19 @@ class WorkerServer:
         return self._server.address
 
     async def wait_failed(self) -> str:
-        """Returns why it died by itself; never, while it lives."""
+        """Returns why the worker died by itself; never returns while it lives."""
         return await self.worker.wait_failed()
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Takes no more work, gives what runs ``grace_s`` seconds, then ends."""
+        """Take no more work, give running sequences ``grace_s`` seconds, then end."""
         await self.worker.drain(grace_s)
         self._service.finish()
-        await self._server.stop(LAST_WORDS_S)
+        await self._server.stop(LAST_MESSAGES_S)
         await self.worker.close()
 
 
 async def serve(worker: Worker, listen: str, service_name: str, service: WorkerServicer) -> WorkerServer:
-    """Serve and announce the worker. Raises ConfigError, with the worker closed, where ``listen`` is taken."""
+    """Serve and announce the worker. Raises ConfigError, with the worker closed, where ``listen`` is in use."""
     try:
         credentials = internal_credentials(listen)
         server = await start_server(listen, [(service_name, service.add_to)], credentials=credentials)
@@ -71,7 +71,7 @@ async def serve(worker: Worker, listen: str, service_name: str, service: WorkerS
         raise
     flags = worker.flags
     try:
-        # Names may have to be looked up.
+        # In a thread, because host names may have to be looked up.
         address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
     except BaseException:
         await server.stop(0.0)

@@ -1,7 +1,7 @@
-"""Whole blocks of a pool, moved as bytes: gathered for a transfer, scattered after one, copied when they are shared.
+"""Moves whole blocks of a pool as bytes: gathers them for a transfer, scatters them after one, copies shared ones.
 
-A pool is [slots, ...], contiguous, of any type; a block is one slot of it. Lists of slots may be longer than needed, as
-those of a captured graph are: entries of -1 move nothing.
+A pool is [slots, ...], contiguous, of any type; a block is one slot of it. Entries of -1 in a list of slots move
+nothing, so that a list in a captured graph may be longer than needed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pillion.kernels.gpu.build import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
-# What blocks are moved in, the largest word that divides a block; two of the first are one access of a thread.
+# Blocks are moved in the largest of these words that divides a block; one access of a thread moves two of 8 bytes.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
 
 
 @triton.jit
 def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
-    """One part of one block. PAIRED: "pairs", or whether "slots" are those of the source or of the target."""
+    """Moves one part of one block. ``pairs`` holds (source, target) slots, or, by PAIRED, only "source" or "target"."""
     entry = tl.program_id(0) // PARTS
     at = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     if PAIRED == "pairs":
@@ -38,7 +38,7 @@ def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK
 def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Copies blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, one after another.
 
-    What stands in ``out`` for an entry of -1 is left as it is. Raises Internal for misshapen tensors.
+    Rows of ``out`` whose entry is -1 stay as they are. Raises Internal for misshapen tensors.
     """
     _check_buffer(pool, slots, out)
     _launch(pool, out, slots, _block_bytes(pool), "source")
@@ -54,10 +54,10 @@ def scatter(buffer: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor) -> No
 
 
 def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks within ``pool``: ``pairs`` (int32 [N, 2]) are from and to.
+    """Copies blocks within ``pool``: ``pairs`` (int32 [N, 2]) are (source, target) slots.
 
-    No slot may be written twice, or written and read, because the order is any. A pair with a -1 copies nothing. Raises
-    Internal for misshapen tensors.
+    The order of the copies is undefined, so no slot may be written twice, or both written and read. A pair with a -1
+    copies nothing. Raises Internal for misshapen tensors.
     """
     check_tensor("pairs", pairs, (None, 2), torch.int32, pool.device)
     check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
@@ -76,7 +76,7 @@ def _check_buffer(pool: torch.Tensor, slots: torch.Tensor, buffer: torch.Tensor)
 
 def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, block_bytes: int, paired: str) -> None:
     check(len(entries) > 0, "no blocks to move")
-    # Memory that begins between two words is moved in smaller ones.
+    # Memory that does not begin at a multiple of a word is moved in smaller words.
     addresses = block_bytes | source.data_ptr() | target.data_ptr()
     word = next(size for size in _WORDS if addresses % size == 0)
     use = tuned("blocks", arch_of(target.device))
@@ -95,7 +95,7 @@ def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, b
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles: Llama 3 8B's blocks, those in fp8, and some that no large word divides."""
+    """Lists what is built ahead of time: Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
     llama3 = 32 * 2 * 8 * 16 * 128
     return [
         _spec("llama3-gather", 2 * llama3, 8, "source"),

@@ -1,10 +1,10 @@
-"""Builds all kernels ahead of time, without a GPU, and says what they take of one.
+"""Builds all kernels ahead of time, without a GPU, and reports their registers, spills and shared memory.
 
     python -m pillion.kernels.gpu.build [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
 
 Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
-from the machine code by cuobjdump. A kernel that exceeds its named limits fails the build: a spill on the path of every
-token would not show in any test of results.
+from the machine code by cuobjdump. A kernel that exceeds the limits of its BuildSpec fails the build, because no
+test of results would show a spill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 ARCHITECTURES = (80, 90)
 # Shared memory that one block may ask for, by architecture (CUDA C programming guide, "Compute Capabilities").
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
-# A thread has no more.
+# Most registers of a thread.
 MAX_REGISTERS = 255
 MODULES = (
     "attention.kv_write",
@@ -71,13 +71,12 @@ class BuildSpec:
     """One kernel with the constants of one use.
 
     Attributes:
-        kernel: the jitted function; ``signature`` has Triton's type of each argument that is no constant.
-        constants: of all constexpr arguments.
-        aligned: arguments that are multiples of 16, as Triton finds out when it launches.
-        num_warps, num_stages: by architecture, where they differ from one to the other, else one number.
-        max_registers: most per thread.
-        max_spill_bytes: most local memory and stack per thread.
-        architectures: it is built for.
+        kernel: the jitted function; ``signature`` has Triton's type of each argument that is not constexpr.
+        constants: values of all constexpr arguments.
+        aligned: arguments that are multiples of 16, which Triton finds out when it launches.
+        max_registers: limit per thread.
+        max_spill_bytes: limit of local memory and stack per thread.
+        architectures: those for which the kernel is built.
     """
 
     name: str
@@ -93,8 +92,11 @@ class BuildSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """What a kernel takes: registers per thread, bytes of spills per thread, bytes of shared memory per block."""
+class BuildResult:
+    """Resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per block.
+
+    ``excess`` names exceeded limits; "" for none.
+    """
 
     name: str
     arch: int
@@ -106,7 +108,7 @@ class Built:
     excess: str
 
 
-def build(spec: BuildSpec, arch: int) -> Built:
+def build(spec: BuildSpec, arch: int) -> BuildResult:
     """Compiles one kernel for one architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -124,7 +126,7 @@ def build(spec: BuildSpec, arch: int) -> Built:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
-    return Built(
+    return BuildResult(
         name=spec.name,
         arch=arch,
         registers=usage["REG"],
@@ -137,7 +139,7 @@ def build(spec: BuildSpec, arch: int) -> Built:
 
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
-    """Of every module, those whose name contains ``only``; without ``rare``, the common ones."""
+    """Lists the specs of every module whose names contain ``only``; without ``rare``, only common kernels."""
     specs = [spec for name in MODULES for spec in importlib.import_module(f"pillion.kernels.gpu.{name}").build_specs()]
     specs = [spec for spec in specs if only in spec.name]
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
@@ -150,41 +152,41 @@ def _usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         tool = str(knobs.nvidia.cuobjdump.path)
-        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
+        output = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", output)}
 
 
 def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -> str:
-    found = []
+    exceeded = []
     if usage["REG"] > spec.max_registers:
-        found.append(f"{usage['REG']} registers, at most {spec.max_registers}")
+        exceeded.append(f"{usage['REG']} registers, at most {spec.max_registers}")
     if usage["LOCAL"] + usage["STACK"] > spec.max_spill_bytes:
-        found.append(f"{usage['LOCAL'] + usage['STACK']} bytes of spills, at most {spec.max_spill_bytes}")
+        exceeded.append(f"{usage['LOCAL'] + usage['STACK']} bytes of spills, at most {spec.max_spill_bytes}")
     if shared > MAX_SHARED_BYTES[arch]:
-        found.append(f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES[arch]}")
-    return "; ".join(found)
+        exceeded.append(f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES[arch]}")
+    return "; ".join(exceeded)
 
 
 def main() -> int:
-    """Prints a line per kernel and architecture; 1 where one exceeds its limits."""
+    """Prints a line per kernel and architecture. Returns 1 if a kernel exceeds its limits."""
     parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--all", action="store_true", help="rare kernels, too")
+    parser.add_argument("--only", default="", help="build kernels whose name contains this")
+    parser.add_argument("--all", action="store_true", help="build rare kernels, too")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
     parser.add_argument("--json", type=Path)
-    said = parser.parse_args()
-    architectures = said.arch or list(ARCHITECTURES)
+    args = parser.parse_args()
+    architectures = args.arch or list(ARCHITECTURES)
     built = [
         build(spec, arch)
-        for spec in all_specs(said.only, rare=said.all)
+        for spec in all_specs(args.only, rare=args.all)
         for arch in architectures
         if arch in spec.architectures
     ]
     for each in built:
         line = f"{each.name:44} sm_{each.arch} {each.registers:4} registers {each.spill_bytes:4} B spills "
         print(f"{line}{each.shared_bytes:7} B shared {each.num_warps:3} warps {each.excess}")  # noqa: T201
-    if said.json:
-        said.json.write_text(json.dumps([asdict(each) for each in built], indent=1) + "\n", "utf-8")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(each) for each in built], indent=1) + "\n", "utf-8")
     return 1 if any(each.excess for each in built) else 0
 
 

@@ -1,4 +1,4 @@
-"""What the smaller GPU kernels compute, in plain torch: the oracle of their tests, and where to read what they do."""
+"""The smaller GPU kernels in plain torch: the oracle of their tests, and the place to read what they compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: 
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float, wide: bool) -> torch.Tensor:
-    """Over the last dimension; a plain norm is rounded before the weight multiplies, a wide one after."""
+    """RMS norm over the last dimension; a plain norm is rounded before the weight multiplies, a wide one after."""
     normed = values.float()
     normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight).to(values.dtype) if wide else normed.to(values.dtype) * weight
@@ -32,9 +32,9 @@ def add_rms_norm(
     eps: float,
     wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The residual stream [T, hidden] with what a layer found, and its norm for the next one.
+    """Adds a layer's output to the residual stream [T, hidden]; returns the sum, and its norm for the next layer.
 
-    The sum is rounded once and the scale never, as torch does it on a GPU; on a CPU it rounds the scale, too.
+    The sum is rounded once and the scale never, as torch does on a GPU; on a CPU torch rounds the scale, too.
     """
     added = found if post_weight is None else rms_norm(found, post_weight, eps, wide)
     total = (residual.float() + scale * added.float()).to(residual.dtype)
@@ -47,14 +47,16 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
 
 
-def normed_and_turned(
+def normed_and_rotated(
     qkv: torch.Tensor,
     kv_heads: int,
     heads: int,
     norm: tuple[torch.Tensor, float] | None,
     rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, heads, D], keys and values [T, kv_heads, D] of a projection, in float32 and never rounded.
+    """Norms and rotates a projection's queries [T, heads, D] and keys [T, kv_heads, D]; returns them and values.
+
+    All are float32 and never rounded.
 
     norm: weight [heads + kv_heads, D] and eps. rotary: cosines and sines [max_len, D / 2] and positions [T].
     """
@@ -70,7 +72,7 @@ def normed_and_turned(
 
 
 def store_rows(pool: torch.Tensor, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Puts keys and values [T, kv_heads, D] into rows of a layer of ``pool`` [.., block_size, D]; -1 is nowhere."""
+    """Puts keys and values [T, kv_heads, D] into rows of a layer of ``pool`` [.., block_size, D]; row -1 is dropped."""
     block_size = pool.shape[4]
     for token, row in enumerate(rows.tolist()):
         if row >= 0:
@@ -79,19 +81,19 @@ def store_rows(pool: torch.Tensor, layer: int, rows: torch.Tensor, keys: torch.T
 
 
 def fp8_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 rows [..., D] -> e4m3 codes (uint8) of the same shape, and their scales [...]."""
+    """Encodes float32 rows [..., D] as e4m3 codes (uint8) of the same shape and scales [...]."""
     scales = (values.abs().amax(-1) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
     scaled = (values * (1.0 / scales)[..., None]).clamp(-FP8_MAX, FP8_MAX)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def fp8_parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of an "fp8-rows-1" pool: codes [slots, layers, 2, kv_heads, block_size, D], and scales [.., block_size]."""
+    """Views an "fp8-rows-1" pool as codes [slots, layers, 2, kv_heads, block_size, D], and scales [.., block_size]."""
     block_size = pool.shape[4] // (head_dim + 4)
     codes = pool[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
     return codes, pool.view(torch.float32)[..., -block_size:]
 
 
 def fp8_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What codes [..., D] and scales [...] stand for, in float32."""
+    """Decodes codes [..., D] and scales [...] to float32."""
     return codes.contiguous().view(torch.float8_e4m3fn).float() * scales[..., None]

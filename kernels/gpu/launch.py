@@ -1,4 +1,4 @@
-"""What all launchers share: where kernels run, and checks of what they are given.
+"""Facts about the device, and checks of arguments, for all launchers.
 
 Kernels run natively on a CUDA device, or, with ``TRITON_INTERPRET=1`` in the environment before this package is
 imported, in Triton's interpreter on CPU tensors: slowly, and for tests.
@@ -12,9 +12,9 @@ import torch
 
 from pillion.errors import Internal
 
-# What the interpreter stands in for.
+# Architecture that the interpreter stands in for.
 INTERPRETED_ARCH = 90
-# Multiprocessors of a device that is not there: plans made without one are cut for so many.
+# Multiprocessors that plans assume in the interpreter.
 INTERPRETED_PROCESSORS = 4
 
 
@@ -24,7 +24,7 @@ def interpreting() -> bool:
 
 
 def arch_of(device: torch.device) -> int:
-    """Compute capability of a CUDA device as one number, such as 90."""
+    """Returns the compute capability of a CUDA device as one number, such as 90."""
     if device.type != "cuda":
         return INTERPRETED_ARCH
     major, minor = torch.cuda.get_device_capability(device)
@@ -32,14 +32,14 @@ def arch_of(device: torch.device) -> int:
 
 
 def processors_of(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
+    """Returns the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def check(fits: bool, words: str) -> None:
-    """Raises Internal with ``words`` where a launcher was called wrongly: only a defect can do that."""
+    """Raises Internal with ``words`` if a launcher was called wrongly, which only a defect can do."""
     if not fits:
         raise Internal(words)
 

@@ -1,12 +1,12 @@
-"""Constants of kernels (tile sizes, warps, stages) by architecture: data files with the measurement that chose them.
+"""Constants of kernels (tile sizes, warps, stages) by architecture, from data files with their measurements.
 
 A file ``tuning/sm_90.json`` maps a kernel's name to a list of entries, looked through in order:
 
     {"when": {"head_dim": 128}, "use": {"tile_tokens": 64, "num_warps": 4}, "measured": {...} or null, "why": "..."}
 
-The first entry whose ``when`` agrees with the facts asked about is used; ``measured`` says what, on which device and
-when, and is null where nobody has measured yet. Nothing is searched when a server starts:
-``python -m benchmarks.gpu.tune`` searches on a device and writes the file.
+The first entry whose ``when`` agrees with the given facts is used. ``measured`` has the figures, the device and the
+date, and is null for entries that were never measured. Nothing is tuned when a server starts:
+``python -m benchmarks.gpu.tune`` measures on a device and writes the file.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 from pillion.errors import Internal
 
 FOLDER = Path(__file__).parent / "tuning"
-# An architecture without a file uses that of the largest one below it that has one, or else the smallest there is.
+# An architecture without a file uses the file of the next smaller one, or else the smallest.
 ARCHITECTURES = (80, 90)
 
 
 @cache
 def tuning_file(arch: int) -> dict[str, list[dict[str, Any]]]:
-    """All entries for an architecture, such as 90, by kernel."""
+    """Returns all entries for an architecture, such as 90, by kernel."""
     nearest = max((known for known in ARCHITECTURES if known <= arch), default=min(ARCHITECTURES))
     found: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / f"sm_{nearest}.json").read_text("utf-8"))
     return found
 
 
 def tuned(kernel: str, arch: int, **facts: int | str) -> dict[str, int]:
-    """The constants of ``kernel`` for these facts. Raises Internal where the file has no entry that agrees."""
+    """Returns the constants of ``kernel`` for these facts. Raises Internal if no entry of the file agrees."""
     for entry in tuning_file(arch).get(kernel, ()):
         if all(facts.get(name) == value for name, value in entry["when"].items()):
             return dict(entry["use"])

@@ -16,9 +16,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class RaggedBatch(Protocol):
-    """The arrays of a step that attention needs; ``pillion.engine.backends.batch.StepBatch`` has them and explains
-    them.
-    """
+    """The arrays of a step that attention needs, which ``pillion.engine.backends.batch.StepBatch`` explains."""
 
     @property
     def positions(self) -> Int32: ...
@@ -31,7 +29,7 @@ class RaggedBatch(Protocol):
 
 
 def write_kv(pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Puts keys and values [T, kv_heads, head_dim] of the batch's T tokens into their rows of ``layer``."""
+    """Writes keys and values [T, kv_heads, head_dim] of the batch's T tokens into their rows of ``layer``."""
     block_size = pool.shape[4]
     for sequence, table in enumerate(batch.block_tables):
         for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):
@@ -51,7 +49,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of queries [T, heads, head_dim] over what the pool holds; arithmetic in float32, result in their dtype.
+    """Computes attention of queries [T, heads, head_dim] over the pool, in float32; the result has their dtype.
 
     A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0). Query head h
     reads KV head h // (heads / kv_heads). With a ``softcap`` (Gemma 2), scaled scores become

@@ -1,10 +1,9 @@
 """Paged attention on the CPU by torch's own kernels; :mod:`pillion.kernels.torch.reference` is its oracle.
 
 Everything that does not depend on the layer (rows to write, pieces to gather, masks) is computed once per step, in
-:mod:`pillion.kernels.torch.attention_tiles`. In a layer, sequences that run one token over short contexts are
-gathered into a padded
-group and share one call. Chunks, and long contexts, are attended tile by tile, and a tile's result is merged into what
-is there by the log-sum-exp of its scores ("Self-attention Does Not Need O(n^2) Memory", Rabe and Staats 2021).
+:mod:`pillion.kernels.torch.attention_tiles`. In a layer, sequences that run one token over short contexts are gathered
+into a padded group and share one call. Chunks and long contexts are attended tile by tile, and the results of tiles are
+merged by the log-sum-exp of their scores ("Self-attention Does Not Need O(n^2) Memory", Rabe and Staats 2021).
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import torch
 from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
-# Gives the log-sum-exp beside the output, which scaled_dot_product_attention keeps to itself.
+# Returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepAttention:
     """Attention of one step over one pool.
 
-    Threads: the step's. What changes: the pool's rows that the batch writes, and, when it is made, the rest of blocks
-    that the batch begins: they are cleared in all layers, because a padded call multiplies hidden rows by zero, and
-    zero times a stale infinity would not be zero.
+    Threads: the step loop's alone. What changes: the pool's rows that the batch writes. The constructor also clears, in
+    all layers, the rest of blocks that the batch begins, because a padded call multiplies hidden rows by zero, and zero
+    times a stale infinity is not zero.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class StepAttention:
         softcap: float = 0.0,
         tile_tokens: int = 0,
     ) -> None:
-        """pool: [slots, layers, 2, kv_heads, block_size, head_dim], contiguous. windows: those that layers will use.
+        """``pool``: contiguous [slots, layers, 2, kv_heads, block_size, head_dim]. ``windows``: those of the layers.
 
-        softcap: as in :func:`pillion.kernels.torch.reference.paged_attention`. tile_tokens: the most tokens of a
-        sequence that one
-        call gathers; 0 leaves the choice.
+        ``softcap``: as in :func:`pillion.kernels.torch.reference.paged_attention`. ``tile_tokens``: most tokens of a
+        sequence that one call gathers; 0 leaves the choice.
         """
         _, _, _, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._num_heads = num_heads
@@ -67,7 +65,7 @@ class StepAttention:
         self._plans = {window: plans[used] for window, used in effective.items()}
 
     def _rows_to_write(self, pool: torch.Tensor, batch: RaggedBatch, lengths: Int32) -> torch.Tensor:
-        """For each token its rows of layer 0, K and V of every KV head."""
+        """Returns each token's rows of layer 0: K and V of every KV head."""
         owners = np.repeat(np.arange(len(lengths)), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
         slots = batch.block_tables[owners, blocks].astype(np.int64)
@@ -75,13 +73,13 @@ class StepAttention:
         return torch.from_numpy((pieces * self._block_size + offsets[:, None]).reshape(-1))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts keys and values [T, kv_heads, head_dim] into the pool's ``layer``."""
+        """Writes keys and values [T, kv_heads, head_dim] into the pool's ``layer``."""
         both = torch.cat((keys, values), 1).view(-1, self._head_dim)
         first = layer * self._pieces_per_layer * self._block_size
         self._rows[first:].index_copy_(0, self._write_rows, both)
 
     def attend(self, layer: int, queries: torch.Tensor, window: int = 0) -> torch.Tensor:
-        """queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have been written."""
+        """Attends queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have been written."""
         groups = self._plans[window]
         if len(groups) == 1:
             return self._attend_group(layer, queries, groups[0])
@@ -91,7 +89,7 @@ class StepAttention:
         return out
 
     def _attend_group(self, layer: int, queries: torch.Tensor, group: QueryGroup) -> torch.Tensor:
-        """queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        """Attends a group's queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         rows = len(queries)
         mine = queries.view(rows, self._kv_heads, -1, self._head_dim)
         # One row each: [S, kv_heads, heads per KV head, head_dim]. Rows of one sequence: [kv_heads, heads per KV head,
@@ -102,7 +100,7 @@ class StepAttention:
         found, weight = self._attend_tile(layer, mine, group.tiles[0], together)
         for tile in group.tiles[1:]:
             more, more_weight = self._attend_tile(layer, mine, tile, together)
-            # Two softmaxes' results join in proportion to the sums of exponentials they were divided by.
+            # Results of two softmaxes are weighted by the sums of exponentials that they were divided by.
             found = torch.lerp(found.float(), more.float(), torch.sigmoid(more_weight - weight)[..., None])
             weight = torch.logaddexp(weight, more_weight)
         if together:
@@ -112,7 +110,7 @@ class StepAttention:
     def _attend_tile(
         self, layer: int, queries: torch.Tensor, tile: KeyTile, together: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """queries as above, [a, b, c, head_dim] -> the same shape, and the log-sum-exp of their scores [a, b, c]."""
+        """Attends queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of scores [a, b, c]."""
         seqs = 1 if together else len(queries)
         pieces = self._pieces[layer * self._pieces_per_layer :].index_select(0, tile.pieces)
         pieces = pieces.view(2, seqs, self._kv_heads, -1, self._head_dim)
@@ -127,7 +125,7 @@ class StepAttention:
             keys, values = keys[0][:, None].expand(wide), values[0][:, None].expand(wide)
             found, weight = _flash(queries, keys, values, is_causal=tile.causal, attn_mask=tile.mask, scale=self._scale)
             return found, weight
-        # Nothing tells the rows apart, so the query heads of a KV head stand as its rows.
+        # All rows see the same keys, so the query heads of a KV head can be rows, too.
         stacked = queries.reshape(1, self._kv_heads, -1, self._head_dim)
         found, weight = _flash(stacked, keys, values, scale=self._scale)
         return found.view(queries.shape), weight.view(queries.shape[:-1])
@@ -135,7 +133,10 @@ class StepAttention:
     def _capped(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: KeyTile
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """No kernel of torch caps: plain products in float32. keys, values: [S, kv_heads, tokens, head_dim]."""
+        """Attention with a soft cap, which no kernel of torch has: plain products in float32.
+
+        ``keys``, ``values``: [S, kv_heads, tokens, head_dim].
+        """
         stacked = queries.reshape(len(keys), self._kv_heads, -1, self._head_dim).float()
         scores = stacked * (self._scale / self._softcap) @ keys.float().mT
         by_row = scores.tanh_().mul_(self._softcap).view(*queries.shape[:-1], -1)

@@ -1,9 +1,9 @@
-"""A linear layer on the CPU by torch, its weight packed once where that pays.
+"""A linear layer on the CPU by torch, whose bfloat16 weight is packed once.
 
-oneDNN multiplies bfloat16 from a blocked layout; from a plain one it repacks, call after call. Packing at load time
-makes the small products of a decode step about 1.7 times as fast (SmolLM2-135M's layers on one AVX-512 core: one row
-26 to 15 ms, 16 rows 39 to 23 ms) and leaves long chunks as they are. float32 stays plain: it is the type of parity
-tests, and gains little. :func:`torch.nn.functional.linear` is the oracle.
+oneDNN multiplies bfloat16 from a blocked layout and repacks a plain weight in every call. Packing at load time makes
+the small products of a decode step about 1.7 times as fast (SmolLM2-135M's layers on one AVX-512 core: one row 26 to
+15 ms, 16 rows 39 to 23 ms); long chunks take as long as before. float32 stays plain: it is the type of parity tests,
+and gains little. :func:`torch.nn.functional.linear` is the oracle.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """Rows times a matrix [out, in], plus a bias [out] where there is one. Immutable."""
+    """A matrix [out, in], and a bias [out] or None, by which rows are multiplied. Immutable."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool | None = None) -> None:
-        """``pack``: None packs where :func:`can_pack` says so; a packed weight is this process's own copy."""
+        """``pack``: None packs if :func:`can_pack` allows it. A packed weight is a copy of its own."""
         self._bias = bias
         self._packed = can_pack(weight.dtype) if pack is None else pack
         self._weight: Any = weight
@@ -46,23 +46,23 @@ class Linear:
 
     @classmethod
     def plain(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """As it is in the checkpoint: for those who pack in their own way."""
+        """Makes a layer with the weight as it is in the checkpoint, for callers that pack in their own way."""
         return cls(weight, bias, pack=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], of a plain layer only."""
+        """The weight [out, in]; only a plain layer has it."""
         assert not self._packed
         found: torch.Tensor = self._weight
         return found
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """[out], where there is one."""
+        """The bias [out], or None."""
         return self._bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [T, in] -> [T, out]."""
+        """Multiplies rows [T, in] -> [T, out]."""
         if not self._packed:
             return linear(rows, self._weight, self._bias)
         found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")

@@ -1,1 +1,13 @@
-"""The ``pillion`` command: importing any of it is light; server code is imported inside functions."""
+"""The `pillion` command. Open `app.py` first: it lists every command and imports what a command needs when it runs.
+
+    app.py             the commands
+    flags.py           flags of :mod:`pillion.config` from command line, environment and file, and back into an argv
+    checks.py          refuses flags that cannot work
+    options.py         options that the client commands share
+    talk.py            generate, chat, status
+    bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
+    certs.py, keys.py  certificates for development, API keys
+    console.py         what commands print on standard error
+
+Servers are not imported at the top of any module here: `pillion --help` needs only the SDK's own dependencies.
+"""

@@ -1,7 +1,7 @@
 """`pillion certs`: a development set of certificates, made by the openssl command.
 
-Two authorities, because they say two things: one signs whom clients trust (and clients, where the edge asks for their
-certificates), the other signs the parts of a cluster and nothing else.
+There are two authorities: one signs the gateways that clients trust (and clients, where the edge asks for their
+certificates), the other signs the components of a cluster and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DAYS = 365
 MAX_DAYS = 3650
 OPENSSL_TIMEOUT_S = 60.0
 NAMES = ("ca", "server", "client", "internal-ca", "internal")
-# `pillion serve` asks its own gateway whether it is ready, as a client.
+# `pillion serve` asks its own gateway as a client whether it is ready.
 BOTH = "serverAuth,clientAuth"
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -41,12 +41,12 @@ def make_certs(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> lis
     """Writes ``NAME.pem`` and ``NAME.key`` for each of NAMES into ``folder`` (mode 0700, keys 0600).
 
     Args:
-        folder: made where it is missing. Nothing in it is overwritten.
-        hosts: names and addresses that clients reach the gateway by, besides this machine's own.
-        days: how long they are valid.
+        folder: is made where it is missing. Nothing in it is overwritten.
+        hosts: names and addresses by which clients reach the gateway, besides this machine's own.
+        days: how long the certificates are valid.
 
     Raises:
-        ConfigError: no openssl, a file that is there already, or what openssl complains about.
+        ConfigError: there is no openssl, a file exists already, or openssl failed.
     """
     openssl = shutil.which("openssl")
     if openssl is None:

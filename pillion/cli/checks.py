@@ -1,4 +1,4 @@
-"""Flags that cannot work are refused before anything starts, one line each."""
+"""Refuses flags that cannot work, in one line each, before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_PORT = 65535
 MAX_WORKERS = 64
 MAX_BLOCK_SIZE_TOKENS = 1024
 MAX_PERCENT = 90
-# Below this a stream's own messages may not fit; above it gRPC's sizes, 32-bit numbers, end.
+# Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES = 64 * 2**10
 MAX_MESSAGE_BYTES = 2**31 - 1
 
@@ -61,53 +61,55 @@ _RANGES: dict[str, tuple[int, int | None]] = {
 
 def check_flags(flags: Any) -> None:
     """Raises ConfigError for the first flag, or pair of flags, that cannot work."""
-    said = {field.name: getattr(flags, field.name) for field in fields(flags)}
-    for name, value in said.items():
+    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    for name, value in values.items():
         if name in _RANGES:
             _check_range(name, value, *_RANGES[name])
-    if said["heartbeat_timeout_ms"] <= said["heartbeat_ms"]:
+    if values["heartbeat_timeout_ms"] <= values["heartbeat_ms"]:
         raise ConfigError("--heartbeat-timeout-ms must be longer than --heartbeat-ms")
-    if "chunk_size" in said and said["chunk_size"] % said["block_size"]:
-        raise ConfigError(f"--chunk-size {said['chunk_size']} is not a multiple of --block-size {said['block_size']}")
-    if said.get("max_num_batched_prefill_tokens", said.get("block_size", 0)) < said.get("block_size", 0):
+    if "chunk_size" in values and values["chunk_size"] % values["block_size"]:
+        raise ConfigError(
+            f"--chunk-size {values['chunk_size']} is not a multiple of --block-size {values['block_size']}"
+        )
+    if values.get("max_num_batched_prefill_tokens", values.get("block_size", 0)) < values.get("block_size", 0):
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
-    if said.get("max_num_batched_tokens", 1) < said.get("max_num_seqs", 1):
+    if values.get("max_num_batched_tokens", 1) < values.get("max_num_seqs", 1):
         raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
-    parse_cores(said.get("cpu_affinity", ""))
-    _check_tls(said)
+    parse_cores(values.get("cpu_affinity", ""))
+    _check_tls(values)
     for name in ("listen", "node_listen"):
-        if name in said:
-            _check_listen(name, said)
-    if "also_model" in said:
+        if name in values:
+            _check_listen(name, values)
+    if "also_model" in values:
         other_models(flags)
-    if "split_policy" in said:
-        share = parse_split_policy(said["split_policy"])
-        if share and said.get("prefill_workers") == 0:
+    if "split_policy" in values:
+        share = parse_split_policy(values["split_policy"])
+        if share and values.get("prefill_workers") == 0:
             raise ConfigError("--prefill-workers 0 needs --split-policy colocated or auto")
 
 
-def _check_tls(said: dict[str, Any]) -> None:
-    internal = [said[f"internal_tls_{name}"] for name in ("cert", "key", "ca")]
+def _check_tls(values: dict[str, Any]) -> None:
+    internal = [values[f"internal_tls_{name}"] for name in ("cert", "key", "ca")]
     if any(internal) and not all(internal):
         raise ConfigError("--internal-tls-cert, --internal-tls-key and --internal-tls-ca belong together")
-    if bool(said.get("tls_cert")) != bool(said.get("tls_key")):
+    if bool(values.get("tls_cert")) != bool(values.get("tls_key")):
         raise ConfigError("--tls-cert and --tls-key belong together")
-    if said.get("tls_ca") and not said.get("tls_cert"):
+    if values.get("tls_ca") and not values.get("tls_cert"):
         raise ConfigError("--tls-ca needs --tls-cert and --tls-key")
 
 
-def _check_listen(name: str, said: dict[str, Any]) -> None:
-    if is_local(said[name]) or said["internal_tls_cert"] or said["insecure_internal"]:
+def _check_listen(name: str, values: dict[str, Any]) -> None:
+    if is_local(values[name]) or values["internal_tls_cert"] or values["insecure_internal"]:
         return
     raise ConfigError(
-        f"{option_name(name)} {said[name]} can be reached from other machines, and parts trust whoever reaches them: "
-        "give --internal-tls-cert, -key and -ca, or say --insecure-internal where the network itself is trusted"
+        f"{option_name(name)} {values[name]} can be reached from other machines, and components trust whoever "
+        "reaches them: give --internal-tls-cert, -key and -ca, or --insecure-internal where the network is trusted"
     )
 
 
 def _check_range(name: str, value: float, least: int, most: int | None) -> None:
     if not math.isfinite(value):
-        raise ConfigError(f"{option_name(name)} {value} is not a number that can be meant")
+        raise ConfigError(f"{option_name(name)} {value} is not a finite number")
     if value < least:
         raise ConfigError(f"{option_name(name)} {value} is less than {least}")
     if most is not None and value > most:

@@ -1,4 +1,4 @@
-"""What a person sees on standard error: notices, progress, and the parts' logs with a coloured prefix each."""
+"""Standard error as a person sees it: notices, progress, and components' logs with a coloured prefix each."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Notices:
         self._colours: dict[str, str] = {}
 
     def say(self, text: str, style: str = "") -> None:
-        """One line of the supervisor's own."""
+        """Prints one line of the supervisor's own."""
         self.component("pillion", text, style)
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
-        """One line of a part's log. The text is shown as it is: nothing in it is markup."""
+        """Prints one line of a component's log, as it is: nothing in it is markup."""
         from rich.text import Text
 
         colour = self._colours.setdefault(component_id, _COLOURS[len(self._colours) % len(_COLOURS)])
@@ -46,6 +46,16 @@ class Notices:
             yield lambda step: status.update(f"{title}: {step}")
 
 
+def table_console(width: int) -> Console:
+    """A console on standard output for tables: where it is no terminal, at least ``width`` columns wide."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    return console
+
+
 def fail(message: str) -> None:
-    """The one line on standard error that a failed command ends with."""
+    """Prints the one line on standard error with which a failed command ends."""
     print(f"pillion: {' '.join(message.split())}", file=sys.stderr)

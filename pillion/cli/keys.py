@@ -11,10 +11,10 @@ from pillion.supervisor.component_process import require_server_packages
 
 
 def add_key(path: Path, tenant: str) -> str:
-    """Adds a new key for ``tenant`` to the file, and the tenant where it is new. Returns the key: it is nowhere else.
+    """Adds a new key for ``tenant``, and the tenant where it is new. Returns the key; the file keeps only its hash.
 
-    The file is replaced in one step, so a gateway that reads it sees the old or the new one. Raises ConfigError for a
-    file that is no keys file, or a name that is none.
+    The file is replaced in one step, so a gateway reads either the old or the new one. Raises ConfigError for a file
+    that is no keys file, and for a tenant's name with other characters than letters, digits and . _ -
     """
     require_server_packages()
     from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
@@ -35,7 +35,7 @@ def add_key(path: Path, tenant: str) -> str:
 
 
 def hash_key(key: str) -> str:
-    """The ``hash`` field of a key that exists. Raises ConfigError for one that is too short to be a secret."""
+    """The ``hash`` field of an existing key. Raises ConfigError for one that is too short to be a secret."""
     require_server_packages()
     from pillion.gateway.admission.api_keys import hash_of
 
@@ -55,7 +55,7 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
-        # What a gateway would refuse must not get there.
+        # A file that a gateway would refuse must not replace the old one.
         read_keys(str(new))
         os.replace(new, path)
     except OSError as error:

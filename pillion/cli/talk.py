@@ -1,4 +1,4 @@
-"""The commands that are clients: generate, chat and status, all over the SDK. ``reach``: how, as Client takes it."""
+"""The client commands generate, chat and status, over the SDK. ``reach``: the arguments of :class:`pillion.Client`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pillion.cli.console import table_console
 from pillion.types import ChatMessage, ClusterStatus, ComponentStatus, Delta, TokenLogprob
 
 PROMPT = "you> "
-# Where the output is no terminal, the table gets the width it needs.
 TABLE_WIDTH = 120
 
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Streams the continuation to standard output; several come whole, one after the other. Raises PillionError."""
+    """Streams the continuation to standard output; several are printed one after the other. Raises PillionError."""
     from pillion.client.client import Client
 
     with Client(**reach) as client:
-        deltas = client.generate(prompt, **said(sampling))
+        deltas = client.generate(prompt, **given(sampling))
         if (sampling.get("n") or 1) > 1:
             show_each(deltas)
         else:
@@ -28,7 +28,7 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -
 
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """One turn per line of standard input, the whole conversation sent each time: its KV is found again."""
+    """Runs one turn per line of standard input. Each sends the whole conversation, whose KV is cached."""
     from pillion.client.client import Client
 
     messages = [ChatMessage("system", system)] if system else []
@@ -36,7 +36,7 @@ def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> No
         for line in user_lines():
             asked = [*messages, ChatMessage("user", line)]
             try:
-                answer = show(client.chat(asked, **said(sampling)))
+                answer = show(client.chat(asked, **given(sampling)))
             except KeyboardInterrupt:
                 # Ctrl-C ends the answer, and the turn with it: the conversation goes on from before.
                 print()
@@ -44,23 +44,23 @@ def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> No
             messages = [*asked, ChatMessage("assistant", answer)]
 
 
-def said(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Only what was said: the rest is the gateway's to choose."""
+def given(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given: the gateway has defaults for the rest."""
     return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
 def show(deltas: Iterable[Delta]) -> str:
-    """Prints the text as it comes, then log probabilities if they were asked for; returns the text."""
-    components: list[str] = []
+    """Prints the text as it arrives, then log probabilities where the answer has them; returns the text."""
+    texts: list[str] = []
     logprobs: list[TokenLogprob] = []
     for delta in deltas:
         sys.stdout.write(delta.text)
         sys.stdout.flush()
-        components.append(delta.text)
+        texts.append(delta.text)
         logprobs += delta.logprobs
     sys.stdout.write("\n" + logprob_lines(logprobs))
     sys.stdout.flush()
-    return "".join(components)
+    return "".join(texts)
 
 
 def show_each(deltas: Iterable[Delta]) -> None:
@@ -84,14 +84,14 @@ def show_each(deltas: Iterable[Delta]) -> None:
 def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
     """A line for each token: its id and log probability, then the alternatives, the most likely first."""
     lines = []
-    for said in logprobs:
-        others = "  ".join(f"{i} {p:.3f}" for i, p in zip(said.top_ids, said.top_logprobs, strict=False))
-        lines.append(f"{said.token_id:>8} {said.logprob:>9.3f}{'   | ' if others else ''}{others}\n")
+    for token in logprobs:
+        others = "  ".join(f"{i} {p:.3f}" for i, p in zip(token.top_ids, token.top_logprobs, strict=False))
+        lines.append(f"{token.token_id:>8} {token.logprob:>9.3f}{'   | ' if others else ''}{others}\n")
     return "".join(("   token   logprob\n", *lines)) if lines else ""
 
 
 def user_lines() -> Iterator[str]:
-    """Lines that say something: typed at a prompt on a terminal, else read from standard input."""
+    """Non-empty lines: typed at a prompt on a terminal, else read from standard input."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -116,17 +116,13 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
+    console = table_console(TABLE_WIDTH)
     console.print(status_table(status))
     console.print(summary(status))
 
 
 def status_table(status: ClusterStatus) -> Any:
-    """A rich table, one row per part."""
+    """A rich table, one row per component."""
     from rich import box
     from rich.table import Table
 
@@ -136,7 +132,7 @@ def status_table(status: ClusterStatus) -> Any:
     for name in ("running", "waiting", "heartbeat"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("pool")
-    # A KV node holds blocks of bytes; how many tokens one is, its workers know.
+    # A KV node holds blocks of bytes; only its workers know how many tokens a block is.
     block_sizes = {
         component.node_id: component.block_size_tokens for component in status.components if component.block_size_tokens
     }
@@ -157,7 +153,7 @@ def status_table(status: ClusterStatus) -> Any:
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
-    """How full a KV node is, by state; empty for other parts."""
+    """How full a KV node is, by state; empty for other components."""
     if not component.total_blocks:
         return ""
     used = (component.total_blocks - component.free_blocks) / component.total_blocks
@@ -171,7 +167,7 @@ def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
 
 
 def summary(status: ClusterStatus) -> str:
-    """Totals since the gateway started."""
+    """One line of totals since the gateway started."""
     rate = status.cached_tokens / status.prompt_tokens if status.prompt_tokens else 0.0
     index = "" if status.index_available else "; Redis does not answer: no prefix hits"
     return (

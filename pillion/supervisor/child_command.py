@@ -15,7 +15,7 @@ def component_argv(role: str, flags: Any) -> tuple[str, ...]:
     """The command line of one component, with every flag in it."""
     # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
     arguments = to_argv(flags, leave_out=("redis_url",))
-    # The name first: it is what people look for in `ps`.
+    # The name comes first: people search `ps` for it.
     arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
     return (sys.executable, "-m", "pillion", role, *arguments)
 

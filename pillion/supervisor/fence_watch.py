@@ -26,7 +26,7 @@ class FenceWatch:
         self.kill_after_s = kill_after_s
         self._since: dict[tuple[int, str], float] = {}
 
-    def look(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
+    def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
         """Returns which workers to kill, and for how many seconds each was seen fenced.
 
         A worker that is named again after it was returned is timed anew.
@@ -37,11 +37,11 @@ class FenceWatch:
             now: monotonic seconds.
         """
         since = {(boot_epoch, component): self._since.get((boot_epoch, component), now) for component in components}
-        overdue = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
-        for key, _ in overdue:
+        due = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
+        for key, _ in due:
             del since[key]
         self._since = since
-        return [(component, fenced_s) for (_, component), fenced_s in overdue]
+        return [(component, fenced_s) for (_, component), fenced_s in due]
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
@@ -63,7 +63,7 @@ async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], b
                 status = await node.status(timeout_s=PROBE_TIMEOUT_S)
             except PillionError:
                 continue
-            for component_id, fenced_s in watch.look(status.boot_epoch, status.fenced_components, time.monotonic()):
+            for component_id, fenced_s in watch.overdue(status.boot_epoch, status.fenced_components, time.monotonic()):
                 if kill(component_id):
                     notices.say(f"{component_id} has been fenced for {fenced_s:.1f} s and is killed", "bold yellow")
     finally:

@@ -1,8 +1,8 @@
-"""`pillion top`: asks the gateway and the pages again and again, and draws what `top_view` makes of it.
+"""`pillion top`: asks the gateway and the metrics pages again and again, and prints a frame each time.
 
-    every --interval:  GetStatus (SDK) + pages (HTTP, side by side) --> Look --> History --> frame --> terminal
+    every --interval:  GetStatus (SDK) + pages (HTTP, in parallel) --> ClusterReading --> History --> frame --> terminal
 
-The status always works where `pillion status` does; pages are what can be had beside it.
+The status works wherever `pillion status` does; pages that cannot be read are left out, with a note.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import ssl
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,9 +29,9 @@ from pillion.top.top_pages import ComponentPage, locate, parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Rates are taken over so much time, or over one interval where that is longer.
+# Rates are taken over this time, or over one interval where that is longer.
 WINDOW_S = 10.0
-# A part answers a scrape within 2 s or not at all.
+# A component answers a scrape within 2 s or not at all.
 FETCH_TIMEOUT_S = 3.0
 FETCHES_AT_ONCE = 16
 MAX_PAGE_BYTES = 8 << 20
@@ -40,18 +39,18 @@ NO_PARSER = "pages need prometheus-client: pip install '.[server]'"
 
 
 class PageError(Exception):
-    """A page that could not be read; the message says why, in a few words."""
+    """A page could not be read; the message says why, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageReader:
-    """How pages are fetched.
+    """Fetches metrics pages.
 
     Attributes:
-        urls: of them all.
-        api_key: goes to ``trusted`` alone: other hosts have no business with it.
+        urls: the pages.
+        api_key: an operator's key, which is sent to ``trusted`` alone.
         trusted: the gateway's host.
-        tls: for https.
+        tls: the context for https.
     """
 
     urls: Sequence[str]
@@ -60,37 +59,35 @@ class PageReader:
     tls: ssl.SSLContext
 
     def read(self) -> tuple[dict[str, ComponentPage], list[str]]:
-        """Pages by part, and a line for each that could not be read."""
+        """Pages by component, and a line for each page that could not be read."""
         if not self.urls:
             return {}, []
         with ThreadPoolExecutor(min(FETCHES_AT_ONCE, len(self.urls))) as threads:
-            answers = list(threads.map(self._one, self.urls))
-        pages = {answer.component_id: answer for answer in answers if isinstance(answer, ComponentPage)}
-        return pages, list(dict.fromkeys(answer for answer in answers if isinstance(answer, str)))
+            results = list(threads.map(self._read_one, self.urls))
+        pages = {page.component_id: page for page in results if isinstance(page, ComponentPage)}
+        return pages, list(dict.fromkeys(trouble for trouble in results if isinstance(trouble, str)))
 
-    def _one(self, url: str) -> ComponentPage | str:
+    def _read_one(self, url: str) -> ComponentPage | str:
         try:
-            page = parse(self._text(url))
+            page = parse(self._fetch(url))
         except ImportError:
             return NO_PARSER
         except (PageError, ValueError) as error:
             return f"{url}: {error}"
         return page if page.component_id else f"{url}: not a page of Pillion's"
 
-    def _text(self, url: str) -> str:
-        """Without redirects, which would carry the key elsewhere, and without proxies."""
-        components = urlsplit(url)
-        host = components.hostname or ""
+    def _fetch(self, url: str) -> str:
+        """The text at ``url``, without redirects, which would carry the key elsewhere, and without proxies."""
+        place = urlsplit(url)
+        host = place.hostname or ""
         connection = (
-            http.client.HTTPSConnection(host, components.port, timeout=FETCH_TIMEOUT_S, context=self.tls)
-            if components.scheme == "https"
-            else http.client.HTTPConnection(host, components.port, timeout=FETCH_TIMEOUT_S)
+            http.client.HTTPSConnection(host, place.port, timeout=FETCH_TIMEOUT_S, context=self.tls)
+            if place.scheme == "https"
+            else http.client.HTTPConnection(host, place.port, timeout=FETCH_TIMEOUT_S)
         )
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key and host == self.trusted else {}
         try:
-            connection.request(
-                "GET", components.path + (f"?{components.query}" if components.query else ""), headers=key
-            )
+            connection.request("GET", place.path + (f"?{place.query}" if place.query else ""), headers=key)
             answer = connection.getresponse()
             body = answer.read(MAX_PAGE_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
@@ -108,58 +105,65 @@ class PageReader:
 
 
 class History:
-    """Looks of the last seconds, oldest first."""
+    """Readings of the last seconds, oldest first."""
 
     def __init__(self) -> None:
-        self._looks: deque[ClusterReading] = deque()
+        self._readings: list[ClusterReading] = []
 
-    def add(self, look: ClusterReading) -> ClusterReading | None:
-        """Returns the look that rates are taken from: the oldest one of the window, at least the one before."""
-        before = [old for old in self._looks if look.at_s - old.at_s <= WINDOW_S] or list(self._looks)[-1:]
-        self._looks = deque([*before, look])
+    def add(self, reading: ClusterReading) -> ClusterReading | None:
+        """Returns the reading that rates are taken from: the oldest one in the window, or else the one before."""
+        before = [old for old in self._readings if reading.at_s - old.at_s <= WINDOW_S] or self._readings[-1:]
+        self._readings = [*before, reading]
         return before[0] if before else None
 
     def newest(self) -> ClusterReading | None:
-        """The last one that there is."""
-        return self._looks[-1] if self._looks else None
+        """The reading that was added last, None before the first."""
+        return self._readings[-1] if self._readings else None
 
 
-def run_top(reach: dict[str, Any], said: Sequence[str], interval_s: float, once: bool) -> int:
-    """Until Ctrl-C, or for one frame. Raises PillionError where the gateway does not answer at first."""
+def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, once: bool) -> int:
+    """Shows frames until Ctrl-C, or one frame. Raises PillionError where the gateway does not answer at first.
+
+    Args:
+        reach: arguments of :class:`pillion.Client`.
+        places: of metrics pages, as :func:`pillion.top.top_pages.locate` reads them.
+        interval_s: time between frames.
+        once: print one frame, with the rates of one interval.
+    """
     from rich.console import Console
 
     target = reach["target"]
-    pages, console, history = _pages(reach, said), Console(highlight=False), History()
+    pages, console, history = _page_reader(reach, places), Console(highlight=False), History()
     with Client(**reach) as client:
 
-        def look() -> ClusterReading:
-            # Before the pages are asked: one that hangs delays the answer, not what the others say.
+        def read() -> ClusterReading:
+            # The time is taken before the pages are read: one that hangs must not change the others' rates.
             status, at_s = client.status(), time.monotonic()
-            read, troubles = pages.read()
-            return ClusterReading(at_s, status, read, tuple(troubles))
+            found, troubles = pages.read()
+            return ClusterReading(at_s, status, found, tuple(troubles))
 
-        first = look()
+        first = read()
         history.add(first)
         if once:
             time.sleep(interval_s)
-            console.print(_frame(console, first, look(), target, screen=False))
+            console.print(_frame(console, first, read(), target, screen=False))
             return 0
         with _shown(console) as show, contextlib.suppress(KeyboardInterrupt):
             show(_frame(console, None, first, target, screen=console.is_terminal))
             while True:
                 time.sleep(interval_s)
-                before, now = _next(look, history)
+                before, now = _next(read, history)
                 show(_frame(console, before, now, target, screen=console.is_terminal))
     return 0
 
 
-def _next(look: Callable[[], ClusterReading], history: History) -> tuple[ClusterReading | None, ClusterReading]:
-    """The next look; the last one again, with a note, while the gateway does not answer."""
+def _next(read: Callable[[], ClusterReading], history: History) -> tuple[ClusterReading | None, ClusterReading]:
+    """The next reading; the last one again, with a note, while the gateway does not answer."""
     try:
-        now = look()
+        now = read()
     except PillionError as error:
         last = history.newest()
-        assert last is not None, "the first look was one"
+        assert last is not None, "the first reading is in the history"
         silent = f"the gateway has not answered for {time.monotonic() - last.at_s:.0f} s: {error.message}"
         return None, replace(last, troubles=(" ".join(silent.split()), *last.troubles))
     return history.add(now), now
@@ -174,8 +178,8 @@ def _frame(console: Console, before: ClusterReading | None, now: ClusterReading,
 
 @contextlib.contextmanager
 def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
-    """On a terminal the frames take turns on a screen of their own, which goes away with the block; elsewhere they
-    follow each other."""
+    """Yields what shows a frame: on a terminal, in place, on a screen that the end of the block removes; elsewhere, one
+    frame after the other."""
     if not console.is_terminal:
 
         def show(frame: Any) -> None:
@@ -187,7 +191,7 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
         return
     from rich.live import Live
 
-    # A terminal is left as it was by `kill` too.
+    # `kill` must leave the terminal as it was, too.
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -200,9 +204,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _pages(reach: dict[str, Any], said: Sequence[str]) -> PageReader:
+def _page_reader(reach: dict[str, Any], places: Sequence[str]) -> PageReader:
     target = reach["target"]
-    urls = locate(said, target)
+    urls = locate(places, target)
     try:
         tls = ssl.create_default_context(cafile=reach.get("ca"))
         if reach.get("cert"):

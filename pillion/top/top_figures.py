@@ -1,10 +1,10 @@
-"""What happened between two looks at a cluster, for `pillion top`.
+"""Rates, shares and quantiles of what happened between two readings of a cluster, for `pillion top`.
 
     Look (status, pages) at t0 --+
                                  +--> changes of counters and histograms --> rates, shares, quantiles
     Look (status, pages) at t1 --+
 
-Sans-IO (I9). A figure that nobody told is None, never zero: the view shows a dash for it.
+Sans-IO (I9). A figure that no page or status reports is None, never zero: the view shows a dash for it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ClusterReading:
 
     Attributes:
         at_s: on a clock that only goes forward.
-        pages: by part.
-        troubles: what could not be read, and why, one line each.
+        pages: the metrics pages, by component.
+        troubles: the pages that could not be read, and why, one line each.
     """
 
     at_s: float
@@ -40,7 +40,7 @@ class ClusterReading:
     troubles: tuple[str, ...] = ()
 
     def gauge(self, component_id: str, metric: Metric, *labels: str) -> float | None:
-        """What a part's page says of a gauge; None where no page does."""
+        """A gauge's value on a component's page; None where it has no such page or gauge."""
         page = self.pages.get(component_id)
         value = page.values.get(metric, {}).get(labels) if page else None
         return value if isinstance(value, int | float) else None
@@ -48,7 +48,7 @@ class ClusterReading:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a histogram's change. Each is in the histogram's unit, infinite beyond its last bound."""
+    """Quantiles of a histogram's change, in the histogram's unit; infinite beyond its last bound."""
 
     count: int
     p50: float
@@ -58,7 +58,12 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What a worker's steps did. ``shares`` has each of USES and adds up to 1; it is empty where no step ran."""
+    """A worker's steps between two readings.
+
+    Attributes:
+        busy: share of the time in which a step ran.
+        shares: share of the steps' budgets by each of USES, adding up to 1; empty where no step ran.
+    """
 
     per_second: float
     p50_s: float
@@ -68,14 +73,15 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class GatewayFlow:
-    """What the gateways did, per second; None is what nobody told.
+    """The gateways' rates per second; None where no page or status reports one.
 
     Attributes:
-        from_pages: read off the gateways' pages; else from the status, which counts a request's tokens when it ends.
-        gateways: whose pages were read.
-        requests: ended ones, by "answered", "cancelled" and "failed".
-        refused: at the edge, by reason.
-        sources: prompt tokens by where their KV came from, see SOURCES; of the status the pool's alone.
+        from_pages: whether the rates are from the gateways' pages; else they are from the status, which counts a
+            request's tokens when it ends.
+        gateways: number of gateways whose pages were read.
+        requests: requests that ended, by "answered", "cancelled" and "failed".
+        refused: requests that were refused at the edge, by reason.
+        sources: prompt tokens by each of SOURCES, where their KV came from.
     """
 
     from_pages: bool
@@ -91,7 +97,7 @@ class GatewayFlow:
 
 
 def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:
-    """Of one worker; None where its page was not read both times."""
+    """One worker's steps; None where its page was not read both times."""
     pair = _pair(before, now, component_id)
     seconds = now.at_s - before.at_s
     if pair is None or seconds <= 0:
@@ -106,7 +112,7 @@ def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> Ste
 
 
 def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
-    """Of all gateways together."""
+    """The rates of all gateways together."""
     seconds = now.at_s - before.at_s
     if seconds <= 0:
         return GatewayFlow(False, 0)
@@ -139,7 +145,10 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
 
 
 def quantile(found: Snapshot, share: float) -> float:
-    """As Prometheus's histogram_quantile: linear within a bucket; infinite beyond the last bound, 0 of nothing."""
+    """A histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
+
+    Linear within a bucket, infinite beyond the last bound, 0 of an empty histogram.
+    """
     rank, below = share * found.count, 0
     for number, count in enumerate(found.counts):
         if count and below + count >= rank:
@@ -154,7 +163,7 @@ def quantile(found: Snapshot, share: float) -> float:
 def _flow_of_status(before: ClusterStatus, now: ClusterStatus, seconds: float) -> GatewayFlow:
     def rate(name: str) -> float | None:
         grown: int = getattr(now, name) - getattr(before, name)
-        # A gateway that ended took its totals along.
+        # The totals of a gateway that ended are gone.
         return grown / seconds if grown >= 0 else None
 
     prompt, cached = rate("prompt_tokens"), rate("cached_tokens")
@@ -170,7 +179,7 @@ def _pair(before: ClusterReading, now: ClusterReading, component_id: str) -> _Pa
 
 
 def _grown(pair: _Pair, metric: Metric) -> Iterator[tuple[Labels, float]]:
-    """How much each of a counter's cells grew. One that is smaller than before belongs to a part that began anew."""
+    """How much each of a counter's cells grew. A cell that is smaller than before was counted from zero again."""
     before = pair[0].values.get(metric, {})
     for labels, value in pair[1].values.get(metric, {}).items():
         first = before.get(labels, 0.0)
@@ -179,7 +188,7 @@ def _grown(pair: _Pair, metric: Metric) -> Iterator[tuple[Labels, float]]:
 
 
 def _distribution(pair: _Pair, metric: Metric) -> Snapshot | None:
-    """The change of a histogram, all its cells together; None where the page has none."""
+    """The change of a histogram, all its cells added up; None where the page has no such histogram."""
     before, found = pair[0].values.get(metric, {}), []
     for labels, value in pair[1].values.get(metric, {}).items():
         first = before.get(labels)
@@ -201,7 +210,7 @@ def _together(found: Iterable[Snapshot | None]) -> Snapshot | None:
         if one is None:
             continue
         if made is None or made.bounds != one.bounds:
-            # Other bounds are another version's; two cannot be added, and the last one is as good as the first.
+            # Other bounds are another version's. Such histograms cannot be added up: the last one is kept.
             made = one
             continue
         counts = tuple(a + b for a, b in zip(made.counts, one.counts, strict=True))
@@ -216,5 +225,5 @@ def _quantiles(found: Iterable[Snapshot | None]) -> Quantiles | None:
     return Quantiles(all_of_it.count, quantile(all_of_it, 0.5), quantile(all_of_it, 0.99), all_of_it.bounds[-1])
 
 
-def _outcome(said: str) -> str:
-    return "answered" if said in ANSWERED else said if said == CANCELLED else "failed"
+def _outcome(label: str) -> str:
+    return "answered" if label in ANSWERED else label if label == CANCELLED else "failed"

@@ -1,8 +1,8 @@
-"""Pages of metrics as `pillion top` reads them: where they are, and what they say in the catalog's terms.
+"""Metrics pages as `pillion top` reads them: their URLs, and their text in the terms of the metric catalog.
 
     --pages HOST:9500-9503 --locate--> URLs --(fetched by pillion.top.top)--> text --parse--> Page
 
-Sans-IO (I9). Parsing is the Prometheus client library's, which the SDK alone does not bring.
+Sans-IO (I9). The Prometheus client library parses the text; the SDK alone does not bring it.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Labels, Metric, Snapshot
 
 GATEWAY_HTTP_PORT = 8000
-# Of all pages together: a view of more parts than this is a job for Prometheus.
+# A view of more components than this is a job for Prometheus.
 MAX_PAGES = 256
 RANGE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})-(?P<last>\d{1,5})")
 PLACE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})")
 
-# What each metric stands at, by the values of its labels.
+# Each metric's values, by the values of its labels.
 Values = Mapping[Metric, Mapping[Labels, float | Snapshot]]
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentPage:
-    """What one part's page said. ``component_id`` and ``role`` are empty on a page that is not Pillion's."""
+    """One component's metrics. ``component_id`` and ``role`` are empty on a page that is not Pillion's."""
 
     component_id: str = ""
     role: str = ""
     values: Values = field(default_factory=dict)
 
 
-def locate(said: Iterable[str], target: str) -> tuple[str, ...]:
+def locate(places: Iterable[str], target: str) -> tuple[str, ...]:
     """URLs of pages, in order and once each.
 
     Args:
-        said: URLs, HOST:PORT, or HOST:FIRST-LAST for one page on each of these ports. If nothing is said, it is the
-            gateway's own page on its usual HTTP port.
-        target: of the gateway, as :class:`pillion.Client` takes it. One on a Unix socket has no usual page.
+        places: URLs, HOST:PORT, or HOST:FIRST-LAST for one page on each of these ports. If empty, the gateway's own
+            page on its usual HTTP port; a gateway on a Unix socket has none.
+        target: the gateway, as :class:`pillion.Client` takes it.
 
     Raises ConfigError.
     """
-    found = [url for one in said for url in _expand(one)]
+    found = [url for place in places for url in _expand(place)]
     if not found:
         scheme = "https" if target.startswith("grpcs://") else "http"
-        place = target.rpartition("//")[2]
-        if not place.startswith("unix:"):
-            found = [f"{scheme}://{place.rpartition(':')[0] or place}:{GATEWAY_HTTP_PORT}/metrics"]
+        address = target.rpartition("//")[2]
+        if not address.startswith("unix:"):
+            found = [f"{scheme}://{address.rpartition(':')[0] or address}:{GATEWAY_HTTP_PORT}/metrics"]
     if len(found) > MAX_PAGES:
         raise ConfigError(f"--pages: {len(found)} pages, and {MAX_PAGES} are the most")
     return tuple(dict.fromkeys(found))
 
 
-def _expand(said: str) -> list[str]:
-    if "://" in said:
+def _expand(place: str) -> list[str]:
+    if "://" in place:
         try:
-            parts = urlsplit(said)
+            parts = urlsplit(place)
             known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             known = False
         if not known:
-            raise ConfigError(f"--pages: {said!r} is no http or https URL")
+            raise ConfigError(f"--pages: {place!r} is no http or https URL")
         return [parts._replace(path=parts.path if parts.path not in ("", "/") else "/metrics").geturl()]
-    match = RANGE.fullmatch(said) or PLACE.fullmatch(said)
+    match = RANGE.fullmatch(place) or PLACE.fullmatch(place)
     if match is None:
-        raise ConfigError(f"--pages: {said!r} is not a URL, HOST:PORT or HOST:FIRST-LAST")
+        raise ConfigError(f"--pages: {place!r} is not a URL, HOST:PORT or HOST:FIRST-LAST")
     first = int(match["first"])
     last = int(match.groupdict().get("last") or first)
     if not 0 < first <= last < 65536 or last - first >= MAX_PAGES:
-        raise ConfigError(f"--pages: {said!r} is no range of at most {MAX_PAGES} ports")
+        raise ConfigError(f"--pages: {place!r} is no range of at most {MAX_PAGES} ports")
     return [f"http://{match['host']}:{port}/metrics" for port in range(first, last + 1)]
 
 
@@ -93,30 +93,30 @@ def parse(text: str) -> ComponentPage:
             read = _histogram if metric.kind == "histogram" else _plain
             values[metric] = read(metric, [(s.name, s.labels, s.value) for s in family.samples])
     about = next(iter(values.get(names.BUILD, ())), None)
-    said = dict(zip(names.BUILD.labels, about, strict=True)) if about else {}
-    return ComponentPage(said.get("component", ""), said.get("role", ""), values)
+    build = dict(zip(names.BUILD.labels, about, strict=True)) if about else {}
+    return ComponentPage(build.get("component", ""), build.get("role", ""), values)
 
 
 # Name, labels, value.
 _Sample = tuple[str, Mapping[str, str], float]
 
 
-def _labels(metric: Metric, said: Mapping[str, str]) -> Labels:
-    return tuple(said.get(label.replace(".", "_"), "") for label in metric.labels)
+def _labels(metric: Metric, sample_labels: Mapping[str, str]) -> Labels:
+    return tuple(sample_labels.get(label.replace(".", "_"), "") for label in metric.labels)
 
 
 def _plain(metric: Metric, samples: Iterable[_Sample]) -> dict[Labels, float | Snapshot]:
-    return {_labels(metric, said): value for _, said, value in samples}
+    return {_labels(metric, sample_labels): value for _, sample_labels, value in samples}
 
 
 def _histogram(metric: Metric, samples: Iterable[_Sample]) -> dict[Labels, float | Snapshot]:
-    """Bounds are the page's own: its part may be of another version. A page does not say what the extremes were."""
+    """Histograms with the page's own bounds, which may be another version's. A page has no extremes: they stay 0."""
     below: dict[Labels, dict[float, float]] = {}
     totals: dict[Labels, float] = {}
-    for name, said, value in samples:
-        labels = _labels(metric, said)
+    for name, sample_labels, value in samples:
+        labels = _labels(metric, sample_labels)
         if name.endswith("_bucket"):
-            below.setdefault(labels, {})[float(said["le"])] = value
+            below.setdefault(labels, {})[float(sample_labels["le"])] = value
         elif name.endswith("_sum"):
             totals[labels] = value
     found: dict[Labels, float | Snapshot] = {}

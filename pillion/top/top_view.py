@@ -1,8 +1,8 @@
-"""The frame that `pillion top` shows: a pure function of two looks at the cluster.
+"""The frame that `pillion top` shows: a pure function of two readings of the cluster.
 
-    looks --> :mod:`pillion.top.top_figures` --> frame(): header, parts, steps, pool, flow, notes --> rich
+    readings --> :mod:`pillion.top.top_figures` --> frame(): header, components, steps, pool, flow, notes --> rich
 
-Sans-IO (I9). What nobody told is a dash. Bars differ by glyph as well as by colour, so that a frame reads without any.
+Sans-IO (I9). An unknown figure is a dash. Bars differ by glyph as well as by colour, so that a frame reads without any.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pillion.observability import metric_catalog as names
 from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, StepFigures, flow, steps
 from pillion.types import ComponentStatus
 
-# A part that has been silent for so long is shown as late; a few seconds later its record is gone from the registry.
+# A component without a heartbeat for so long is shown as late; seconds later its record is gone from the registry.
 LATE_MS = 3000
 COLOURS = ("green", "cyan", "blue", "magenta", "bright_black")
 GLYPHS, ASCII_GLYPHS = "█▓▒◆·", "#+=*."
 MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 60
-# Lines of a frame that are no rows of parts: the header, three tables' heads and the flow's four lines.
+# Lines of a frame that are no rows of components: the header, three tables' heads and the flow's four lines.
 FIXED_LINES = 8
 MAX_NOTES = 3
 ROLES = ("gateway", "kvnode", "prefill", "decode")
@@ -33,25 +33,25 @@ ROLES = ("gateway", "kvnode", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class FrameStyle:
-    """How to draw: ``height_lines`` is None where a frame may be as long as it likes."""
+    """How a frame is drawn. ``height_lines``: the most lines; None: any number."""
 
     height_lines: int | None = None
     ascii_only: bool = False
 
     @property
     def glyphs(self) -> str:
-        """Five, as a bar's segments."""
+        """A glyph for each of a bar's five segments."""
         return ASCII_GLYPHS if self.ascii_only else GLYPHS
 
     @property
     def dash(self) -> str:
-        """For what nobody told."""
+        """The sign for an unknown figure."""
         return "-" if self.ascii_only else "–"
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentedBar:
-    """Segments in the place that there is. ``shares`` add up to 1, or are empty."""
+    """A bar of segments, as wide as its place. ``shares`` add up to 1, or are empty."""
 
     shares: Sequence[float]
     glyphs: str
@@ -66,7 +66,7 @@ class SegmentedBar:
         yield text
 
     def cells(self, width: int) -> list[int]:
-        """Of each segment. What there is can be seen, however little it is; the largest give the room."""
+        """Cells of each segment. A share above 0 has at least one cell, which the largest segments give up."""
         found = [max(1, round(share * width)) if share > 0 else 0 for share in self.shares]
         while found and sum(found) != width:
             found[found.index(max(found))] += 1 if sum(found) < width else -1
@@ -76,10 +76,10 @@ class SegmentedBar:
 def frame(
     before: ClusterReading | None, now: ClusterReading, target: str, clock: str, style: FrameStyle
 ) -> RenderableType:
-    """What a person sees.
+    """The whole frame.
 
     Args:
-        before: an earlier look, which rates are taken from; None on the first frame.
+        before: an earlier reading, which rates are taken from; None on the first frame.
         clock: the time of day.
     """
     streams = flow(before, now) if before else GatewayFlow(False, 0)
@@ -110,7 +110,7 @@ def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Fences:
-    """``named``: who is fenced. ``gone``: those of them whose record has run out, as far as their node knows them."""
+    """``named``: the fenced components. ``gone``: those of them that only their node knows: their record expired."""
 
     named: frozenset[str]
     gone: tuple[ComponentStatus, ...]
@@ -126,7 +126,7 @@ def _fences(now: ClusterReading) -> _Fences:
 
 
 def _urgency(component: ComponentStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
-    """What needs a look comes first, then roles in the order of a request's way."""
+    """The order of rows: components in trouble first, then roles in the order in which a request meets them."""
     calm = component.component_id not in fenced and component.heartbeat_age_ms < LATE_MS
     return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
 
@@ -136,16 +136,18 @@ def _header(before: ClusterReading | None, now: ClusterReading, target: str, clo
     line.add_column(no_wrap=True, overflow="crop")
     line.add_column(no_wrap=True, justify="right")
     over = f", rates over {now.at_s - before.at_s:.0f} s" if before else ""
-    said = f"  {_clean(target)}, {now.status.active_requests} active{over}"
-    line.add_row(Text.assemble((f"pillion {_clean(now.status.version)}", "bold"), said), clock)
+    summary = f"  {_clean(target)}, {now.status.active_requests} active{over}"
+    line.add_row(Text.assemble((f"pillion {_clean(now.status.version)}", "bold"), summary), clock)
     return line
 
 
 def _table(
     style: FrameStyle, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False
 ) -> Table:
-    """A borderless table: a name, a bar where one is wanted, which takes the room that is left, and the columns, each
-    with whether it is justified to the right."""
+    """A borderless table: a name, perhaps a bar that takes the room that is left, and columns.
+
+    ``columns``: headings, each with whether its column is justified to the right.
+    """
     table = Table(box=None, expand=bar, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     table.add_column(first, no_wrap=True, overflow=_overflow(style), max_width=20)
     if bar:
@@ -158,14 +160,14 @@ def _table(
 def _components_table(
     components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: frozenset[str], style: FrameStyle
 ) -> Table:
-    right = ("running", "waiting", "queued tok", "seats", "heartbeat")
+    right = ("running", "waiting", "queued tok", "slots", "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
     table = _table(style, "component", headings)
     for component in components[: _shown(rows, components)]:
         late, is_fenced = component.heartbeat_age_ms >= LATE_MS, component.component_id in fenced
         worker = component.role in ("prefill", "decode")
-        # The worker's page is fresher than its heartbeat.
-        seats = now.gauge(component.component_id, names.SEATS)
+        # A worker's page is fresher than its heartbeat.
+        slots = now.gauge(component.component_id, names.SEATS)
         queued = now.gauge(component.component_id, names.QUEUED_TOKENS)
         table.add_row(
             _clean(component.component_id),
@@ -177,7 +179,7 @@ def _components_table(
                 else ["", ""]
             ),
             _count(component.queued_tokens if queued is None else queued, style) if worker else "",
-            _count(component.free_seqs if seats is None else seats, style) if worker else "",
+            _count(component.free_seqs if slots is None else slots, style) if worker else "",
             f"{component.heartbeat_age_ms / 1000:.1f} s" if component.role else style.dash,
             "FENCED" if is_fenced else "late" if late else "",
             style="bold red" if is_fenced else "yellow" if late else "",
@@ -188,7 +190,7 @@ def _components_table(
 def _steps_table(
     workers: Sequence[ComponentStatus], rows: int, before: ClusterReading | None, now: ClusterReading, style: FrameStyle
 ) -> Table:
-    """The step budget's bar of each worker: a share of the budgets of the steps that ran."""
+    """Each worker's steps, with a bar of what their budgets were used for."""
     short = ("decode", "tail", "prefill", "spec.", "idle")
     table = _table(
         style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
@@ -225,10 +227,10 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading
     for node in nodes[: _shown(rows, nodes)]:
         pinned = now.gauge(node.component_id, names.KV_HELD, "pinned")
         disk = now.gauge(node.component_id, names.KV_DISK_BLOCKS)
-        told = min(pinned or 0, node.committed_blocks)
+        shown_as_pinned = min(pinned or 0, node.committed_blocks)
         blocks = (
-            node.committed_blocks - told,
-            told,
+            node.committed_blocks - shown_as_pinned,
+            shown_as_pinned,
             node.leased_blocks,
             node.quarantined_blocks,
             node.free_blocks,
@@ -246,7 +248,7 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading
 
 
 def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
-    """Where prompts' KV came from, latencies, rates, refusals."""
+    """The lines on where prompts' KV came from, latencies, rates and refusals."""
     first, later = _quantiles(streams.first_token, style), _quantiles(streams.between_tokens, style)
     times = f"first token {first}   next tokens {later}"
     requests = streams.requests
@@ -265,22 +267,22 @@ def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
         ("flow      ", rates),
         ("requests/s", f"{ended}, refused {total}{f' ({reasons})' if reasons else ''}"),
     )
-    return [Text.assemble((name, "bold"), " ", said, no_wrap=True, overflow=_overflow(style)) for name, said in lines]
+    return [Text.assemble((name, "bold"), " ", text, no_wrap=True, overflow=_overflow(style)) for name, text in lines]
 
 
 def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
-    """Percentages of the tokens of prompts."""
+    """Where prompts' KV came from, in percent of the prompts' tokens."""
     prompt, sources = streams.prompt, streams.sources
     if prompt == 0:
         return "no prompt ended"
     found = style.dash if streams.cached is None or prompt is None else _percent(streams.cached / prompt)
     shares = {name: tokens / prompt * 100 for name, tokens in sources.items()} if sources and prompt else {}
-    told = [f"{name} {f'{shares[name]:.0f}' if shares else style.dash}" for name in SOURCES]
-    return f"found {found} = {' + '.join(told[:3])}; {', '.join(told[3:])}"
+    parts = [f"{name} {f'{shares[name]:.0f}' if shares else style.dash}" for name in SOURCES]
+    return f"found {found} = {' + '.join(parts[:3])}; {', '.join(parts[3:])}"
 
 
 def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayFlow) -> list[str]:
-    """What a person must know to read the rest, the worst first."""
+    """Remarks without which the figures would mislead, the worst first."""
     notes = [] if now.status.index_available else ["Redis does not answer: no prefix hits"]
     notes += now.troubles
     gateways = sum(component.role == "gateway" for component in now.status.components)
@@ -293,7 +295,7 @@ def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayF
 
 
 def _legend(short: Iterable[str], style: FrameStyle) -> list[tuple[RenderableType, bool]]:
-    """A bar's glyphs, as headings of the columns that say its numbers."""
+    """A bar's glyphs as headings of the columns with its numbers."""
     return [
         (Text.assemble((glyph, colour), name), True)
         for glyph, colour, name in zip(style.glyphs, COLOURS, short, strict=True)
@@ -301,7 +303,7 @@ def _legend(short: Iterable[str], style: FrameStyle) -> list[tuple[RenderableTyp
 
 
 def _shown(rows: int, items: Sequence[object]) -> int:
-    """Where not all fit, the last row says so."""
+    """How many items get a row: all, or one less than ``rows``, whose last row then counts the rest."""
     return len(items) if rows >= len(items) else rows - 1
 
 
@@ -317,7 +319,7 @@ def _overflow(style: FrameStyle) -> OverflowMethod:
 
 
 def _clean(text: str) -> str:
-    """What a part or a page said must not steer the terminal."""
+    """``text`` without control characters, which could steer the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -336,7 +338,7 @@ def _rate(value: float | None, style: FrameStyle) -> str:
 
 
 def _time(seconds: float, last_bound: float) -> str:
-    """Three digits are enough. What is beyond the histogram's last bound is known to be that only."""
+    """Seconds in two or three digits; an infinite value is shown as beyond the histogram's last bound."""
     beyond, seconds = (">", last_bound) if math.isinf(seconds) else ("", seconds)
     if seconds >= 1:
         return f"{beyond}{seconds:.1f} s"

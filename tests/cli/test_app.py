@@ -1,4 +1,4 @@
-"""The command as a user meets it: light to start, one line for every mistake, and a child that hears all of it."""
+"""The command as a user meets it: light to start, one line for every mistake, and children that get every flag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from pillion._version import VERSION
 from pillion.cli.app import cli, component_command, with_model
 from pillion.cli.flags import env_name
-from pillion.cli.talk import pool_use, said, show, show_each, status_table, summary
+from pillion.cli.talk import given, pool_use, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import component_process
@@ -29,17 +29,17 @@ from tests.support.processes import started
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def on_cpu(**said: Any) -> ServeFlags:
-    """The flags of a cluster on a machine without a GPU, settled."""
-    return resolved_flags(ServeFlags(device="cpu", **said))
+def on_cpu(**flags: Any) -> ServeFlags:
+    """The settled flags of a cluster on a machine without a GPU."""
+    return resolved_flags(ServeFlags(device="cpu", **flags))
 
 
-def pillion(*argv: str, said: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+def pillion(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the real command, with a fresh environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
     return subprocess.run(
         [sys.executable, "-m", "pillion", *argv],
-        input=said,
+        stdin=subprocess.DEVNULL,
         env=clean | {"COLUMNS": "200"} | environ,
         capture_output=True,
         text=True,
@@ -55,15 +55,27 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
         "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
         " if name in sys.modules])"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert said.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["pillion", "pillion.client.client", "pillion.offline.llm"])
+def test_the_sdk_imports_nothing_of_the_operators(module: str) -> None:
+    """Not even when its late names are used: `pillion.Client` and `pillion.LLM` are classes of these modules."""
+    operators = {"cli", "supervisor", "top", "loadgen"}
+    script = (
+        f"import sys; import {module};"
+        f"print([name for name in sys.modules if name.startswith('pillion.') and name.split('.')[1] in {operators}])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_help_lists_every_command() -> None:
-    said = pillion("--help")
-    assert said.returncode == 0
+    done = pillion("--help")
+    assert done.returncode == 0
     for name in ("serve", "gateway", "prefill", "decode", "kvnode", "generate", "chat", "status", "demo", "version"):
-        assert f"\n  {name} " in said.stdout
+        assert f"\n  {name} " in done.stdout
     assert pillion("version").stdout.startswith(f"pillion {VERSION} ")
 
 
@@ -147,7 +159,7 @@ def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "prefill", "decode"),
+    ("flags", "prefill", "decode"),
     [
         ({"cpu_threads": 2, "cpu_affinity": "0-3"}, "0,1", "2,3"),
         ({"cpu_affinity": "0-3"}, "0,1", "2,3"),
@@ -156,10 +168,10 @@ def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_workers_get_cores_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], prefill: str, decode: str
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], prefill: str, decode: str
 ) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
-    specs = process_specs(on_cpu(model="m", **said), pathlib.Path("/run/x"), None)
+    specs = process_specs(on_cpu(model="m", **flags), pathlib.Path("/run/x"), None)
     by_name = {spec.component_id: spec.argv for spec in specs}
     assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
     assert f"--cpu-affinity={decode}" in by_name["decode-0"]
@@ -185,22 +197,22 @@ def test_workers_share_the_cores(cores: int, threads: int) -> None:
     assert threads_per_worker(on_cpu(), cores) == threads
 
 
-def test_children_are_told_to_stay_quiet() -> None:
+def test_the_environment_keeps_libraries_quiet() -> None:
     environ = child_environ({"PATH": "p", "PILLION_DTYPE": "x"}, "redis://")
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
     assert "PILLION_DTYPE" not in environ
 
 
-def test_part_failures_and_signals(tmp_path: pathlib.Path) -> None:
-    """A part's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
+def test_component_failures_and_signals(tmp_path: pathlib.Path) -> None:
+    """A component's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
     script = """
 import asyncio, sys
 from pillion.supervisor import component_process
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.observability.metrics import Meters
-class Part:
+class FakeComponent:
     address = "here"
     meters = Meters()
     async def stop(self, grace_s=2.0): print("stopped", flush=True)
@@ -210,7 +222,7 @@ class Part:
 async def start(flags):
     if sys.argv[1] == "refuses": raise ConfigError("no")
     print("up", flush=True)
-    return Part()
+    return FakeComponent()
 import types
 sys.modules["fake"] = types.SimpleNamespace(start=start)
 component_process.ROLES["kvnode"] = ("fake", "start")
@@ -249,7 +261,7 @@ def test_sampling_options_are_the_fields_of_the_client() -> None:
     ]
     with cli.commands["generate"].make_context("generate", ["Once", *argv]) as ctx:
         sampling = {name: value for name, value in ctx.params.items() if name not in ("prompt", "target")}
-    assert said(sampling) == {
+    assert given(sampling) == {
         "max_tokens": 9,
         "min_tokens": 2,
         "temperature": 0.0,
@@ -269,10 +281,10 @@ def test_sampling_options_are_the_fields_of_the_client() -> None:
         "n": 2,
         "best_of": 3,
     }
-    fields = {name for name in said(sampling) if name != "priority"}
+    fields = {name for name in given(sampling) if name != "priority"}
     assert fields <= set(SamplingParams.__dataclass_fields__)
     with cli.commands["chat"].make_context("chat", []) as ctx:
-        assert said({name: value for name, value in ctx.params.items() if name not in ("system", "target")}) == {}
+        assert given({name: value for name, value in ctx.params.items() if name not in ("system", "target")}) == {}
 
 
 def test_several_answers_are_shown_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ PROVEN = {"internal_tls_cert": "c", "internal_tls_key": "k", "internal_tls_ca": 
 @pytest.mark.parametrize(
     ("cls", "name"), [(KVNodeFlags, "node_listen"), (PrefillFlags, "listen"), (DecodeFlags, "listen")]
 )
-def test_a_part_is_not_open_by_mistake(cls: Any, name: str, address: str) -> None:
+def test_a_component_is_not_open_by_mistake(cls: Any, name: str, address: str) -> None:
     assert not is_local(address)
     with pytest.raises(ConfigError, match="--insecure-internal") as caught:
         check_flags(cls(**{name: address}))
@@ -40,18 +40,18 @@ def test_this_machine_alone_is_fine(address: str) -> None:
 
 @pytest.mark.parametrize("missing", list(PROVEN))
 @pytest.mark.parametrize("cls", [KVNodeFlags, DecodeFlags, GatewayFlags, ServeFlags])
-def test_between_parts_both_sides_prove(cls: Any, missing: str) -> None:
+def test_between_components_both_sides_prove(cls: Any, missing: str) -> None:
     with pytest.raises(ConfigError, match="belong together"):
         check_flags(cls(**{**PROVEN, missing: ""}))
 
 
 @pytest.mark.parametrize(
-    "said", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_ca": "a"}, {"tls_cert": "c", "tls_ca": "a"}]
+    "flags", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_ca": "a"}, {"tls_cert": "c", "tls_ca": "a"}]
 )
-def test_an_edge_has_a_certificate_and_its_key(said: dict[str, str]) -> None:
+def test_an_edge_has_a_certificate_and_its_key(flags: dict[str, str]) -> None:
     for cls in (GatewayFlags, ServeFlags):
         with pytest.raises(ConfigError):
-            check_flags(cls(**said))
+            check_flags(cls(**flags))
         check_flags(cls(tls_cert="c", tls_key="k", tls_ca="a"))
 
 

@@ -1,4 +1,4 @@
-"""Flags that depend on what a machine has are settled once, before any part hears them."""
+"""Flags that depend on what a machine has are settled once, before any component gets them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pillion.errors import ConfigError
 from pillion.supervisor.local_cluster import process_specs, resolved_flags
 
 
-def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
     monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
     flags = resolved_flags(ServeFlags(model="m"))
@@ -26,7 +26,7 @@ def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("flags", "words"),
     [
         ({"device": "cuda"}, "--device cuda: no NVIDIA GPU can be used here"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU"),
@@ -34,9 +34,9 @@ def test_what_nobody_said_is_settled_by_the_device(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=words):
-        resolved_flags(ServeFlags(**said))
+        resolved_flags(ServeFlags(**flags))

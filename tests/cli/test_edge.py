@@ -1,4 +1,4 @@
-"""Several gateways behind one port: who may have the port, what each is told, and which models they serve."""
+"""Several gateways behind one port: who may have the port, which flags each gets, and which models they serve."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_each_gateway_has_a_name_and_a_socket_of_its_own() -> None:
         ("gateway-1", 3, 7.0),
     ]
     for number, spec in enumerate(specs):
-        said = {f"--component-id=gateway-{number}", f"--probe-listen=unix:/run/x/gateway-{number}.sock"}
-        said |= {"--share-ports", "--gateway-workers=1", "--also-model=b=/b", "--also-model=c=/c"}
-        assert said <= set(spec.argv)
+        arguments = {f"--component-id=gateway-{number}", f"--probe-listen=unix:/run/x/gateway-{number}.sock"}
+        arguments |= {"--share-ports", "--gateway-workers=1", "--also-model=b=/b", "--also-model=c=/c"}
+        assert arguments <= set(spec.argv)
         assert spec.alive is not None
 
 

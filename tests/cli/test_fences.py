@@ -12,9 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from rich.console import Console
 
-from pillion.cli.console import Notices
 from pillion.config import KVNodeFlags
 from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.supervisor import fence_watch as fences
@@ -22,17 +20,7 @@ from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 from pillion.wire.attach import AttachHello
-
-
-class Heard(Notices):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
-        self.lines: list[str] = []
-
-    def component(self, component_id: str, line: str, style: str = "") -> None:
-        self.lines.append(line)
+from tests.support.notices import RecordedNotices
 
 
 @pytest.fixture
@@ -43,28 +31,28 @@ def folder() -> Iterator[pathlib.Path]:
 
 def test_it_is_due_after_the_time_and_only_once() -> None:
     watch = FenceWatch(5.0)
-    assert watch.look(1, ("a",), 10.0) == []
-    assert watch.look(1, ("a", "b"), 14.5) == []
-    assert watch.look(1, ("a", "b"), 15.5) == [("a", 5.5)]
-    assert watch.look(1, ("a", "b"), 16.0) == [], "its death takes a moment; the time begins anew"
-    assert watch.look(1, ("b",), 20.5) == [("b", 6.0)]
+    assert watch.overdue(1, ("a",), 10.0) == []
+    assert watch.overdue(1, ("a", "b"), 14.5) == []
+    assert watch.overdue(1, ("a", "b"), 15.5) == [("a", 5.5)]
+    assert watch.overdue(1, ("a", "b"), 16.0) == [], "its death takes a moment; the time begins anew"
+    assert watch.overdue(1, ("b",), 20.5) == [("b", 6.0)]
 
 
 def test_who_came_back_meanwhile_is_forgotten() -> None:
     watch = FenceWatch(5.0)
-    assert watch.look(1, ("a",), 10.0) == []
-    assert watch.look(1, (), 12.0) == []
-    assert watch.look(1, ("a",), 14.0) == []
-    assert watch.look(1, ("a",), 18.0) == []
-    assert watch.look(2, ("a",), 19.5) == [], "another boot of the node: another fence"
-    assert watch.look(2, ("a",), 24.5) == [("a", 5.0)]
+    assert watch.overdue(1, ("a",), 10.0) == []
+    assert watch.overdue(1, (), 12.0) == []
+    assert watch.overdue(1, ("a",), 14.0) == []
+    assert watch.overdue(1, ("a",), 18.0) == []
+    assert watch.overdue(2, ("a",), 19.5) == [], "another boot of the node: another fence"
+    assert watch.overdue(2, ("a",), 24.5) == [("a", 5.0)]
 
 
 def test_without_patience_it_is_due_at_sight() -> None:
-    assert FenceWatch(0.0).look(1, ("a",), 10.0) == [("a", 0.0)]
+    assert FenceWatch(0.0).overdue(1, ("a",), 10.0) == [("a", 0.0)]
 
 
-async def test_a_stopped_part_is_killed_and_started_again(
+async def test_a_stopped_component_is_killed_and_started_again(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fences, "FENCE_POLL_S", 0.02)
@@ -76,10 +64,10 @@ async def test_a_stopped_part_is_killed_and_started_again(
 
     argv = (sys.executable, "-c", "import time; time.sleep(60)")
     spec = ProcessSpec(component_id="w", level=0, argv=argv, environ=dict(os.environ), probe=probe)
-    heard = Heard()
-    supervisor = Supervisor([spec], heard, RestartPolicy(first_delay_ms=10))
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec], notices, RestartPolicy(first_delay_ms=10))
     await supervisor.start()
-    watching = asyncio.create_task(watch_fences(node.address, 0.2, supervisor.kill_component, heard))
+    watching = asyncio.create_task(watch_fences(node.address, 0.2, supervisor.kill_component, notices))
     try:
         first = supervisor.pid_of("w")
         assert first
@@ -93,8 +81,8 @@ async def test_a_stopped_part_is_killed_and_started_again(
                 await asyncio.sleep(0.02)
         node.pool.ended(epoch)
         assert not process.is_running()
-        assert [line for line in heard.lines if line.startswith("w has been fenced for 0.")]
-        assert "w was ended by SIGKILL; starting it again in 0.01 s" in heard.lines
+        assert [line for line in notices.lines if line.startswith("pillion: w has been fenced for 0.")]
+        assert "pillion: w was ended by SIGKILL; starting it again in 0.01 s" in notices.lines
         assert not supervisor.kill_component("nobody")
         second = supervisor.pid_of("w")
         await asyncio.sleep(0.4)

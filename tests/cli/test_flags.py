@@ -32,8 +32,8 @@ def parse(cls: type, argv: list[str], env: dict[str, str] | None = None) -> Any:
 
     @click.command()
     @flag_options(cls)
-    def command(**said: Any) -> None:
-        made.append(cls(**said))
+    def command(**values: Any) -> None:
+        made.append(cls(**values))
 
     clean = {env_name(f.name): None for f in fields(cls)} | {"PILLION_CONFIG": None}
     result = CliRunner().invoke(command, argv, env={**clean, **(env or {})}, standalone_mode=False)
@@ -61,7 +61,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: pathlib.Path) -> Non
     assert (flags.kv_pool_bytes, flags.prefill_workers, flags.model) == (2 * 2**30, 4, "folder")
 
 
-def test_what_may_be_said_several_times(tmp_path: pathlib.Path) -> None:
+def test_what_may_be_repeated(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text('also-model = ["a=/a", "b=/b"]\n')
     assert parse(ServeFlags, ["--config", str(file)]).also_model == ("a=/a", "b=/b")
@@ -74,7 +74,7 @@ def test_an_empty_variable_says_nothing() -> None:
     assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
 
 
-def test_one_file_may_serve_all_parts(tmp_path: pathlib.Path) -> None:
+def test_one_file_may_serve_all_components(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text("http-port = 1\nmax-num-seqs = 5\n")
     assert parse(DecodeFlags, ["--config", str(file)]).max_num_seqs == 5
@@ -140,7 +140,7 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
 def test_flags_survive_a_round_trip_through_argv(cls: Any) -> None:
     @given(st.builds(cls, **{field.name: value_of(field) for field in fields(cls)}))
     def check(flags: Any) -> None:
-        # The environment must not matter to a child that is told everything.
+        # The environment must not matter to a child that gets every flag on its command line.
         hostile = {env_name("block_size"): "7", env_name("log_level"): "debug"}
         assert parse(cls, to_argv(flags), hostile) == flags
 
@@ -155,12 +155,12 @@ def test_every_flag_has_one_name_everywhere() -> None:
             assert field.metadata["help"].endswith((".", ")")), field.name
 
 
-def test_children_do_not_hear_the_parents_flags() -> None:
+def test_children_do_not_inherit_the_parents_variables() -> None:
     environ = {"PILLION_MAX_NUM_SEQS": "1", "PILLION_CONFIG": "x", "PILLION_CACHE": "kept", "HOME": "kept"}
     assert without_flags(environ) == {"PILLION_CACHE": "kept", "HOME": "kept"}
 
 
-def test_a_part_gets_the_flags_it_shares() -> None:
+def test_a_component_gets_the_flags_it_shares() -> None:
     flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m"), http_port=1)
     assert flags == GatewayFlags(chunk_size=64, model="m", http_port=1)
     assert subset(ModelFlags, flags) == ModelFlags(model="m")

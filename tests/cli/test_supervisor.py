@@ -1,4 +1,4 @@
-"""The supervisor over small fake parts: order, restarts, giving up, and nothing left behind."""
+"""The supervisor over small fake components: order, restarts, giving up, and nothing left behind."""
 
 # ruff: noqa: ASYNC110  (a test may block its own loop)
 from __future__ import annotations
@@ -15,19 +15,18 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from rich.console import Console
 
-from pillion.cli.console import Notices
 from pillion.errors import Unavailable
 from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
+from tests.support.notices import RecordedNotices
 from tests.support.processes import started
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
-PART = """
+COMPONENT = """
 import pathlib, signal, sys, time
 folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 def note(what):
@@ -43,19 +42,8 @@ DEAF = "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, signal.
 )
 
 
-class Heard(Notices):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
-        self.lines: list[str] = []
-
-    def component(self, component_id: str, line: str, style: str = "") -> None:
-        self.lines.append(f"{component_id}: {line}")
-
-
 class SlowFor(RestartPolicy):
-    """Starts one part again later than the others."""
+    """Starts one component again later than the others."""
 
     def __init__(self, component_id: str) -> None:
         super().__init__()
@@ -71,7 +59,7 @@ def folder() -> Iterator[pathlib.Path]:
         yield pathlib.Path(path)
 
 
-def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = PART) -> ProcessSpec:
+def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
     async def probe() -> bool:
         return (folder / name).exists()
 
@@ -89,21 +77,21 @@ async def until(condition: object, timeout_s: float = 15.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_parts_start_and_stop_level_by_level(folder: pathlib.Path) -> None:
-    heard = Heard()
-    supervisor = Supervisor([spec(folder, "c", 2), spec(folder, "a", 0), spec(folder, "b", 1)], heard)
+async def test_components_start_and_stop_level_by_level(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "c", 2), spec(folder, "a", 0), spec(folder, "b", 1)], notices)
     await supervisor.start()
-    await until(lambda: len(heard.lines) == 3)
+    await until(lambda: len(notices.lines) == 3)
     await supervisor.stop()
     assert log_of(folder) == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
-    assert sorted(heard.lines) == ["a: hello from a", "b: hello from b", "c: hello from c"]
+    assert sorted(notices.lines) == ["a: hello from a", "b: hello from b", "c: hello from c"]
     assert supervisor.living() == []
     await supervisor.stop()
 
 
-async def test_a_dead_part_is_started_again(folder: pathlib.Path) -> None:
-    heard = Heard()
-    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], heard, RestartPolicy(first_delay_ms=10))
+async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], notices, RestartPolicy(first_delay_ms=10))
     await supervisor.start()
     try:
         first = supervisor.pid_of("a")
@@ -112,7 +100,7 @@ async def test_a_dead_part_is_started_again(folder: pathlib.Path) -> None:
         os.kill(first, signal.SIGKILL)
         await until(lambda: (folder / "a").exists() and supervisor.pid_of("a"))
         assert supervisor.pid_of("a") != first
-        assert "pillion: a was ended by SIGKILL; starting it again in 0.01 s" in heard.lines
+        assert "pillion: a was ended by SIGKILL; starting it again in 0.01 s" in notices.lines
         # Its neighbour was left alone.
         assert log_of(folder).count("start b") == 1
     finally:
@@ -120,9 +108,9 @@ async def test_a_dead_part_is_started_again(folder: pathlib.Path) -> None:
     assert supervisor.living() == []
 
 
-async def test_a_part_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
+async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
     needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
-    supervisor = Supervisor([spec(folder, "a"), needy, free], Heard(), SlowFor("a"))
+    supervisor = Supervisor([spec(folder, "a"), needy, free], RecordedNotices(), SlowFor("a"))
     await supervisor.start()
     try:
         for name in ("a", "b", "c"):
@@ -134,9 +122,9 @@ async def test_a_part_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -
         await supervisor.stop()
 
 
-async def test_it_gives_up_on_a_part_that_keeps_dying(folder: pathlib.Path) -> None:
+async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path) -> None:
     policy = RestartPolicy(max_deaths=3, first_delay_ms=1)
-    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b")], Heard(), policy)
+    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b")], RecordedNotices(), policy)
     await supervisor.start()
     failed = asyncio.create_task(supervisor.failed())
     for count in (1, 2, 3):
@@ -149,34 +137,36 @@ async def test_it_gives_up_on_a_part_that_keeps_dying(folder: pathlib.Path) -> N
 
 async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) -> None:
     broken = spec(folder, "b", 1, "import sys; print('the reason', flush=True); sys.exit(3)")
-    heard = Heard()
-    supervisor = Supervisor([spec(folder, "a"), broken, spec(folder, "c", 2)], heard)
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "a"), broken, spec(folder, "c", 2)], notices)
     with pytest.raises(Unavailable, match="b ended with status 3 before it was ready"):
         await supervisor.start()
     await supervisor.stop()
     assert log_of(folder) == ["start a", "stop a"]
-    assert "b: the reason" in heard.lines
+    assert "b: the reason" in notices.lines
     assert supervisor.living() == []
 
 
 async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
     absent = ProcessSpec(component_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
-    supervisor = Supervisor([absent], Heard())
+    supervisor = Supervisor([absent], RecordedNotices())
     with pytest.raises(Unavailable, match="x cannot be started"):
         await supervisor.start()
     await supervisor.stop()
 
 
-async def test_a_part_that_never_gets_ready(folder: pathlib.Path) -> None:
-    supervisor = Supervisor([spec(folder, "a", program="import time; time.sleep(60)")], Heard(), start_timeout_s=0.2)
+async def test_a_component_that_never_gets_ready(folder: pathlib.Path) -> None:
+    supervisor = Supervisor(
+        [spec(folder, "a", program="import time; time.sleep(60)")], RecordedNotices(), start_timeout_s=0.2
+    )
     with pytest.raises(Unavailable, match="a was ended by SIGKILL before it was ready"):
         await supervisor.start()
     await supervisor.stop()
     assert supervisor.living() == []
 
 
-async def test_a_deaf_part_is_killed_after_the_grace(folder: pathlib.Path) -> None:
-    supervisor = Supervisor([spec(folder, "a", program=DEAF)], Heard(), stop_grace_s=0.2)
+async def test_a_deaf_component_is_killed_after_the_grace(folder: pathlib.Path) -> None:
+    supervisor = Supervisor([spec(folder, "a", program=DEAF)], RecordedNotices(), stop_grace_s=0.2)
     await supervisor.start()
     await supervisor.stop()
     assert supervisor.living() == []
@@ -184,7 +174,7 @@ async def test_a_deaf_part_is_killed_after_the_grace(folder: pathlib.Path) -> No
 
 async def test_a_cancelled_start_leaves_nothing(folder: pathlib.Path) -> None:
     never = spec(folder, "b", 1, "import time; time.sleep(60)")
-    supervisor = Supervisor([spec(folder, "a"), never], Heard())
+    supervisor = Supervisor([spec(folder, "a"), never], RecordedNotices())
     starting = asyncio.create_task(supervisor.start())
     await until(lambda: supervisor.pid_of("b") is not None)
     starting.cancel()
@@ -193,21 +183,21 @@ async def test_a_cancelled_start_leaves_nothing(folder: pathlib.Path) -> None:
     assert supervisor.living() == []
 
 
-async def test_a_quiet_part_is_heard_only_when_it_dies(folder: pathlib.Path) -> None:
-    heard = Heard()
+async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
     quiet = dataclasses.replace(spec(folder, "a"), quiet=True)
-    supervisor = Supervisor([quiet], heard, RestartPolicy(first_delay_ms=10_000))
+    supervisor = Supervisor([quiet], notices, RestartPolicy(first_delay_ms=10_000))
     await supervisor.start()
-    assert heard.lines == []
+    assert notices.lines == []
     os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
-    await until(lambda: any("starting it again" in line for line in heard.lines))
-    assert "a: hello from a" in heard.lines
+    await until(lambda: any("starting it again" in line for line in notices.lines))
+    assert "a: hello from a" in notices.lines
     await supervisor.stop()
 
 
 async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
-    program = PART.replace("time.sleep(60)", "import subprocess; subprocess.run(['sleep', '60'])")
-    supervisor = Supervisor([spec(folder, "a", program=program)], Heard(), stop_grace_s=0.5)
+    program = COMPONENT.replace("time.sleep(60)", "import subprocess; subprocess.run(['sleep', '60'])")
+    supervisor = Supervisor([spec(folder, "a", program=program)], RecordedNotices(), stop_grace_s=0.5)
     await supervisor.start()
     parent = psutil.Process(supervisor.pid_of("a"))
     await until(lambda: parent.children())
@@ -218,16 +208,16 @@ async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
 
 
 async def test_output_is_forwarded_in_bounded_lines() -> None:
-    heard: list[str] = []
+    lines: list[str] = []
     program = f"import sys; sys.stdout.write('x' * {3 * MAX_LINE_BYTES} + '\\nlast\\rline \\xff\\nno end')"
-    child = await ChildProcess.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), heard.append)
+    child = await ChildProcess.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), lines.append)
     assert await child.wait() == 0
-    assert "".join(heard[:-2]) == "x" * 3 * MAX_LINE_BYTES
-    assert max(map(len, heard)) < 2 * MAX_LINE_BYTES
-    assert heard[-2:] == ["line ÿ", "no end"]
+    assert "".join(lines[:-2]) == "x" * 3 * MAX_LINE_BYTES
+    assert max(map(len, lines)) < 2 * MAX_LINE_BYTES
+    assert lines[-2:] == ["line ÿ", "no end"]
 
 
-def test_a_part_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
+def test_a_component_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
     component = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
         "from pillion.supervisor.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);"
         "import time; time.sleep(60)"
@@ -288,15 +278,15 @@ def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(fold
     assert [path.name for path in folder.iterdir()] == ["pillion-notes"]
 
 
-async def test_a_part_that_hangs_is_killed_and_started_again(folder: pathlib.Path) -> None:
-    heard, asked, silent = Heard(), [], []
+async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathlib.Path) -> None:
+    notices, asked, silent = RecordedNotices(), [], []
 
     async def alive() -> bool:
         asked.append(len(silent))
         return not silent
 
     watched = dataclasses.replace(spec(folder, "a"), alive=alive)
-    supervisor = Supervisor([watched], heard, RestartPolicy(first_delay_ms=10), alive_interval_s=0.01)
+    supervisor = Supervisor([watched], notices, RestartPolicy(first_delay_ms=10), alive_interval_s=0.01)
     await supervisor.start()
     try:
         first = supervisor.pid_of("a")
@@ -312,7 +302,7 @@ async def test_a_part_that_hangs_is_killed_and_started_again(folder: pathlib.Pat
         assert supervisor.pid_of("a") == first
         silent.extend([1, 1])
         await until(lambda: supervisor.pid_of("a") not in (None, first))
-        assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in heard.lines
+        assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in notices.lines
     finally:
         await supervisor.stop()
     assert supervisor.living() == []

@@ -43,9 +43,9 @@ NODE = ComponentStatus(
 )
 
 
-def status(*components: ComponentStatus, **said: Any) -> ClusterStatus:
+def status(*components: ComponentStatus, **others: Any) -> ClusterStatus:
     known = {"active_requests": 4, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
-    return ClusterStatus(**{"version": "1", "components": components, "index_available": True} | known | said)
+    return ClusterStatus(**{"version": "1", "components": components, "index_available": True} | known | others)
 
 
 def page_of(meters: Meters, component_id: str, role: str) -> ComponentPage:
@@ -85,11 +85,14 @@ def node_page() -> ComponentPage:
     return page_of(meters, "kvnode-0", "kvnode")
 
 
-def look(
-    at_s: float, *pages: ComponentPage, told: ClusterStatus | None = None, troubles: tuple[str, ...] = ()
+def reading(
+    at_s: float, *pages: ComponentPage, cluster: ClusterStatus | None = None, troubles: tuple[str, ...] = ()
 ) -> ClusterReading:
     return ClusterReading(
-        at_s, told or status(GATEWAY, PREFILL, DECODE, NODE), {page.component_id: page for page in pages}, troubles
+        at_s,
+        cluster or status(GATEWAY, PREFILL, DECODE, NODE),
+        {page.component_id: page for page in pages},
+        troubles,
     )
 
 
@@ -113,7 +116,7 @@ def row(shown: str, first: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "target", "found"),
+    ("places", "target", "found"),
     [
         ((), "127.0.0.1:50051", ["http://127.0.0.1:8000/metrics"]),
         ((), "grpcs://edge.example:443", ["https://edge.example:8000/metrics"]),
@@ -124,14 +127,14 @@ def row(shown: str, first: str) -> str:
         (("http://h:9/", "https://h/m?x=1"), "x:1", ["http://h:9/metrics", "https://h/m?x=1"]),
     ],
 )
-def test_where_pages_are(said: tuple[str, ...], target: str, found: list[str]) -> None:
-    assert list(locate(said, target)) == found
+def test_where_pages_are(places: tuple[str, ...], target: str, found: list[str]) -> None:
+    assert list(locate(places, target)) == found
 
 
-@pytest.mark.parametrize("said", ["h", "h:0", "h:70000", "h:9-8", f"h:1-{MAX_PAGES + 1}", "ftp://h/x", "http://h:x/"])
-def test_what_is_no_place_is_said(said: str) -> None:
+@pytest.mark.parametrize("place", ["h", "h:0", "h:70000", "h:9-8", f"h:1-{MAX_PAGES + 1}", "ftp://h/x", "http://h:x/"])
+def test_what_is_no_place_is_refused(place: str) -> None:
     with pytest.raises(ConfigError, match="--pages"):
-        locate((said,), "x:1")
+        locate((place,), "x:1")
     with pytest.raises(ConfigError, match=f"{MAX_PAGES} are the most"):
         locate((f"h:1-{MAX_PAGES}", "h:9999"), "x:1")
 
@@ -170,7 +173,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(observed: list[float], shar
 
 
 def test_changes_are_those_of_the_window() -> None:
-    one = flow(look(0, gateway_page("gateway-0", 7)), look(2, gateway_page("gateway-0", 9)))
+    one = flow(reading(0, gateway_page("gateway-0", 7)), reading(2, gateway_page("gateway-0", 9)))
     assert (one.from_pages, one.gateways, one.generated, one.prompt, one.cached) == (True, 1, 100, 100, 70)
     assert one.sources == {"pool": 60, "fetched": 10, "restored": 0, "prefill": 20, "tail": 10}
     assert one.requests == {"answered": 2, "cancelled": 1, "failed": 3}
@@ -181,31 +184,31 @@ def test_changes_are_those_of_the_window() -> None:
     assert 0.015 < one.between_tokens.p50 <= 0.02
     assert math.isinf(one.between_tokens.p99)
     both = [gateway_page("gateway-0", 3), gateway_page("gateway-1", 5)]
-    two = flow(look(0, gateway_page("gateway-0", 1), gateway_page("gateway-1", 4)), look(1, *both))
+    two = flow(reading(0, gateway_page("gateway-0", 1), gateway_page("gateway-1", 4)), reading(1, *both))
     assert (two.gateways, two.generated) == (2, 300)
 
 
 def test_what_began_anew_counts_from_nothing_and_what_is_new_not_at_all() -> None:
-    again = flow(look(0, gateway_page("gateway-0", 50)), look(1, gateway_page("gateway-0", 2)))
+    again = flow(reading(0, gateway_page("gateway-0", 50)), reading(1, gateway_page("gateway-0", 2)))
     assert (again.generated, again.first_token and again.first_token.count) == (200, 4)
-    before, now = look(0, gateway_page("gateway-0", 1)), look(1, gateway_page("gateway-1", 100))
+    before, now = reading(0, gateway_page("gateway-0", 1)), reading(1, gateway_page("gateway-1", 100))
     assert not flow(before, now).from_pages
-    assert steps(before, look(1, worker_page("decode-0", "decode", 5)), "decode-0") is None
+    assert steps(before, reading(1, worker_page("decode-0", "decode", 5)), "decode-0") is None
 
 
 def test_shares_of_the_step_budget() -> None:
-    found = steps(look(0, worker_page("d", "decode", 1)), look(4, worker_page("d", "decode", 3)), "d")
+    found = steps(reading(0, worker_page("d", "decode", 1)), reading(4, worker_page("d", "decode", 3)), "d")
     assert found is not None
     assert found.shares == {"decode": 0.1, "tail": 0.4, "prefill": 0, "speculative": 0, "idle": 0.5}
     assert (found.per_second, found.busy) == (10, pytest.approx(0.4))
-    still = steps(look(0, worker_page("d", "decode", 1)), look(4, worker_page("d", "decode", 1)), "d")
+    still = steps(reading(0, worker_page("d", "decode", 1)), reading(4, worker_page("d", "decode", 1)), "d")
     assert still is not None
     assert (still.per_second, still.shares) == (0, {})
 
 
 def test_a_frame_with_every_page() -> None:
     before, now = (
-        look(at_s, gateway_page("gateway-0", n), worker_page("decode-0", "decode", n), node_page())
+        reading(at_s, gateway_page("gateway-0", n), worker_page("decode-0", "decode", n), node_page())
         for at_s, n in ((0, 1), (2, 3))
     )
     shown = text(before, now)
@@ -232,9 +235,9 @@ def test_a_frame_with_every_page() -> None:
 
 def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
     components = (GATEWAY, PREFILL, DECODE, NODE)
-    told = status(*components, prompt_tokens=100, cached_tokens=40, completion_tokens=50)
-    now = look(2, told=told, troubles=("http://h/metrics: Connection refused",))
-    shown = text(look(0), now)
+    cluster = status(*components, prompt_tokens=100, cached_tokens=40, completion_tokens=50)
+    now = reading(2, cluster=cluster, troubles=("http://h/metrics: Connection refused",))
+    shown = text(reading(0), now)
     assert row(shown, "hits") == "hits found 40% = pool – + fetched – + restored –; prefill –, tail –"
     assert row(shown, "latency") == "latency first token p50 – p99 – next tokens p50 – p99 –"
     assert row(shown, "flow") == "flow tokens/s generated 25, prompts 50"
@@ -246,7 +249,7 @@ def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
     first = text(None, now)
     assert row(first, "flow") == "flow tokens/s generated –, prompts –"
     assert "rates over" not in first
-    assert row(text(look(0, told=told), now), "hits") == "hits no prompt ended"
+    assert row(text(reading(0, cluster=cluster), now), "hits") == "hits no prompt ended"
 
 
 def test_what_is_wrong_comes_first() -> None:
@@ -254,8 +257,8 @@ def test_what_is_wrong_comes_first() -> None:
     silent = ComponentStatus(component_id="prefill-9", role="prefill", heartbeat_age_ms=7000)
     fenced = ComponentStatus(component_id="decode-1", role="decode", node_id="kvnode-0")
     gateways = [ComponentStatus(component_id=f"gateway-{number}", role="gateway") for number in range(3)]
-    told = status(*gateways, DECODE, node, silent, fenced, index_available=False)
-    before, now = (look(at_s, gateway_page("gateway-1", 1), told=told) for at_s in (0, 1))
+    cluster = status(*gateways, DECODE, node, silent, fenced, index_available=False)
+    before, now = (reading(at_s, gateway_page("gateway-1", 1), cluster=cluster) for at_s in (0, 1))
     lines = [" ".join(line.split()) for line in text(before, now).splitlines()]
     assert lines[2:5] == [
         "prefill-9 prefill 0 0 0 0 7.0 s late",
@@ -275,7 +278,7 @@ def test_a_frame_fits_the_terminal(size: tuple[int, int]) -> None:
     workers = [
         ComponentStatus(component_id=f"decode-{n}-of-a-long-name", role="decode", node_id="n") for n in range(90)
     ]
-    now = look(0, told=status(GATEWAY, NODE, *workers), troubles=("a " * 300, "b", "c", "d", "e"))
+    now = reading(0, cluster=status(GATEWAY, NODE, *workers), troubles=("a " * 300, "b", "c", "d", "e"))
     for style in (FrameStyle(height), FrameStyle(height, ascii_only=True)):
         shown = text(None, now, width=width, style=style)
         lines = shown.splitlines()
@@ -288,8 +291,8 @@ def test_a_frame_fits_the_terminal(size: tuple[int, int]) -> None:
 
 
 def test_nobody_steers_the_terminal() -> None:
-    told = status(ComponentStatus(component_id="\x1b[2Jgone", role="de\ncode", node_id="\u202eabc"))
-    shown = text(None, look(0, told=told, troubles=("\x1b]0;title\x07",)))
+    cluster = status(ComponentStatus(component_id="\x1b[2Jgone", role="de\ncode", node_id="\u202eabc"))
+    shown = text(None, reading(0, cluster=cluster, troubles=("\x1b]0;title\x07",)))
     assert "\x1b" not in shown
     assert "\u202e" not in shown
     assert "?[2Jgone" in shown
@@ -311,8 +314,8 @@ def test_the_status_tells_who_is_fenced() -> None:
         component_id="kvnode-0", role="kvnode", address="x", fenced_components=("decode-0", "prefill-1")
     )
     worker = ComponentRecord(component_id="d", role="decode", address="x", queued_tokens=17, free_seqs=3)
-    told = status(record.status(), worker.status())
-    sent = gateway_pb2.GetStatusResponse.FromString(status_to_pb(told).SerializeToString())
-    assert status_from_pb(sent) == told
-    assert told.components[0].fenced_components == ("decode-0", "prefill-1")
-    assert (told.components[1].queued_tokens, told.components[1].free_seqs) == (17, 3)
+    cluster = status(record.status(), worker.status())
+    sent = gateway_pb2.GetStatusResponse.FromString(status_to_pb(cluster).SerializeToString())
+    assert status_from_pb(sent) == cluster
+    assert cluster.components[0].fenced_components == ("decode-0", "prefill-1")
+    assert (cluster.components[1].queued_tokens, cluster.components[1].free_seqs) == (17, 3)

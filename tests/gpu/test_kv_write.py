@@ -72,7 +72,7 @@ def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype,
     qkv = Guarded((tokens, (heads + 2 * kv_heads) * head_dim), dtype)
     qkv.inside.copy_(torch.randn(qkv.inside.shape))
     was = qkv.inside.clone()
-    queries, keys, values = reference.normed_and_turned(was, kv_heads, heads, norm, rotary)
+    queries, keys, values = reference.normed_and_rotated(was, kv_heads, heads, norm, rotary)
     pool = Guarded((SLOTS, LAYERS, 2, kv_heads, block_size, head_dim), kv_dtype)
     expected = pool.inside.clone()
     reference.store_rows(expected, LAYER, rows, keys, values)
@@ -102,7 +102,7 @@ def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim) * 10 ** torch.randint(-4, 2, (tokens, 1, 1))
     qkv[0, -1] = 0
     qkv = qkv.to(dtype).flatten(1).to(DEVICE)
-    _, keys, values = reference.normed_and_turned(qkv, kv_heads, heads, norm, rotary)
+    _, keys, values = reference.normed_and_rotated(qkv, kv_heads, heads, norm, rotary)
     pool = Guarded((SLOTS, LAYERS, 2, kv_heads, block_size * (head_dim + 4)), torch.uint8)
     kv_write(qkv, pool.inside, rows, LAYER, heads=heads, norm=norm, rotary=rotary)
     codes, scales = reference.fp8_parts(pool.inside, head_dim)
@@ -150,7 +150,7 @@ def test_the_reference_is_what_the_decoder_does(head_dim):
     positions = torch.randint(0, LENGTH, (tokens,))
     every = qkv.view(tokens, -1, head_dim)
     expected = rotate(RmsNorm(weight, EPS, wide=True)(every[:, :-kv_heads]), *rope.tables(positions, torch.float32))
-    found = reference.normed_and_turned(qkv, kv_heads, heads, (weight, EPS), (cos, sin, positions))
+    found = reference.normed_and_rotated(qkv, kv_heads, heads, (weight, EPS), (cos, sin, positions))
     torch.testing.assert_close(torch.cat(found[:2], 1), expected, **rounded(torch.float32, 8))
     assert torch.equal(found[2], every[:, -kv_heads:])
 

@@ -14,10 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
-from pillion.engine.worker.step_meter import IDLE, StepMeter
-from pillion.engine.worker.step_meter import readings as lines
-from pillion.gateway.request.request_meter import CHAT, GatewayMeter, RequestMeter
-from pillion.gateway.request.request_meter import readings as under_way
+from pillion.engine.worker.step_meter import IDLE, StepMeter, load_readings
+from pillion.gateway.request.request_telemetry import CHAT, GatewayMeter, RequestMeter
+from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kvstore.node.kv_node import metric_readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
@@ -53,7 +52,7 @@ class MeteredLine(SchedulerLine):
 
     def _run(self, plan: StepPlan) -> Sampled:
         sampled = super()._run(plan)
-        used = self.meter.ran(plan, 0.02, ok=True)
+        used = self.meter.count_step(plan, 0.02, ok=True)
         assert sum(used.values()) == plan.budget_tokens
         assert used[IDLE] == plan.budget_tokens - plan.num_tokens
         self.budgets += plan.budget_tokens
@@ -61,7 +60,7 @@ class MeteredLine(SchedulerLine):
 
     def hear(self, outcome: Outcome) -> None:
         super().hear(outcome)
-        self.meter.heard(outcome)
+        self.meter.count_outcome(outcome)
 
 
 @settings(max_examples=25, deadline=None)
@@ -101,7 +100,7 @@ def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: 
 
 def test_failed_steps_are_counted_apart() -> None:
     meters = Meters()
-    StepMeter(meters).ran(StepPlan(budget_tokens=8), 0.5, ok=False)
+    StepMeter(meters).count_step(StepPlan(budget_tokens=8), 0.5, ok=False)
     assert values(meters, names.STEPS) == {("ok",): 0, ("failed",): 1}
     assert values(meters, names.STEP_BUDGET)[IDLE,] == 8
 
@@ -111,7 +110,7 @@ def test_a_workers_lines() -> None:
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
-    said = list(lines(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
+    said = list(load_readings(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
     assert by_labels(said, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
     assert by_labels(said, names.SEATS) == {"": 0}
     assert by_labels(said, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}
@@ -122,7 +121,7 @@ def test_a_pools_states_add_up() -> None:
     for seed in range(2):
         line.submit(prompt(seed + 1, 12), 6)
     seen = set()
-    for _ in itertools.takewhile(lambda _: line.scheduler.num_sequences, range(100)):
+    for _ in itertools.takewhile(lambda _: line.scheduler.sequences, range(100)):
         status = line.ledger.status()
         said = list(books(status))
         states = by_labels(said, names.KV_BLOCKS)

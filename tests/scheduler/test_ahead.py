@@ -117,7 +117,7 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
         while line.answer():
             pass
     line.cancel(1)
-    assert line.scheduler.num_sequences == 0
+    assert line.scheduler.sequences == {}
     line.hear_idle()
     while line.answer():
         pass
@@ -179,13 +179,13 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
 
 def test_what_was_launched_under_an_older_hold_is_void() -> None:
     in_flight, sequence = InFlightSteps(), stream(1, 6, range(4))
-    sequence.state = SequenceState.RUNNING
+    sequence.start_running()
     plan = StepPlan((SequencePiece(sequence, 0, 6, 1),))
     in_flight.launched(plan)
     sequence.hold(Holding(2, (), (5, 6)))
-    sequence.state = SequenceState.RUNNING
+    sequence.start_running()
     assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
-    assert sequence.flying == 0
+    assert sequence.num_in_flight == 0
 
 
 @pytest.mark.parametrize("slots", [16, 20, 24])
@@ -341,4 +341,4 @@ def test_any_history_with_a_step_under_way(
         play(line, str(kind), [number for number in said if isinstance(number, int)])
     line.breaks, line.refuse_commits = "", 0
     run_out(line)
-    assert all(s.state is not SequenceState.RUNNING for s in line.scheduler._sequences.values())
+    assert all(s.state is not SequenceState.RUNNING for s in line.scheduler.sequences.values())

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
-from pillion.engine.scheduling.drafts import speculate
-from pillion.engine.scheduling.ngram import NGramDrafter
+from pillion.engine.scheduling.drafts import NGramDrafter, speculate
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
@@ -33,7 +32,7 @@ class Oracle:
 
 def steps_of(line: SchedulerLine) -> int:
     steps = 0
-    while line.scheduler.num_sequences:
+    while line.scheduler.sequences:
         steps += bool(line.step().pieces)
         while line.answer():
             pass
@@ -152,7 +151,7 @@ def test_a_text_that_cannot_be_guessed_soon_costs_one_token_a_step() -> None:
     line = SchedulerLine(slots=100, budget=64, max_num_seqs=2, drafter=Oracle(1))
     line.submit(prompt(1, 9), 30)
     counts = []
-    while line.scheduler.num_sequences:
+    while line.scheduler.sequences:
         counts.append(line.step().num_tokens)
         while line.answer():
             pass

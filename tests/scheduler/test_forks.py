@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pillion.engine.scheduling.forks import copy_tail
+from pillion.engine.scheduling.forks import copy_partial_block
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import Sampled
@@ -28,7 +28,7 @@ def test_one_prefill_and_as_many_answers(length: int) -> None:
     line = SchedulerLine(budget=16, max_num_seqs=4)
     line.submit(prompt(1, length), 9, fork_seeds=(5, 6, 7))
     ran = 0
-    while line.scheduler.num_sequences:
+    while line.scheduler.sequences:
         ran += computed(line)
         line.hear_idle()
     line.settle()
@@ -52,7 +52,7 @@ def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
     line.submit(prompt(1, 10), 30, fork_seeds=(5, 6))
     for _ in range(3):
         computed(line)
-    tables = [s.table().tolist() for s in line.scheduler._sequences.values()]
+    tables = [s.table().tolist() for s in line.scheduler.sequences.values()]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     line.finish()
@@ -127,24 +127,24 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
     line.step()
     while line.answer():
         pass
-    parent, child = line.scheduler._sequences[first], line.scheduler._sequences[2]
+    parent, child = line.scheduler.sequences[first], line.scheduler.sequences[2]
     assert child.state is SequenceState.PREEMPTED
     for state in (SequenceState.CLOSING, SequenceState.RESUMING):
         parent.state, kept = state, parent.state
-        assert copy_tail(parent, child) is None
+        assert copy_partial_block(parent, child) is None
         parent.state = kept
     # Nor from one that came back and has not computed its prompt again.
     parent.num_computed, kept_tokens = 8, parent.num_computed
-    assert copy_tail(parent, child) is None
+    assert copy_partial_block(parent, child) is None
     parent.num_computed = kept_tokens
-    assert copy_tail(parent, child) is not None
+    assert copy_partial_block(parent, child) is not None
 
 
 def test_forks_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
     line = SchedulerLine(slots=100, budget=16, max_num_seqs=4)
     line.submit(prompt(1, 30), 9, fork_seeds=(5, 6, 7))
     ran = 0
-    while line.scheduler.num_sequences:
+    while line.scheduler.sequences:
         # The node's answer comes while the next step runs, so the forks begin while a run is under way.
         late = len(line.unheard)
         ran += line.step().num_tokens
@@ -188,7 +188,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
     scheduler.add(stream(1, 6, range(10, 12)), 0.0)
     scheduler.add(stream(2, 11, range(20, 24), (ForkSpec(3, 5),)), 0.0)
     if victim == "parent":
-        parent = scheduler._sequences[2]
+        parent = scheduler.sequences[2]
         parent.spec, parent.rank = replace(parent.spec, priority=1), 5.0
     outcomes = []
     for step in range(4):
@@ -200,17 +200,17 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
             if outcome.lease_blocks:
                 scheduler.granted((), now)
         if step == 3:
-            child = scheduler._sequences[3]
+            child = scheduler.sequences[3]
             child.spec = replace(child.spec, priority=0 if victim == "parent" else child.spec.priority)
             scheduler.resumed(3, Holding(9, (30, 31), (32, 33)), now)
         scheduler.recall(recall, now)
         plan = scheduler.schedule(now)
         outcomes = [scheduler.flush(now)]
-        owned = {slot for sequence in scheduler._sequences.values() for slot in sequence.owned_slots()}
+        owned = {slot for sequence in scheduler.sequences.values() for slot in sequence.owned_slots()}
         for source, target in plan.copies:
             assert {source, target} <= owned
             assert not {source, target} & set(outcomes[0].give_back)
         if plan.pieces:
             tokens = sum(piece.samples + len(piece.fork_seeds) for piece in plan.pieces)
             outcomes.append(scheduler.commit(plan, Sampled((1,) * tokens), now))
-    assert any(s.progress.preemptions for s in scheduler._sequences.values()), "nobody was preempted"
+    assert any(s.progress.preemptions for s in scheduler.sequences.values()), "nobody was preempted"

@@ -83,8 +83,8 @@ def test_the_least_urgent_gives_way_even_to_newer_ones() -> None:
         served(line)
         assert line.now < 1, "nobody was preempted"
     assert patient is not None
-    assert line.scheduler._sequences[patient].state is SequenceState.RESUMING
-    assert all(line.scheduler._sequences[i].state is SequenceState.RUNNING for i in urgent if i is not None)
+    assert line.scheduler.sequences[patient].state is SequenceState.RESUMING
+    assert all(line.scheduler.sequences[i].state is SequenceState.RUNNING for i in urgent if i is not None)
     line.finish()
     line.check_answers()
 
@@ -98,7 +98,7 @@ def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
     later = [line.submit(prompt(seed, 8), 40) for seed in (2, 3)]
     assert patient is not None
     ids = served(line)
-    while line.scheduler._sequences[patient].state is SequenceState.RUNNING:
+    while line.scheduler.sequences[patient].state is SequenceState.RUNNING:
         ids = served(line)
         assert line.now < 3 * PRIORITY_AGING_S + 1, "nobody was preempted"
     assert patient not in ids

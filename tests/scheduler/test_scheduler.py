@@ -170,7 +170,7 @@ def test_a_lost_race_swaps_the_table_and_returns_the_own_slot() -> None:
     line.step()
     while line.answer():
         pass
-    tables = [line.scheduler._sequences[i].table()[:3].tolist() for i in ids if i is not None]
+    tables = [line.scheduler.sequences[i].table()[:3].tolist() for i in ids if i is not None]
     assert tables[0] == tables[1]
     line.finish()
     line.check_answers()
@@ -221,7 +221,7 @@ def test_cancel_frees_within_one_step(steps: int) -> None:
         line.cancel(seq_id)
         line.cancel(seq_id)
     line.settle()
-    assert line.scheduler.num_sequences == 0
+    assert line.scheduler.sequences == {}
 
 
 def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
@@ -231,7 +231,7 @@ def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
     while SequenceState.RESUMING not in states(line):
         line.step()
         line.answer()
-    newest = max(line.scheduler._sequences)
+    newest = max(line.scheduler.sequences)
     line.cancel(newest)
     line.finish()
     line.check_answers()

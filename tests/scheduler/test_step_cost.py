@@ -168,7 +168,7 @@ def test_the_scheduler_keeps_to_it() -> None:
     line.submit(prompt(1, 8), 60)
     line.submit(prompt(2, 600), 4)
     counts = []
-    while line.scheduler.num_sequences:
+    while line.scheduler.sequences:
         line.now += 0.001
         plan: StepPlan = line.scheduler.schedule(line.now)
         sampled: Sampled = line._run(plan)

@@ -42,7 +42,7 @@ async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
     loop.start()
     loop.post_event(lambda scheduler, now: None)
     async with asyncio.timeout(10):
-        while len(loop._held) < MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
+        while loop.held_back < MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert scheduler.steps <= MAX_UNREAD_OUTCOMES + 1
@@ -72,7 +72,7 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     loop.post_event(lambda scheduler, now: None)
     await asyncio.sleep(0.1)
     await asyncio.wait_for(loop.stop(), 10)
-    assert not loop._thread.is_alive()
+    assert not loop.running
 
 
 class _Lost:

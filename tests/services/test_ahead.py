@@ -151,7 +151,7 @@ async def test_cancels_at_any_time_leak_nothing() -> None:
             for key, answer in enumerate(answers):
                 said = list(answer.token_ids)
                 assert said == greedy(prompt(key + turn, 6 + 5 * key), len(said))
-        await until(lambda: not workers.decode.worker.listeners, "the cancels")
+        await until(lambda: not workers.decode.worker.epoch.listeners, "the cancels")
 
 
 async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() -> None:

@@ -125,9 +125,9 @@ async def test_cancel_and_a_lost_connection_free_everything() -> None:
             await connection.cancel(0)
             await connection.cancel(0)
             await connection.cancel(77)
-            await until(lambda: len(workers.decode.worker.listeners) == 3, "the cancel")
+            await until(lambda: len(workers.decode.worker.epoch.listeners) == 3, "the cancel")
             assert answers[0].last is None
-        await until(lambda: not workers.decode.worker.listeners, "the connection's end")
+        await until(lambda: not workers.decode.worker.epoch.listeners, "the connection's end")
         await workers.quiet()
         async with connected(workers) as connection:
             await over(await start(workers, connection, 0, prompt(9, 5)))
@@ -150,7 +150,7 @@ async def test_cancel_before_the_ticket_is_adopted() -> None:
             await connection.cancel(key)
             await workers.release(ticket)
         await over(await start(workers, connection, 99, prompt(3, 5)))
-        assert not workers.decode.worker.listeners
+        assert not workers.decode.worker.epoch.listeners
         await workers.quiet()
 
 

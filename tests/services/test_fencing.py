@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from pillion.config import WorkerFlags
-from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.heartbeat import Heartbeat, Lease
 from pillion.engine.worker.worker import Worker
@@ -66,7 +66,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         assert said == greedy(PROMPT, len(said))
         await returned(worker, old)
         assert workers.decode_backend._pool is memory, "the pool was bound again"
-        assert worker._attachment.epoch == old, "the attachment stands"
+        assert worker.attachment.epoch == old, "the attachment stands"
         other = await workers.ticket(PROMPT)
         assert other.pinned_blocks == 4, "what it had committed is found"
         again = await connection.submit(submit_of(2, other, PROMPT, 30))
@@ -89,7 +89,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
         call = workers.prefill_stub.RunSpan(span_to_pb(workers.span(ticket, tokens, (16, 24)), "g"), timeout=20)
-        await until(lambda: workers.prefill.worker.listeners, "the span")
+        await until(lambda: workers.prefill.worker.epoch.listeners, "the span")
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -108,7 +108,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         worker, ticket = workers.decode.worker, await workers.ticket(PROMPT)
         workers.decode_backend.gate.clear()
         answer = await connection.submit(submit_of(1, ticket, PROMPT))
-        await until(lambda: worker.listeners, "the stream")
+        await until(lambda: worker.epoch.listeners, "the stream")
         await asyncio.sleep(0.05)
         old = fence(workers, worker)
         await lost(answer)
@@ -146,7 +146,7 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
             ticket = await workers.ticket(PROMPT)
             async with connected(workers) as connection:
                 await connection.submit(submit_of(1, ticket, PROMPT))
-                await until(lambda: workers.decode.worker.listeners, "the stream")
+                await until(lambda: workers.decode.worker.epoch.listeners, "the stream")
                 await asyncio.sleep(0.05)
                 fence(workers, workers.decode.worker)
                 await wait_until(False)
@@ -162,7 +162,7 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_said(monkeypatc
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         slow_steps(workers)
         worker, asking = workers.decode.worker, asyncio.Event()
-        real = worker._node.heartbeat
+        real = worker.node.heartbeat
 
         async def unheard(epoch: int, **said: Any) -> HeartbeatReply:
             await asking.wait()
@@ -171,8 +171,8 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_said(monkeypatc
         ticket = await workers.ticket(PROMPT)
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
         await until(lambda: answer.token_ids, "a token")
-        monkeypatch.setattr(worker._node, "heartbeat", unheard)
-        await until(lambda: worker.epoch._steps._held, "the lease's end")
+        monkeypatch.setattr(worker.node, "heartbeat", unheard)
+        await until(lambda: worker.epoch.held_back, "the lease's end")
         await asyncio.sleep(0.1)
         said = len(answer.token_ids)
         await asyncio.sleep(0.2)
@@ -229,7 +229,7 @@ async def test_an_answer_to_an_old_question_renews_nothing() -> None:
 async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         worker, answered, go_on = workers.decode.worker, asyncio.Event(), asyncio.Event()
-        real = worker._node.adopt
+        real = worker.node.adopt
 
         async def late(epoch: int, ticket_id: int, lease_blocks: int, **said: Any) -> Any:
             adopted = await real(epoch, ticket_id, lease_blocks, **said)
@@ -237,7 +237,7 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
             await go_on.wait()
             return adopted
 
-        monkeypatch.setattr(worker._node, "adopt", late)
+        monkeypatch.setattr(worker.node, "adopt", late)
         # Short: one call leases all it needs.
         ticket = await workers.ticket(PROMPT[:3])
         answer = await connection.submit(submit_of(1, ticket, PROMPT[:3]))
@@ -256,13 +256,13 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
     """Nobody knows which slots it moved. Not fenced yet, the worker is silent until it is."""
     async with running_workers(node=SHORT, decode=SHORT) as workers, connected(workers) as connection:
         worker = workers.decode.worker
-        old, real = worker.epoch.number, worker._node.commit
+        old, real = worker.epoch.number, worker.node.commit
 
         async def unanswered(epoch: int, runs: Any, **said: Any) -> Any:
             await real(epoch, runs, **said)
             raise DeadlineExceeded("no answer in time")
 
-        monkeypatch.setattr(worker._node, "commit", unanswered)
+        monkeypatch.setattr(worker.node, "commit", unanswered)
         ticket = await workers.ticket(PROMPT)
         answer = await connection.submit(submit_of(1, ticket, PROMPT))
         await lost(answer)
@@ -287,7 +287,7 @@ async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: py
             asked.append(epoch)
             raise Unavailable("not now")
 
-        monkeypatch.setattr(workers.decode.worker._node, "reattach", refused)
+        monkeypatch.setattr(workers.decode.worker.node, "reattach", refused)
         old = fence(workers, workers.decode.worker)
         reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
         assert "no new epoch" in reason
@@ -303,7 +303,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         async def never(epoch: int) -> int:
             return await asyncio.Future()
 
-        monkeypatch.setattr(worker._node, "reattach", never)
+        monkeypatch.setattr(worker.node, "reattach", never)
         fence(workers, worker)
         await until(lambda: worker._returning is not None, "the fence to be heard")
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
@@ -312,16 +312,46 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_workers() as workers:
-        heard: list[int] = []
-        monkeypatch.setattr(Scheduler, "recall", lambda scheduler, blocks, now: heard.append(blocks))
-        real = workers.decode.worker._node.heartbeat
+    """A call that waits for memory at the node makes a decode worker return slots of its stock while a stream runs."""
+    async with running_workers() as workers, connected(workers) as connection:
+        slow_steps(workers)
+        pool, returned, recalls = workers.kvnode.pool, list[int](), list[int]()
+        give_back, heartbeat = pool.give_back, pool.heartbeat
 
-        async def wanting(epoch: int, **said: Any) -> HeartbeatReply:
-            return HeartbeatReply((await real(epoch, **said)).fenced, 7)
+        def record_slots(epoch: int, slots: Sequence[int]) -> None:
+            give_back(epoch, slots)
+            returned.extend(slots)
 
-        monkeypatch.setattr(workers.decode.worker._node, "heartbeat", wanting)
-        await until(lambda: 7 in heard, "the recall")
+        def record_recall(epoch: int) -> HeartbeatReply:
+            reply = heartbeat(epoch)
+            if reply.recall_blocks and epoch == workers.decode.worker.epoch.number:
+                recalls.append(reply.recall_blocks)
+            return reply
+
+        monkeypatch.setattr(pool, "give_back", record_slots)
+        monkeypatch.setattr(pool, "heartbeat", record_recall)
+        answers = []
+        for key in (1, 2, 3, 4):
+            prompt = [key, *PROMPT]
+            ticket = await workers.ticket(prompt)
+            answers.append(await connection.submit(submit_of(key, ticket, prompt, 900)))
+            await until(lambda: answers[-1].token_ids, "the first token")
+            await workers.release(ticket)
+        # Slots of streams that end go to the stock, and the stock keeps them for others as long as nobody recalls them.
+        workers.decode_backend.gate.clear()
+        for key in (2, 3, 4):
+            await connection.cancel(key)
+        assert not returned
+        waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
+        await until(lambda: len(recalls) >= 2, "a heartbeat's answer with a recall that has arrived")
+        workers.decode_backend.gate.set()
+        await until(lambda: returned, "slots of the stock")
+        assert answers[0].last is None, "the stream still runs"
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await connection.cancel(1)
+        await workers.quiet()
 
 
 class SlowToWarm(FakeBackend):
@@ -338,5 +368,5 @@ async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
         await asyncio.sleep(0.2)
         assert not workers.kvnode.status().fenced_components
         for component in (workers.prefill, workers.decode):
-            assert component.worker.epoch.number == component.worker._attachment.epoch
+            assert component.worker.epoch.number == component.worker.attachment.epoch
         await workers.quiet()

@@ -108,7 +108,7 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
                 await until(lambda: all(answer.token_ids for answer in answers), "all first tokens")
         workers.decode_backend.gate.set()
         await workers.quiet()
-        assert not workers.decode.worker.listeners
+        assert not workers.decode.worker.epoch.listeners
 
 
 async def test_forks_in_a_pool_too_small_for_all() -> None:
@@ -164,7 +164,7 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         first = await connection.submit(submit_of(1, tickets[0], PROMPT, 40, forks=(Fork(5, 12),)))
         second = await connection.submit(submit_of(2, tickets[1], PROMPT, 40))
-        await until(lambda: len(workers.decode.worker.listeners) == 3, "all three")
+        await until(lambda: len(workers.decode.worker.epoch.listeners) == 3, "all three")
         workers.decode.worker.fail("a test says so")
         workers.decode_backend.gate.set()
         await over([first, second])
@@ -183,7 +183,7 @@ async def test_streams_are_bounded_with_their_forks() -> None:
                 connection.answers[fork.key] = Answer()
             answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, forks=forks)))
         await until(lambda: sum(answer.over.is_set() for answer in answers) == 5, "five refusals")
-        assert len(workers.decode.worker.listeners) == 5
+        assert len(workers.decode.worker.epoch.listeners) == 5
         assert all(answer.last.error.code == 8 for answer in answers if answer.last and answer.last.error)
         workers.decode_backend.gate.set()
         await over(answers)
@@ -198,11 +198,11 @@ async def test_a_cancel_right_behind_the_order_to_resume_opens_no_ticket(monkeyp
         async def resume(order: ResumeOrder) -> None:
             asked.append(order)
 
-        monkeypatch.setattr(worker.tickets, "resume", resume)
+        monkeypatch.setattr(worker.epoch.tickets, "resume", resume)
         worker.epoch.listeners[77] = SpanRun(
             workers.prefill.worker, workers.span(OpenTicketReply(ticket_id=1), PROMPT, [4]), Context()
         )
-        worker.epoch._on_resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
-        worker.cancel(77)
+        worker.epoch.resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
+        worker.epoch.cancel(77)
         await asyncio.sleep(0.05)
         assert not asked

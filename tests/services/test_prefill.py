@@ -124,7 +124,7 @@ async def test_cancel_frees_within_one_step(after_acks: int) -> None:
         steps = len(workers.prefill_backend.steps)
         await asyncio.sleep(0.1)
         assert len(workers.prefill_backend.steps) == steps, "it computes on"
-        assert not workers.prefill.worker.listeners
+        assert not workers.prefill.worker.epoch.listeners
 
 
 BAD: dict[str, dict[str, Any]] = {

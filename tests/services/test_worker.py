@@ -38,7 +38,7 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         answer = await connection.submit(submit_of(1, tickets[0], PROMPT, 12))
-        await until(lambda: workers.decode.worker.listeners, "the stream")
+        await until(lambda: workers.decode.worker.epoch.listeners, "the stream")
         stopping = asyncio.create_task(workers.decode.stop(10.0))
         await asyncio.sleep(0.05)
         late = await connection.submit(submit_of(2, tickets[1], PROMPT))

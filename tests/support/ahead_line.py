@@ -102,7 +102,7 @@ class AheadLine(SchedulerLine):
         """Schedule and launch; land what was under way before."""
         self.now += 0.01
         before = {id(s) for s in self.scheduler.queues.running if s.decoding}
-        coming = self.scheduler._in_flight.holding
+        coming = self.scheduler.awaits_landing
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
         outcome = self.scheduler.flush(self.now)

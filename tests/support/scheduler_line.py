@@ -129,7 +129,7 @@ class SchedulerLine:
 
     def cancel(self, seq_id: int) -> None:
         """The client went away. Answers that have not begun go with the first one."""
-        sequence = self.scheduler._sequences.get(seq_id)
+        sequence = self.scheduler.sequences.get(seq_id)
         for name in (seq_id, *(fork.seq_id for fork in sequence.forks)) if sequence else (seq_id,):
             self.said[name].cancelled = True
         self.scheduler.cancel(seq_id, self.now)
@@ -144,7 +144,7 @@ class SchedulerLine:
         self._check_plan(plan, before)
         # As the step loop does it: what the events led to is told before the step runs.
         before_run = self.scheduler.flush(self.now)
-        owned = {slot for s in self.scheduler._sequences.values() for slot in s.table().tolist()}
+        owned = {slot for s in self.scheduler.sequences.values() for slot in s.table().tolist()}
         for source, target in plan.copies:
             assert {source, target} <= owned, "a copy of a slot that nobody has"
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
@@ -189,10 +189,10 @@ class SchedulerLine:
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
-            waits = sequence.flying and (sequence.next_is_last or sequence.reads_history)
+            waits = sequence.num_in_flight and (sequence.next_is_last or sequence.reads_history)
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
-                assert len(scheduler._block_manager.stock) == 0, "a decode was skipped while there are slots"
+                assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
         # Who has a seat now had one before, or was the next in line: the others come behind.
         begun = [s for s in queues.running if not s.decoding and s.next_start < s.num_tokens]
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
@@ -202,7 +202,7 @@ class SchedulerLine:
             want = sequence.step_end() - sequence.next_start
             cut = cut or piece is None or piece.count < want
             assert piece is None or piece.count <= want, "a chunk's end was crossed"
-        if not scheduler._whole_prompts:
+        if not scheduler.whole_prompts:
             assert not cut or plan.num_tokens == budget, "the step is not filled"
             short = [p for p, decodes in zip(plan.pieces, kinds, strict=True) if not decodes]
             left = [p for p in short if p.count < p.sequence.step_end() - p.start]
@@ -266,11 +266,11 @@ class SchedulerLine:
             while self.answer():
                 pass
             self.hear_idle()
-        assert not self.scheduler.num_sequences, "somebody starved"
+        assert not self.scheduler.sequences, "somebody starved"
         self.settle()
 
     def _busy(self) -> bool:
-        return bool(self.scheduler.num_sequences or self.unheard)
+        return bool(self.scheduler.sequences or self.unheard)
 
     def hear_idle(self) -> None:
         outcome = self.scheduler.flush(self.now)
@@ -347,4 +347,4 @@ def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int]) -> Sampled:
 
 def states(line: SchedulerLine) -> Seq[SequenceState]:
     """Where everybody is, oldest first."""
-    return [s.state for _, s in sorted(line.scheduler._sequences.items())]
+    return [s.state for _, s in sorted(line.scheduler.sequences.items())]

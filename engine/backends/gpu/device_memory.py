@@ -1,4 +1,4 @@
-"""Memory of a GPU that other processes map too, as torch sees it."""
+"""Turns GPU memory that several processes map into torch tensors."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from pillion.engine.backends.backend import DevicePool
 from pillion.errors import ConfigError
 
 
-class _Span:
-    """Speaks the array interfaces, version 3, by which torch (CUDA) and numpy take memory that is not their own."""
+class _ArrayInterface:
+    """Implements the array interface, version 3, through which torch (CUDA) and numpy use foreign memory."""
 
     def __init__(self, memory: DevicePool, name: str) -> None:
-        # Held, because the tensor holds this object: while it lives, the mapping does.
+        # The tensor holds this object, and this object holds the mapping.
         self._memory = memory
-        about: dict[str, Any] = {
+        interface: dict[str, Any] = {
             "shape": (memory.size_bytes,),
             "typestr": "|u1",
             "data": (memory.address, False),
             "version": 3,
         }
-        setattr(self, name, about)
+        setattr(self, name, interface)
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """uint8 [size_bytes] over mapped memory, without a copy; it holds ``memory`` while it lives. Raises ConfigError for
-    memory of another device.
+    """Returns a tensor uint8 [size_bytes] over mapped memory, without a copy; the tensor holds ``memory``.
 
-    In the interpreter, and under a driver without a device (tests), that is memory of the host.
+    In Triton's interpreter, and with the driver that tests use, the memory is the host's. Raises ConfigError for memory
+    of another device.
     """
     if device.type == "cuda":
-        found = torch.as_tensor(_Span(memory, "__cuda_array_interface__"), device=device)
-        # torch copies what is on another device.
+        found = torch.as_tensor(_ArrayInterface(memory, "__cuda_array_interface__"), device=device)
+        # Torch silently copies memory of another device.
         if found.data_ptr() != memory.address:
             raise ConfigError(
                 f"the KV node's memory is not on {device}: choose the GPU by CUDA_VISIBLE_DEVICES for both"
             )
         return found
-    return torch.from_numpy(np.asarray(_Span(memory, "__array_interface__")))
+    return torch.from_numpy(np.asarray(_ArrayInterface(memory, "__array_interface__")))

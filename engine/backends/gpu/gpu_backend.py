@@ -1,11 +1,11 @@
-"""The backend of the Triton kernels: steps on a GPU, one launched while the one before it runs.
+"""The backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
 
     GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
-        -> warm_up (CUDA graphs over that pool) -> launch, launch, land, launch, land ... -> close
+        -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
 
 A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), chooses tokens and begins
-their copy to the host; nothing in it waits. Landing waits for that copy alone. What a step chose stays on the device
-too, where the next step's embedding finds it (:mod:`pillion.kernels.gpu.rows.embedding`).
+their copy to the host, all without waiting. ``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also
+stay on the device, where the next step's embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
@@ -44,20 +44,19 @@ from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 
 log = logging.getLogger("pillion.worker")
 
-# A token's place in a pool is a 32-bit number.
+# A token's row in a pool is a 32-bit number.
 MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """Most of what one step may hold, so that buffers and graphs can be made once.
+    """Limits of one step, so that buffers and graphs can be made once.
 
     Attributes:
-        max_tokens, max_seqs: of a step.
-        max_samples: rows of a step whose logits are wanted; 0 for a worker that never samples. A step may want more: it
-            runs without a graph then.
+        max_tokens, max_seqs: tokens and sequences of a step.
+        max_samples: sampled rows of a step; 0 for a worker that never samples. A step with more runs without a graph.
         max_model_len: tokens of one sequence.
-        num_speculative_tokens: that a decode may guess.
+        num_speculative_tokens: draft tokens of a decode.
     """
 
     max_tokens: int
@@ -67,8 +66,8 @@ class GpuLimits:
     num_speculative_tokens: int = 0
 
 
-class _Bound:
-    """What holds a pool's address."""
+class _BoundPool:
+    """A pool, and all objects that hold its address: attention, the step's record, decoder and graphs."""
 
     def __init__(
         self, model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits, *, eager: bool
@@ -105,7 +104,7 @@ class _Bound:
 
 
 def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes [slots, block_bytes] as the attention kernels see them."""
+    """Views a pool of bytes [slots, block_bytes] in the shape that the attention kernels expect."""
     shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads)
     if layout.dtype == FP8_E4M3:
         return pool.view(*shape, layout.block_size * (layout.head_dim + FP8_SCALE_BYTES))
@@ -113,33 +112,33 @@ def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.
 
 
 class GpuBackend:
-    """Implements ``pillion.engine.backends.backend.Backend``; its docstring says who may call what."""
+    """Implements ``pillion.engine.backends.backend.Backend``, whose docstring has the contract."""
 
     runs_ahead = True
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
-        """``enforce_eager``: capture no CUDA graphs."""
+        """``enforce_eager``: whether to capture no CUDA graphs."""
         self._model = model
         self._layout = layout
         self._limits = limits
         self._eager = enforce_eager
         self._sampler = GpuSampler(model.sampled, model.config.vocab_size, limits.max_seqs)
-        self._bound: _Bound | None = None
-        # A tensor over a host's memory does not keep that alive by itself.
+        self._bound: _BoundPool | None = None
+        # Held here, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
 
     @property
     def layout(self) -> KVLayout:
-        """How this backend cuts a slot."""
+        """The layout of this backend's KV."""
         return self._layout
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
+        """Number of columns of the logits."""
         return self._model.config.vocab_size
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small, or not on the model's device."""
+        """Uses ``memory`` as the paged KV pool. Raises ConfigError if it is too small or on another device."""
         if isinstance(memory, memoryview):
             if self._model.device.type != "cpu":
                 raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
@@ -149,23 +148,21 @@ class GpuBackend:
             flat = tensor_at(memory, self._model.device)
             needed = num_slots * self._layout.block_bytes
             if num_slots > MAX_ROWS // self._layout.block_size:
-                raise ConfigError(f"the GPU kernels count at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
+                raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
             if len(flat) < needed:
                 raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
         self._memory = memory
         self._bound = self._bind(flat[:needed].view(num_slots, -1), eager=self._eager)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Capture CUDA graphs over the bound pool, of which nothing is written."""
+        """Captures CUDA graphs over the bound pool without writing to it. The limits count and not ``max_tokens``."""
         bound = self._bound_or_raise()
         bound.record.clear()
         with torch.inference_mode():
             bound.graphs.capture(log.info)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuInFlightStep:
-        """Begin a step; see ``pillion.engine.backends.backend.Backend``. Token ids below 0 are those that the last
-        launch chose.
-        """
+        """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
             if copies:
@@ -176,24 +173,26 @@ class GpuBackend:
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV, give float32 logits [R, vocab_size] on the host."""
+        """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host."""
         return self._forward(self._bound_or_raise(), batch).cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+        """Copies whole slots, sources[i] to targets[i], one after another. The targets are leased to this worker.
 
         Raises Internal for lists of different length and for slots that the pool does not have.
         """
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, len(bound.pool))
-        # Where no target is named twice or read, all at once; else one after the other.
+        # All at once if no target occurs twice or is also a source; else one after another.
         apart = len({*sources, *targets}) == len({*sources}) + len(copies)
         for group in [copies] if copies and apart else [[copy] for copy in copies]:
             blocks.copy(bound.pool, _to(np.array(group, np.int32), self._model.device))
 
     def take_workspace(self) -> None:
-        """Compile every kernel and take the workspace of a full step, over scratch memory: before a pool is made of
-        what is left of the device."""
+        """Compiles every kernel and allocates the workspace of a full step, over scratch memory.
+
+        It is called before the KV node makes its pool of the rest of the device's memory.
+        """
         layout, device = self._layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = -(-max_tokens // layout.block_size)
@@ -204,17 +203,17 @@ class GpuBackend:
             blocks.copy(bound.pool, nothing)
             self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).wait()
         if device.type == "cuda":
-            # What nothing holds must not look taken when the pool is made of the rest.
+            # Free memory that torch caches must not look used when the pool is made.
             del bound, scratch
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Let go of graphs and pool. Idempotent."""
+        """Releases graphs, pool and weights. Idempotent."""
         try:
             self._settle()
         except BackendLost as error:
-            # Nothing runs on a device in that state.
+            # Nothing runs on a device that has failed.
             log.warning("%s", error)
         if self._bound is not None:
             self._bound.graphs.close()
@@ -222,26 +221,26 @@ class GpuBackend:
         self._model.weights.close()
 
     def _settle(self) -> None:
-        """Nothing of a failed launch runs any more. Raises BackendLost where the device has failed."""
+        """Waits until nothing of a failed launch runs any more. Raises BackendLost if the device has failed."""
         if self._model.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self._model.device)
             except RuntimeError as error:
                 raise BackendLost(f"the GPU failed: {error}") from error
 
-    def _bind(self, pool: torch.Tensor, *, eager: bool) -> _Bound:
-        return _Bound(self._model, pool, self._layout, self._limits, eager=eager)
+    def _bind(self, pool: torch.Tensor, *, eager: bool) -> _BoundPool:
+        return _BoundPool(self._model, pool, self._layout, self._limits, eager=eager)
 
-    def _bound_or_raise(self) -> _Bound:
+    def _bound_or_raise(self) -> _BoundPool:
         if self._bound is None:
             raise Internal("a step before bind_pool")
         return self._bound
 
-    def _forward(self, bound: _Bound, batch: StepBatch) -> torch.Tensor:
-        """Logits on the device, one row for each of ``batch.sample_rows``."""
+    def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
+        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
-        # Several answers to one prompt want the same row's logits: it is computed once.
+        # Several answers to one prompt sample the same row, whose logits are computed once.
         rows, places = batch.sample_rows, None
         if len(set(rows.tolist())) < len(rows):
             rows, places = np.unique(rows, return_inverse=True)
@@ -254,13 +253,13 @@ class GpuBackend:
 
 
 def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A few numbers, without waiting: torch keeps pinned memory until the copy is done."""
+    """Copies a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _one_row(*, drawn: bool) -> SamplingRows:
-    """One that draws with every cut and an edit, or one that does not: together they compile all of the sampler."""
+    """One row that draws with every cut and an edit, or a greedy one: together they compile all of the sampler."""
     return SamplingRows(
         temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
         top_k=np.full(1, 5, np.int64),

@@ -1,8 +1,8 @@
-"""From a worker's flags to a GPU backend that has compiled its kernels and taken its workspace, but has no pool yet.
+"""Makes a GPU backend from a worker's flags: with compiled kernels and workspace, and without a pool.
 
-In this order, because the KV node makes its pool of what is left of the GPU when the first worker attaches:
+The order matters, because the KV node makes its pool of the GPU's free memory when the first worker attaches:
 
-    weights (a region that the KV node shares out, filled by the first worker) -> buffers -> warm-up -> (attach)
+    weights (a region that the KV node shares out, filled by the first worker) -> buffers -> workspace -> (attach)
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 
-# Longest time that a worker waits for another one to fill the weights.
+# Longest time that a worker waits for another one to fill the weights' region.
 WEIGHTS_TIMEOUT_S = 600.0
-# Answers whose first token one prompt may choose at once.
+# Most answers to one prompt, whose first tokens one step chooses.
 MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
 
 
 def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Progress) -> tuple[GpuBackend, str]:
-    """The backend, and what its kernels are called. Raises ConfigError for what cannot work."""
+    """Returns the backend and the name of its kernels. Raises ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
     device = torch.device("cpu" if interpreted() else "cuda:0")
     if device.type == "cuda":
@@ -73,7 +73,7 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
 
 
 def check_machine() -> None:
-    """Raises ConfigError for what is missing before a kernel can be launched."""
+    """Raises ConfigError if the CUDA build of torch or a C compiler is missing."""
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch cannot use the GPU; install the CUDA build of torch")
     if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
@@ -81,7 +81,7 @@ def check_machine() -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """What one step of this worker may hold."""
+    """Returns the limits of this worker's steps."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
         samples = min(tokens, seqs * (1 + guesses))
@@ -99,7 +99,7 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
 
 
 def check_shape(head_dim: int, block_size: int) -> None:
-    """Raises ConfigError for shapes that the attention kernels do not have."""
+    """Raises ConfigError for shapes that the attention kernels do not support."""
     if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
         raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
@@ -107,7 +107,7 @@ def check_shape(head_dim: int, block_size: int) -> None:
 
 
 def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
-    """Weights in a region that the KV node owns and all its workers map."""
+    """Returns a function that gets memory for weights: a region that the KV node owns and all its workers map."""
     from pillion.engine.backends.gpu.device_memory import tensor_at
     from pillion.kvstore.client.attachment import share_region
 

@@ -1,15 +1,14 @@
-"""The forward pass on a GPU: :mod:`pillion.engine.models.decoder`'s, with fused kernels and buffers that stay where
-they are.
+"""The forward pass on a GPU: that of :mod:`pillion.engine.models.decoder`, with fused kernels and fixed buffers.
 
     embed -> residual
     each layer   norm -> qkv product -> [qk-norm, rope, KV into the pool] -> attention -> o product
                  [residual += , norm] -> gate and up product -> [act(gate) * up] -> down product -> [residual += , norm]
-    last layer   ends with its KV where nobody samples; else rows that nobody samples are dropped behind its attention
+    last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
-What stands in brackets is one kernel. The products are cuBLAS's, through torch. Nothing here synchronises, and but for
-the logits nothing is allocated, so a step can be captured as a CUDA graph; a mixture of experts, whose groups only the
-device knows, is the exception (``capturable``).
+Brackets enclose what one kernel does. The products are cuBLAS's, through torch. Nothing here synchronises, and nothing
+but the logits is allocated, so that a step can be captured as a CUDA graph. The exception is a mixture of experts,
+whose group sizes only the device knows (``capturable``).
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ class _Layer:
 
 
 class GpuModel:
-    """A model's weights, tables and activations' buffers on one device, for steps of at most ``max_tokens`` tokens."""
+    """A model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most."""
 
     def __init__(
         self, weights: GpuWeights, max_model_len: int, max_tokens: int, max_sampled: int, *, max_samples: int = 0
     ) -> None:
-        """``max_sampled``: tokens that one step may choose, which the next step may embed before the host has them.
+        """``max_sampled``: most tokens that one step chooses, from where the next step may embed them.
 
-        ``max_samples``: rows of logits that all steps share the memory of; a step that wants more has its own.
+        ``max_samples``: rows of the logits' buffer that all steps share; a step with more rows allocates its own.
         """
         config = weights.config
         table = weights["embedding"]
@@ -69,7 +68,7 @@ class GpuModel:
         self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
         self.ropes = _rope_tables(config, max_model_len, dtype, device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
-        # Before the pool is made of what is left: graphs that had logits of their own would take gigabytes after it.
+        # Shared by all graphs, since logits of their own would need gigabytes. Made before the pool takes the rest.
         self.logits = torch.zeros(max_samples, config.vocab_size, dtype=torch.float32, device=device)
         self.head = self.logits if dtype == torch.float32 else torch.zeros_like(self.logits, dtype=dtype)
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -85,17 +84,17 @@ class GpuModel:
 
 
 class GpuDecoder:
-    """A model over one pool."""
+    """Runs a model's forward pass over one pool."""
 
     def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: GpuStepRecord) -> None:
-        """``pool``: see :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
+        """``pool``: as in :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
         self._model = model
         self._pool = pool
         self._attention = attention
         self._record = record
 
     def run(self, shape: StepShape) -> torch.Tensor:
-        """The step in the record, padded to ``shape``: float32 logits [shape.samples, vocab_size]."""
+        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples, vocab_size]."""
         model, record, config = self._model, self._record, self._model.config
         tokens = shape.tokens
         residual = model.residual[:tokens]
@@ -125,7 +124,7 @@ class GpuDecoder:
         return self._logits(normed)
 
     def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        """normed [T, hidden] -> projections [T, ...], whose queries are ready to attend; the layer's KV is written."""
+        """normed [T, hidden] -> projections [T, ...] with queries normed and rotated; writes the layer's KV."""
         model, record, config = self._model, self._record, self._model.config
         tokens = len(normed)
         qkv = _product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
@@ -148,7 +147,7 @@ class GpuDecoder:
         return qkv
 
     def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """Projections [T, ...] -> [T, heads * head_dim]."""
+        """Attention of projections [T, ...] -> [T, heads * head_dim]."""
         model, record, config = self._model, self._record, self._model.config
         tokens, queries = shape.tokens, config.num_heads * config.head_dim
         out = model.attended[:tokens]
@@ -163,7 +162,7 @@ class GpuDecoder:
         return out
 
     def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """The MLP or the mixture of experts: [T, hidden] -> [T, hidden]."""
         model, count = self._model, len(normed)
         if layer.experts is not None:
             return layer.experts(normed)
@@ -177,7 +176,7 @@ class GpuDecoder:
         return _product(out, layer.down, layer.down_bias, model.found[:count])
 
     def _normed(self, residual: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """The residual stream itself where the model has no norm in front."""
+        """Norms the residual stream; models without a norm there use the stream itself."""
         if weight is None:
             return residual
         model = self._model
@@ -188,7 +187,7 @@ class GpuDecoder:
     def _add(
         self, residual: torch.Tensor, found: torch.Tensor, post: torch.Tensor | None, following: torch.Tensor | None
     ) -> torch.Tensor:
-        """residual += scale * post_norm(found), in place; returns what the next product reads."""
+        """residual += scale * post_norm(found), in place; returns the next product's input, normed by ``following``."""
         model = self._model
         out = None if following is None else model.normed[: len(residual)]
         add_rms_norm(
@@ -218,7 +217,7 @@ class GpuDecoder:
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """rows [T, in] times weight [out, in] into ``out`` [T, out]."""
+    """Multiplies rows [T, in] by weight [out, in] into ``out`` [T, out]."""
     if bias is None:
         return torch.mm(rows, weight.T, out=out)
     return torch.addmm(bias, rows, weight.T, out=out)
@@ -244,7 +243,7 @@ def _experts(
 def _rope_tables(
     config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-    """Cosines and sines [max_model_len, head_dim / 2] of each rotary embedding, rounded as transformers rounds them."""
+    """Makes each rotary embedding's cosines and sines [max_model_len, head_dim / 2], rounded as in transformers."""
     positions = torch.arange(max_model_len, dtype=torch.float32)[:, None]
     tables = []
     for rope in make_ropes(config, max_model_len):

@@ -1,10 +1,9 @@
-"""Chooses tokens on the GPU as :mod:`pillion.engine.sampling.sampler` does on the host: the same tokens for the same
-logits (I6).
+"""Chooses tokens on the GPU: the same as :mod:`pillion.engine.sampling.sampler` chooses on the host (I6).
 
-    logits --rows that report log probabilities, unedited--> host
-      '--edits--> choose --> sampled (on the device, where the next step embeds from) --copy--> host: the flight lands
+    logits --unedited, rows that report log probabilities--> host
+      '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
 
-Log probabilities are computed on the host, of the few rows that ask for them, by the host's own code.
+Log probabilities are computed on the host by the host's code, for the few rows that report them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
 from pillion.types import TokenLogprob
 
-# Of 4 bytes: 16 together.
+# Rows of 4 bytes that make 16 together.
 ALIGNED_ROWS = 4
 
 
@@ -35,16 +34,16 @@ class GpuInFlightStep:
     """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
 
     def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, rows: SamplingRows, done: Any) -> None:
-        """``tokens`` and ``raw`` are on their way to host memory until ``done``, an event; None: they are there."""
+        """``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there."""
         self._tokens, self._raw, self._rows, self._done = tokens, raw, rows, done
 
     def wait(self) -> Sampled:
-        """Tokens and log probabilities of the step, in the order of its rows."""
+        """Returns tokens and log probabilities in the order of the rows. Raises BackendLost if the GPU failed."""
         if self._done is not None:
             try:
                 self._done.synchronize()
             except RuntimeError as error:
-                # An event fails of what a kernel did, and so does everything on that device from now on.
+                # The error is a kernel's, and from now on everything on that device fails with it.
                 raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self._tokens.numpy().astype(np.int64)
         if self._raw is None:
@@ -53,19 +52,19 @@ class GpuInFlightStep:
 
 
 class GpuSampler:
-    """Of one backend. ``sampled``: int32, what the last launch chose, row after row."""
+    """A backend's sampler. ``sampled``: int32, the tokens that the last launch chose, row by row."""
 
     def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
-        """``max_rows``: chosen at once; more are chosen in several launches."""
+        """``max_rows``: rows of one launch of the kernels; a step with more rows has several."""
         self._sampled = sampled
-        # Parts begin where vectors do, as the whole does: no kernel is compiled for another alignment.
+        # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
         self._scratch = SamplerScratch.allocate(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
         self._pinned = sampled.is_cuda
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuInFlightStep:
-        """Begin to choose a token for each row of logits [R, V] float32, which are edited in place."""
+        """Begins to choose a token for each row of logits [R, V] float32, which are edited in place."""
         count = len(rows)
         if not count:
             return GpuInFlightStep(torch.empty(0, dtype=torch.int32), None, rows, self._event())
@@ -81,20 +80,20 @@ class GpuSampler:
             return GpuInFlightStep(self._fetch(chosen), raw, rows, self._event())
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
-        asked = np.flatnonzero(rows.logprobs >= 0)
-        if not len(asked):
+        reporting = np.flatnonzero(rows.logprobs >= 0)
+        if not len(reporting):
             return None
-        kept = torch.empty((len(asked), logits.shape[1]), dtype=torch.float32, device=logits.device)
-        keep_raw(logits, self._send(asked), kept)
+        kept = torch.empty((len(reporting), logits.shape[1]), dtype=torch.float32, device=logits.device)
+        keep_raw(logits, self._send(reporting), kept)
         return self._fetch(kept)
 
     def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """To the device, without waiting: torch keeps pinned memory until the copy is done."""
+        """Copies to the device without waiting: torch keeps the pinned memory until the copy is done."""
         host = torch.from_numpy(values)
         return host.pin_memory().to(self._sampled.device, non_blocking=True) if self._pinned else host
 
     def _fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """To the host, without waiting."""
+        """Copies to the host without waiting."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         return host.copy_(values, non_blocking=True)
 
@@ -107,22 +106,22 @@ class GpuSampler:
 
 
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
-    """One entry for each row; ``raw`` holds the unedited logits of those that asked."""
-    asked = np.flatnonzero(rows.logprobs >= 0)
-    few = replace(
+    """Returns an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
+    reporting = np.flatnonzero(rows.logprobs >= 0)
+    reported_rows = replace(
         rows,
-        temperature=rows.temperature[asked],
-        top_k=rows.top_k[asked],
-        top_p=rows.top_p[asked],
-        min_p=rows.min_p[asked],
-        seeds=rows.seeds[asked],
-        positions=rows.positions[asked],
-        logprobs=rows.logprobs[asked],
+        temperature=rows.temperature[reporting],
+        top_k=rows.top_k[reporting],
+        top_p=rows.top_p[reporting],
+        min_p=rows.min_p[reporting],
+        seeds=rows.seeds[reporting],
+        positions=rows.positions[reporting],
+        logprobs=rows.logprobs[reporting],
         edits=(),
     )
     entries: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):
-        report = LogprobReport(whole_groups(raw), raw.shape[1], few)
-        for row, entry in zip(asked.tolist(), report.of(tokens[asked]), strict=True):
+        report = LogprobReport(whole_groups(raw), raw.shape[1], reported_rows)
+        for row, entry in zip(reporting.tolist(), report.of(tokens[reporting]), strict=True):
             entries[row] = entry
     return tuple(entries)

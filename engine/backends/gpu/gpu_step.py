@@ -1,10 +1,10 @@
-"""A step's arrays on their way to the device: one vector of integers, one copy.
+"""A step's arrays as one vector of integers, which one copy brings to the device.
 
     StepBatch --fill--> pinned host record --one asynchronous copy--> device record, whose views kernels read
 
-The device's record stays where it is, so a CUDA graph that was captured over it runs any later step. Host records take
-turns: one is written again only when the flight that it was copied for has landed. Steps are padded to the graph's
-size with rows that write nothing: no slot (-1), token 0 at position 0, and no place in the attention's plan.
+The record on the device has a fixed address, so a CUDA graph that was captured over it runs any later step. Host
+records take turns: one is written again only after the step that it was copied for has finished. Steps are padded to
+the graph's size with rows that write nothing: no slot (-1), token 0 at position 0, and no part in the attention's plan.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 
-# A step may be launched while one is under way; the third record is written while both of theirs may still be read.
+# Two steps may be in flight, whose records may still be read while the third one is written.
 HOST_RECORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a launch depends on beside the record: padded tokens and sampled rows, and whether chunks are attended."""
+    """A launch depends on the record and on this: padded tokens and sampled rows, and whether there are chunks."""
 
     tokens: int
     samples: int
@@ -32,13 +32,13 @@ class StepShape:
 
 
 class GpuStepRecord:
-    """Of one backend.
+    """The record of a bound pool's steps. Its attributes are views of the record on the device.
 
     Attributes:
-        token_ids, positions, rows: int32 [max_tokens] on the device; ``rows`` are places in the pool in units of a
-            token's row, slot * block_size + offset, or -1.
-        sample_rows: int32 [max_tokens], rows whose logits are wanted.
-        attention: int32, :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`'s part.
+        token_ids, positions, rows: int32 [max_tokens]; ``rows`` are the tokens' rows in the pool, slot * block_size +
+            offset, or -1.
+        sample_rows: int32 [max_tokens], numbers of the rows whose logits are sampled.
+        attention: int32, the plan of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
     """
 
     def __init__(self, max_tokens: int, block_size: int, attention_words: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class GpuStepRecord:
         self.attention = self._device[4 * max_tokens :]
 
     def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, plan: GpuAttentionPlan) -> None:
-        """Begins the copy of a step on the current stream. ``plan``: the attention's plan of the batch."""
+        """Begins the copy of a step on the current stream. ``plan`` is the attention's plan of ``batch``."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
         record, most, count = self._arrays[turn], self._max_tokens, batch.num_tokens
@@ -80,6 +80,6 @@ class GpuStepRecord:
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
 
     def clear(self) -> None:
-        """A step of nothing: whatever runs over the record writes nothing to the pool."""
+        """Makes the record an empty step: kernels that run over it write nothing to the pool."""
         self._device.zero_()
         self.rows.fill_(-1)

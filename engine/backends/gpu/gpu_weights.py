@@ -1,10 +1,10 @@
-"""Weights in GPU memory: one piece of memory, cut into tensors by a plan that every worker of a GPU makes alike.
+"""Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
 
     plan_weights --size--> memory (a region shared through the KV node, or this process's own) --cut--> GpuWeights
-                                     '-- whoever is to fill it copies the checkpoint in, layer by layer
+                                     '-- the worker that must fill it copies the checkpoint in, layer by layer
 
-The plan follows from the config and from which tensors a checkpoint has, not from what is in them, so a second worker
-of a GPU reads no weights at all. Its digest is part of the region's key: two versions of this file share nothing.
+The plan depends on the config and on the names of a checkpoint's tensors but not on their values, so a second worker of
+a GPU reads no weights at all. The plan's digest is part of the region's key, so versions of this file share nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
 ALIGN_BYTES = 256
-# Random weights have this spread: a forward pass through them stays finite.
+# Standard deviation of random weights, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies: bytes from the beginning."""
+class WeightPlace:
+    """A tensor's shape, type and offset in bytes from the beginning of the memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The tensor's size in bytes."""
         count = 1
         for size in self.shape:
             count *= size
@@ -51,15 +51,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """All tensors of a model. Attributes: ``places`` by name, and ``nbytes`` of all of them."""
+    """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them."""
 
-    places: dict[str, Place]
+    places: dict[str, WeightPlace]
     nbytes: int
 
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of names, shapes, types and places."""
-        said = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        """Returns the hexadecimal SHA-256 of names, shapes, types and offsets."""
+        described = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
 class GpuWeights:
@@ -68,7 +68,7 @@ class GpuWeights:
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
         """``memory``: uint8, at least ``plan.nbytes`` long; it is borrowed."""
         self.config, self.plan = config, plan
-        # What lets go of the memory, once no step can run.
+        # Releases the memory; to be called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
         self._tensors = {
@@ -77,25 +77,25 @@ class GpuWeights:
         }
 
     def get(self, name: str) -> torch.Tensor | None:
-        """The tensor, or None where the model has none of that name."""
+        """Returns a tensor, or None if the model has none of that name."""
         return self._tensors.get(name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, which the model has."""
+        """Returns a tensor that the model has."""
         return self._tensors[name]
 
     @property
     def head(self) -> torch.Tensor:
-        """The output projection [vocab, hidden]: the embedding where the model ties the two."""
+        """The output projection [vocab, hidden]: the embedding if the model ties the two."""
         return self._tensors.get("lm_head", self._tensors["embedding"])
 
     @property
     def norm_is_wide(self) -> bool:
-        """Which of the two roundings of :mod:`pillion.engine.models.layers` the model's norms have."""
+        """Whether the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
         return self.config.norm != "plain"
 
     def fill(self, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
-        """Copies a checkpoint in. Raises ConfigError for tensors that are missing or misshapen."""
+        """Copies a checkpoint into the memory. Raises ConfigError for tensors that are missing or misshapen."""
         with open_checkpoint(folder, self.config) as checkpoint, torch.inference_mode():
             left = set(self._tensors)
             for name, tensor in _tensors_of(checkpoint, self.config, dtype):
@@ -106,7 +106,7 @@ class GpuWeights:
             assert not left, left
 
     def fill_dummy(self, seed: int = 0) -> None:
-        """Random numbers of a spread that keeps activations finite: for measuring, not for answers."""
+        """Fills in random numbers for measurements, with a spread that keeps activations finite."""
         device = next(iter(self._tensors.values())).device
         generator = torch.Generator(device).manual_seed(seed)
         with torch.inference_mode():
@@ -118,17 +118,17 @@ class GpuWeights:
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype, *, separate_head: bool) -> WeightPlan:
-    """Cuts memory for a model. ``separate_head``: the checkpoint has an output projection other than the embedding."""
-    places: dict[str, Place] = {}
+    """Plans a model's memory. ``separate_head``: whether the output projection is another than the embedding."""
+    places: dict[str, WeightPlace] = {}
     end = 0
     for name, shape, kind in _shapes(config, dtype, separate_head):
-        places[name] = Place(shape, kind, end)
+        places[name] = WeightPlace(shape, kind, end)
         end += -(-places[name].nbytes // ALIGN_BYTES) * ALIGN_BYTES
     return WeightPlan(places, end)
 
 
 def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
-    """The plan for a checkpoint. Raises ConfigError where it does not fit the config."""
+    """Plans a checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
@@ -138,14 +138,14 @@ def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weight
 
 
 def weights_key(fingerprint: str, dtype: str, plan: WeightPlan) -> str:
-    """What a region with these weights is called, hexadecimal: who asks for the same key may share it."""
+    """Returns the hexadecimal key of a region with these weights: workers with equal keys share the region."""
     return hashlib.sha256(f"pillion weights {fingerprint} {dtype} {plan.digest()}".encode()).hexdigest()
 
 
-Shape = tuple[str, tuple[int, ...], torch.dtype]
+NamedShape = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def _shapes(config: ModelConfig, dtype: torch.dtype, separate_head: bool) -> Iterator[Shape]:
+def _shapes(config: ModelConfig, dtype: torch.dtype, separate_head: bool) -> Iterator[NamedShape]:
     norm = dtype if config.norm == "plain" else torch.float32
     hidden = config.hidden_size
     yield "embedding", (config.vocab_size, hidden), dtype
@@ -157,7 +157,7 @@ def _shapes(config: ModelConfig, dtype: torch.dtype, separate_head: bool) -> Ite
         yield "lm_head", (config.vocab_size, hidden), dtype
 
 
-def _layer_shapes(config: ModelConfig, index: int, dtype: torch.dtype, norm: torch.dtype) -> Iterator[Shape]:
+def _layer_shapes(config: ModelConfig, index: int, dtype: torch.dtype, norm: torch.dtype) -> Iterator[NamedShape]:
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     if config.pre_norm:
@@ -180,14 +180,14 @@ def _layer_shapes(config: ModelConfig, index: int, dtype: torch.dtype, norm: tor
     yield from _linear_shapes("mlp.down", hidden, config.intermediate_size, config.mlp_bias, dtype)
 
 
-def _linear_shapes(name: str, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> Iterator[Shape]:
+def _linear_shapes(name: str, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> Iterator[NamedShape]:
     yield f"{name}.weight", (rows, columns), dtype
     if bias:
         yield f"{name}.bias", (rows,), dtype
 
 
 def _tensors_of(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, in the order of the plan as far as that matters: layer by layer, so that little is held."""
+    """Yields names and tensors layer by layer, so that little memory is held at a time."""
     embedding = checkpoint.take("embedding", dtype)
     yield "embedding", embedding
     head = load_head(checkpoint, config, dtype, embedding)
@@ -229,12 +229,12 @@ def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
-    """Memory for weights: uint8 [at least what was asked for], and what to do with it.
+    """Memory for weights, uint8 of at least the requested size.
 
     Attributes:
-        must_fill: nobody has put the weights there yet.
-        filled: to be called once they are there.
-        close: to be called when nobody uses them any more. Idempotent.
+        must_fill: whether this worker must copy the weights in.
+        filled: to be called when the weights are there.
+        close: to be called when this worker no longer uses them. Idempotent.
     """
 
     memory: torch.Tensor
@@ -243,12 +243,12 @@ class WeightMemory:
     close: Callable[[], None] = lambda: None
 
 
-# From the weights' key and their size in bytes.
+# Gets memory by the weights' key and their size in bytes.
 GetMemory = Callable[[str, int], WeightMemory]
 
 
 def own_memory(device: torch.device) -> GetMemory:
-    """Memory of this process alone."""
+    """Returns a function that allocates memory for this process alone."""
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         return WeightMemory(torch.empty(size_bytes, dtype=torch.uint8, device=device), True, lambda: None)
@@ -266,7 +266,7 @@ def load_gpu_weights(
     dummy: bool = False,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
-    """Weights of a prepared folder, in memory that ``memory`` gives. ``dummy``: random ones of the config's shapes.
+    """Loads the weights of a prepared folder into memory from ``memory``. ``dummy``: random ones.
 
     Raises ConfigError for a checkpoint that does not fit its config.
     """
@@ -285,7 +285,7 @@ def load_gpu_weights(
         else:
             weights.fill(folder, kind, progress)
         if given.memory.is_cuda:
-            # Another process may read as soon as it hears "filled".
+            # Another process may read the weights as soon as they are reported as filled.
             torch.cuda.synchronize(given.memory.device)
         given.filled()
     return weights

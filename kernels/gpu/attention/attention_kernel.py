@@ -1,18 +1,17 @@
-"""Attention over the paged pool, by a fixed number of programs that share the work evenly.
+"""The kernels of attention over the paged pool: a fixed number of programs share the work evenly.
 
     record --starts[program]--> items --table--> slots --> K and V of the pool
                                   |
-                                  +-- a row tile that one item has whole --> out
-                                  +-- one that was cut --> partials --merge--> out
+                                  +-- a unit that is one item --> out
+                                  +-- a unit that was cut --> partials --merge--> out
 
-What a program does stands in the step's record (:mod:`pillion.kernels.gpu.attention.gpu_attention_plan`), so neither
-grids nor addresses
-depend on the batch and all of it can be captured in a graph. The softmax is the online one of FlashAttention (Dao et
-al. 2022) with base-2 exponentials; the query heads of a KV head and the rows of a sequence fill a tile together, so K
-and V are read once for them all.
+The step's record (:mod:`pillion.kernels.gpu.attention.gpu_attention_plan`) assigns work to programs, so neither grids
+nor addresses depend on the batch, and a graph can capture all of it. The softmax is FlashAttention's online one (Dao et
+al. 2022) with base-2 exponentials. The query heads of a KV head and the rows of a sequence fill a tile together, so K
+and V are read once for all of them.
 
-No load of K or V is masked: a key behind the last one that the item may see is replaced by that one, whose score is
-then masked. What lies behind a sequence's end, or in slots that no table names, is never read.
+Loads of K and V are not masked: a key behind the last one that the item may see is replaced by that one, whose score is
+then masked. Rows behind a sequence's end, and slots that no table names, are never read.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import triton.language as tl
 from pillion.kernels.gpu.attention.fp8 import decode_e4m3
 from pillion.kernels.gpu.launch import interpreting
 
-# Words of an item, by place, as in pillion.kernels.gpu.attention.gpu_attention_plan. A jitted function sees only
-# constants of its module.
+# Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only
+# see constants of their own module.
 _TABLE = tl.constexpr(0)
 _ROW = tl.constexpr(1)
 _ROWS = tl.constexpr(2)
@@ -35,7 +34,7 @@ _END = tl.constexpr(6)
 _PARTIAL = tl.constexpr(7)
 _PARTS = tl.constexpr(5)
 _WORDS = tl.constexpr(8)
-# Lower than every score, and finite: a row that has seen nothing yet subtracts it from itself.
+# Lower than every score, and finite, because a row without keys so far subtracts it from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -44,7 +43,7 @@ _INTERPRETED = tl.constexpr(interpreting())
 
 @triton.jit
 def _dot(left, right, acc):
-    """Exact for float32, which tensor cores would cut to 19 bits."""
+    """Matrix product plus ``acc``, exact for float32, which tensor cores would cut to 19 bits."""
     if _INTERPRETED:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -53,7 +52,7 @@ def _dot(left, right, acc):
 
 @triton.jit
 def _capped(scores, softcap):
-    """softcap * tanh(scores / softcap), in powers of 2; large ones overflow to infinity, whose quotient is 0."""
+    """softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is 0."""
     grown = tl.exp2(scores * (2.0 * _LOG2_E / softcap))
     return (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
 
@@ -68,7 +67,7 @@ def _tiles(
     MASKED: tl.constexpr,
 ):
     # fmt: on
-    """Folds the keys ``begin`` .. ``end`` - 1, the last of which a row may see is ``last``, into a row tile's state."""
+    """Folds keys ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last key that any row may see."""
     columns = tl.arange(0, BLOCK_D)
     # A float8 piece has BLOCK_SIZE scales behind its rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
@@ -100,7 +99,7 @@ def _tiles(
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
         else:
-            # The factor is positive, so that it may wait for the maximum and then costs no instruction of its own.
+            # The factor is positive, so it can be applied after the maximum, where it costs no instruction of its own.
             new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
             weights = tl.exp2(scores * score_scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -123,9 +122,9 @@ def _store(
     WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     # fmt: on
-    """A row tile's result where the item has its unit whole, else its part and the logarithm of that one's weight."""
+    """Stores a row tile's result if the item is a whole unit, else a partial result and the logarithm of its weight."""
     columns = tl.arange(0, BLOCK_D)
-    # A row that saw nothing in this item has a total of 0: its part is 0, with a logarithm of minus infinity.
+    # A row that sees no key of this item has a total of 0: its partial result is 0, with a logarithm of -infinity.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     kept = places < rows
     if partial < 0:
@@ -141,7 +140,7 @@ def _store(
 
 @triton.jit
 def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Bounds of the key tiles that all rows see whole: not before the last one's window, not behind the first one."""
+    """Bounds of the key tiles that all rows see whole: from the last row's window up to the first row's position."""
     whole_begin = begin
     if WINDOW:
         lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)
@@ -161,7 +160,7 @@ def _attend(
     SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
 ):
     # fmt: on
-    """A program's items, one after the other. With EDGES, tiles that all rows see whole are done without masks."""
+    """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     mine = record + starts_at + tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
@@ -234,7 +233,7 @@ def _merge(
     CHUNK_M: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A task is one row of a row tile that was cut; programs take them in turn."""
+    """Joins partial results. A task is one row of a row tile that was cut; programs run tasks in turn."""
     decodes = tl.load(record + counts_at) * DECODE_M
     decode_merges = tl.load(record + counts_at + 1)
     tasks = decodes + tl.load(record + counts_at + 2) * CHUNK_M

@@ -1,7 +1,7 @@
 """Float8 (e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, largest 448) in a kernel's own arithmetic.
 
-An sm_80 has no instruction for it and Triton's interpreter no rounding, so both directions are done on the bits. The
-format is that of arXiv 2209.05433; results are those of ``torch.float8_e4m3fn``, bit for bit.
+An sm_80 has no instruction for the format, and Triton's interpreter cannot round to it, so both directions work on
+bits. The format is that of arXiv 2209.05433; results equal those of ``torch.float8_e4m3fn`` bit for bit.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The largest value. What is stored is scaled so that the largest of a row becomes this.
+# The largest value of the format. Rows are scaled so that their largest value becomes this.
 MAX = tl.constexpr(448.0)
-# Scales are at least this, so that a row of zeros divides by something; its inverse is finite, too.
+# Least scale, for rows of zeros: it is not 0, and its inverse is finite.
 MIN_SCALE = tl.constexpr(2.0**-100)
 # Added to a value below 2**-6, this leaves multiples of 2**-9 in the low bits of its mantissa: e4m3's subnormals.
 _SUBNORMAL_SHIFT = tl.constexpr(2.0**14)
@@ -19,14 +19,15 @@ _SUBNORMAL_SHIFT = tl.constexpr(2.0**14)
 
 @triton.jit
 def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Values of uint8 ``codes`` in ``DTYPE``, exact; unless NATIVE, they are still to be multiplied by 256.
+    """Decodes uint8 ``codes`` to ``DTYPE`` exactly; unless NATIVE, the caller must multiply the result by 256.
 
-    Exponent and mantissa of an e4m3, shifted to those of a float16, are the same number but for the ratio of their
-    biases, 2**8, subnormals too. The caller folds it into a factor that it has anyhow.
+    NATIVE uses Hopper's instruction, which Triton refuses for older devices. Otherwise the code's exponent and mantissa
+    become those of a float16, whose bias differs by 8: the result is the value over 256, also for subnormals. Callers
+    fold the factor into another one. The codes of NaN become +-480.
     """
     if NATIVE:
         eights = codes.to(tl.float8e4nv, bitcast=True)
-        # By way of float32: a processor converts float16 to bfloat16 at a quarter of the rate, 16 in a cycle.
+        # By way of float32: conversion from float16 to bfloat16 has a quarter of the rate, 16 per cycle.
         return eights.to(DTYPE) if tl.float16 == DTYPE else eights.to(tl.float32).to(DTYPE)
     wide = codes.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
@@ -35,9 +36,9 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode(values):
-    """float32 values -> uint8 codes, rounded once, to nearest and ties to even; beyond +-448 they become +-448.
+    """Encodes float32 values, which must not be NaN, as uint8 codes.
 
-    Values must not be NaN.
+    Values are rounded once, to nearest and ties to even, and clamped to +-448.
     """
     size = tl.minimum(tl.abs(values), MAX)
     bits = size.to(tl.int32, bitcast=True)
@@ -51,5 +52,5 @@ def encode(values):
 
 @triton.jit
 def scale_of(largest):
-    """The scale of a row whose largest value by size is ``largest``: values over it fit e4m3. float32 both."""
+    """Returns the scale of a row whose largest absolute value is ``largest``; both are float32."""
     return tl.maximum(tl.math.div_rn(largest, MAX), MIN_SCALE)

@@ -1,13 +1,13 @@
-"""What each program of the paged attention does in a step: planned once per step on the host, for all layers.
+"""Plans the work of each program of the paged attention: once per step, on the host, for all layers.
 
 A query row is one head's query of one token. The rows of a KV head are numbered token * group + head in the group, so
 the rows of a sequence follow each other and share its keys and values. A *unit* is a tile of such rows, a KV head, and
-the key tiles that they see. Units stand in one long line, and the line is shared out evenly to a fixed number of
-programs, wherever the cuts fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). What
-a program gets of a unit is an *item*. A unit that was cut leaves partial results, and a *merge* joins those.
+the key tiles that the rows see. All units in order are cut evenly among a fixed number of programs, wherever the cuts
+fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). A program's part of a unit is an
+*item*. A unit that was cut has partial results, which a *merge* joins.
 
-Sequences with so few rows that they fit the small tile of the decode kernel are its business, and all others that of
-the chunk kernel: each list has a line and programs of its own, so a chunk in the batch changes nothing for decodes.
+The decode kernel runs sequences whose rows fit its small tile, and the chunk kernel all others. Each kernel has units
+and programs of its own, so a chunk in the batch changes nothing for decodes.
 
 Record, int32, one vector per step; all offsets in it are words from its beginning:
 
@@ -15,7 +15,7 @@ Record, int32, one vector per step; all offsets in it are words from its beginni
     block tables, sequence after sequence
     for each window: decode items | decode merges | chunk items | chunk merges
 
-Only what is in use has to be copied to the device. Grids and buffers depend on the limits alone.
+Only the words in use are copied to the device. Grids and buffers depend on the limits alone.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 Int64 = npt.NDArray[np.int64]
 
-# Words of an item by place. TABLE is where its block table begins in the record; ROW .. ROW + ROWS - 1 are its rows;
-# SHIFT makes a token's position of its place in the batch; BEGIN .. END - 1 are the keys, BEGIN a multiple of the
-# key tile; PARTIAL is the first of its rows of the partials, or -1: it has its unit whole.
+# Words of an item by index. TABLE is the offset of its block table in the record; ROW .. ROW + ROWS - 1 are its rows;
+# a token's position is its index in the batch + SHIFT; BEGIN .. END - 1 are the keys, with BEGIN a multiple of the key
+# tile; PARTIAL is the first of its rows in the partial results, or -1 for an item that is a whole unit.
 TABLE, ROW, ROWS, SHIFT, HEAD, BEGIN, END, PARTIAL = range(8)
-# A merge has ROW, ROWS, HEAD and PARTIAL at the same places. The rows of its parts follow each other there.
+# A merge has ROW, ROWS, HEAD and PARTIAL at the same indices, and the number of its PARTS, whose rows are consecutive.
 PARTS = 5
 ITEM_WORDS = 8
-# Tables are copied padded, in one piece, if that is at most so many times as long as what is in them.
+# Block tables are copied with their padding if that is at most this many times as long as without.
 PADDED_TABLES = 2
-# Decode merges and where they are in the record, chunk merges and where they are.
+# The number of decode merges and their offset in the record, and the same for chunk merges.
 COUNT_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one kernel cuts its work.
+    """Sizes with which one kernel's work is cut.
 
     Attributes:
-        rows: of a row tile.
-        keys: of a key tile.
-        programs: that share the work.
-        unit_tiles: what a unit costs beside its key tiles (queries, results, an empty pipeline), in key tiles.
+        rows: rows of a row tile.
+        keys: keys of a key tile.
+        programs: number of programs that share the work.
+        unit_tiles: overhead of a unit (queries, results, an empty pipeline), in key tiles.
     """
 
     rows: int
@@ -61,22 +61,22 @@ class Tiling:
 
     @property
     def max_partials(self) -> int:
-        """Items that share a unit: there are programs - 1 cuts at most, and a unit with c cuts has c + 1 <= 2c."""
+        """Most items of cut units: there are programs - 1 cuts at most, and c cuts make c + 1 <= 2c items of a unit."""
         return 2 * (self.programs - 1)
 
     @property
     def max_merges(self) -> int:
-        """Units that can be cut."""
+        """Most units that are cut."""
         return self.programs - 1
 
     def max_items(self, units: int) -> int:
-        """Of so many units."""
+        """Returns the most items of this number of units."""
         return units + self.programs - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Some sequences of a step: first row token, row tokens, tokens in their context, and where their tables begin."""
+    """Some sequences of a step: first token in the batch, number of tokens, context, and offset of the block table."""
 
     begins: Int64
     counts: Int64
@@ -86,7 +86,9 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class ProgramItems:
-    """items [N, ITEM_WORDS]; program p has starts[p] .. starts[p + 1] of them; merges [M, ITEM_WORDS]."""
+    """One kernel's work: items [N, ITEM_WORDS], of which program p has starts[p] .. starts[p + 1], and merges
+    [M, ITEM_WORDS].
+    """
 
     items: Int32
     starts: Int64
@@ -95,7 +97,7 @@ class ProgramItems:
 
 @dataclass(frozen=True, slots=True)
 class GpuAttentionPlan:
-    """The words in use of a step's record, and whether the chunk kernel has anything to do."""
+    """The words in use of a step's record, and whether the chunk kernel has work."""
 
     record: Int32
     with_chunks: bool
@@ -104,42 +106,42 @@ class GpuAttentionPlan:
 def share_out(
     sequences: SequenceRows, tiling: Tiling, *, kv_heads: int, group: int, window: int, first_partial: int = 0
 ) -> ProgramItems:
-    """Cuts the line of units evenly.
+    """Cuts all units evenly among the programs.
 
-    A program's load is the key tiles of its items and ``unit_tiles`` for each unit that it begins. It differs from the
-    mean by less than 1 + unit_tiles: a cut inside of what a unit costs beside its tiles moves to the unit's beginning.
-    ``window``: tokens that a row sees, itself included; 0: all. Partials are numbered from ``first_partial`` on.
+    A program's load is the key tiles of its items, and ``unit_tiles`` for each unit that it begins. Loads differ from
+    the mean by less than 1 + unit_tiles, because a cut within a unit's overhead moves to the unit's beginning.
+    ``window``: tokens that a row sees, itself included; 0: all. Partial rows are numbered from ``first_partial`` on.
     """
     if not len(sequences.counts):
         empty = np.zeros((0, ITEM_WORDS), np.int32)
         return ProgramItems(empty, np.zeros(tiling.programs + 1, np.int64), empty)
-    line = _units(sequences, tiling, kv_heads, group, window)
-    beside = tiling.unit_tiles
-    lengths = line.tiles + beside
+    units = _units(sequences, tiling, kv_heads, group, window)
+    overhead = tiling.unit_tiles
+    lengths = units.tiles + overhead
     ends = lengths.cumsum()
     begins = ends - lengths
     cuts = ends[-1] * np.arange(tiling.programs + 1) // tiling.programs
     cut_begins = begins[ends[:-1].searchsorted(cuts[:-1], "right")]
-    inside = cuts[:-1] - cut_begins > beside
+    inside = cuts[:-1] - cut_begins > overhead
     cuts[:-1] = np.where(inside, cuts[:-1], cut_begins)
-    # Where there are fewer tiles than programs, several of them share a cut.
+    # With fewer tiles than programs, several programs share a cut.
     inner = cuts[:-1][inside]
     inner = inner[_changes(inner)]
-    # No cut is where a unit begins: its place in the merged line is the sum of its ranks.
+    # No cut is at a unit's beginning, so its index among cuts and beginnings is the sum of its ranks in both.
     is_cut = np.zeros(len(begins) + len(inner), bool)
     is_cut[np.arange(len(inner)) + begins.searchsorted(inner)] = True
     edges = np.empty(len(is_cut) + 1, np.int64)
     edges[:-1][is_cut], edges[:-1][~is_cut], edges[-1] = inner, begins, ends[-1]
     owner = (~is_cut).cumsum() - 1
-    first = edges[:-1] - begins[owner] - beside
+    first = edges[:-1] - begins[owner] - overhead
     first[~is_cut] = 0
-    behind = edges[1:] - begins[owner] - beside
-    parted = behind - first < line.tiles[owner]
-    row_tiles = line.row_tiles[owner]
-    items = line.rows[row_tiles]
-    items[:, HEAD] = line.heads[owner]
-    items[:, BEGIN] = (line.lows[row_tiles] + first) * tiling.keys
-    items[:, END] = np.minimum((line.lows[row_tiles] + behind) * tiling.keys, items[:, END])
+    behind = edges[1:] - begins[owner] - overhead
+    parted = behind - first < units.tiles[owner]
+    row_tiles = units.row_tiles[owner]
+    items = units.rows[row_tiles]
+    items[:, HEAD] = units.heads[owner]
+    items[:, BEGIN] = (units.lows[row_tiles] + first) * tiling.keys
+    items[:, END] = np.minimum((units.lows[row_tiles] + behind) * tiling.keys, items[:, END])
     items[:, PARTIAL] = np.where(parted, first_partial + (parted.cumsum() - 1) * tiling.rows, -1)
     heads = np.flatnonzero(~is_cut)
     parts = np.empty_like(heads)
@@ -152,7 +154,7 @@ def share_out(
 
 
 def _changes(values: Int64) -> npt.NDArray[np.bool_]:
-    """Which of sorted values differ from the one before."""
+    """Marks sorted values that differ from their predecessor."""
     changes = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes
@@ -160,9 +162,10 @@ def _changes(values: Int64) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Units in order, each a row tile and a head, with its number of key tiles.
+    """Units in order, each with its row tile, its head and its number of key tiles.
 
-    Of a row tile: rows [R, ITEM_WORDS], an item of all that its rows see, and lows, the number of its first key tile.
+    Row tiles have rows [R, ITEM_WORDS], an item with all keys that the rows see, and lows, the index of the first key
+    tile.
     """
 
     row_tiles: Int64
@@ -173,7 +176,7 @@ class _Units:
 
 
 def _units(sequences: SequenceRows, tiling: Tiling, kv_heads: int, group: int, window: int) -> _Units:
-    """Head after head within a sequence: programs side by side read the same keys."""
+    """Lists units head by head within a sequence, so that neighbouring programs read the same keys."""
     rows = sequences.counts * group
     counts = -(-rows // tiling.rows)
     firsts = counts.cumsum() - counts
@@ -193,7 +196,7 @@ def _units(sequences: SequenceRows, tiling: Tiling, kv_heads: int, group: int, w
 
 
 def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple[Int64, Int64]:
-    """Heads and row tiles of the units: sequence by sequence, head by head, row tile by row tile."""
+    """Returns heads and row tiles of the units: sequence by sequence, head by head, row tile by row tile."""
     if len(which) == len(counts):
         return np.tile(np.arange(kv_heads), len(counts)), which.repeat(kv_heads)
     owners = which.repeat(kv_heads)
@@ -203,10 +206,10 @@ def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple
 
 
 def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
-    """Within each program, the end of a unit that another one began goes last.
+    """Moves the rest of a unit that another program began to the end of each program.
 
-    All programs then begin at the first key tile of some unit and walk on in step, so that those with rows of the
-    same sequence and head read the same keys at about the same time, from L2.
+    All programs then begin with the first key tile of some unit, so that those with rows of the same sequence and head
+    read the same keys at about the same time, from L2.
     """
     begins, ends = starts[:-1], starts[1:]
     moved = np.flatnonzero(ends - begins > 1)
@@ -223,7 +226,7 @@ def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
 
 
 class GpuAttentionPlanner:
-    """Makes the records of a model's steps. Pure arithmetic: it holds nothing of a step."""
+    """Plans a model's steps. It holds limits and sizes, and no state of a step."""
 
     def __init__(
         self,
@@ -238,19 +241,19 @@ class GpuAttentionPlanner:
         max_seqs: int,
         max_context_blocks: int,
     ) -> None:
-        """Raises nothing.
+        """Computes the sizes of records and partial results.
 
         Args:
             group: query heads of a KV head.
-            windows: the distinct sliding windows of the model's layers, 0 for those that see everything.
-            max_tokens, max_seqs: of a step.
-            max_context_blocks: of a sequence.
+            windows: the distinct sliding windows of the model's layers; 0 for full attention.
+            max_tokens, max_seqs: limits of a step.
+            max_context_blocks: limit of a sequence.
         """
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
         self.decode, self.chunk, self.windows = decode, chunk, windows
         self._window_words = decode.programs + 1 + chunk.programs + 1 + COUNT_WORDS
         seqs = min(max_seqs, max_tokens)
-        # Tiles are full but for the last one of a sequence.
+        # Only the last tile of a sequence is not full.
         chunk_units = (max_tokens * group // chunk.rows + seqs) * kv_heads
         lists = decode.max_items(seqs * kv_heads) + decode.max_merges
         lists += chunk.max_items(chunk_units) + chunk.max_merges
@@ -259,15 +262,15 @@ class GpuAttentionPlanner:
         self.partial_rows = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
 
     def starts_at(self, window: int, chunk: bool) -> int:
-        """Where the starts of a window's programs are in every record."""
+        """Returns the offset of the starts of a window's programs, the same in every record."""
         return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
 
     def counts_at(self, window: int) -> int:
-        """Where the counts of a window's merges are in every record."""
+        """Returns the offset of the counts of a window's merges, the same in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
 
     def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
-        """All rows of ``batch``, whose positions follow each other in a sequence, up to the end of its context.
+        """Plans all rows of ``batch``. A sequence's positions are consecutive and end with its context.
 
         Raises Internal for a batch beyond the limits.
         """
@@ -277,7 +280,7 @@ class GpuAttentionPlanner:
         head = len(self.windows) * self._window_words
         words, table_starts = self._tables(batch.block_tables, contexts)
         tables = table_starts + head
-        # Items are aligned, so that a line of the cache holds an item whole.
+        # Items are aligned, so that a cache line holds a whole item.
         fill = -(head + sum(part.size for part in words)) % ITEM_WORDS
         parts: list[Int32] = [np.zeros(head, np.int32), *words, np.zeros(fill, np.int32)]
         at = sum(part.size for part in parts)
@@ -310,7 +313,7 @@ class GpuAttentionPlanner:
         return GpuAttentionPlan(np.concatenate(parts), bool((~few).any()))
 
     def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
-        """The tables' words and where in them each sequence's are: padded where that makes them little longer."""
+        """Returns the words of block tables and each sequence's offset in them; padded if that is not much longer."""
         blocks = -(-contexts // self._block_size)
         width = int(blocks.max(initial=0))
         used = int(blocks.sum())

@@ -1,13 +1,13 @@
-"""Between the projection of queries, keys and values and attention: one pass that norms, turns and stores.
+"""One pass between the projection of queries, keys and values and attention: norms, rotates and stores.
 
     qkv --[norm of each query and key head]--[rotary embedding]--+--> queries, in place
                                                                  +--> keys and values, into the pool's rows
 
-Arithmetic is in float32 and rounded once, where a value is stored: nearer to the exact result than a rounding after
-every operation, which is why "plain" and "wide" norms are one here but for the type of their weights.
+Arithmetic is in float32 and rounded once, when a value is stored, which is closer to the exact result than a rounding
+after every operation. So "plain" and "wide" norms only differ in the type of their weights here.
 
-Nothing of a block is cleared when it is begun. Rows behind a sequence's last token hold what was there before, NaN
-perhaps: attention leaves them out by position, of values as well as of scores.
+A block is not cleared before its first write. Rows behind a sequence's last token keep old contents, possibly NaN;
+attention excludes them by position, from values as well as from scores.
 
 Pools are [slots, layers, 2, kv_heads, block_size, head_dim], K before V. In one of "fp8-rows-1", a piece (one layer's
 keys or values of one head) is block_size rows of head_dim e4m3 codes, and behind them one float32 scale for each row:
@@ -41,7 +41,7 @@ class HeadNorm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], trusted to be below max_len.
+    """Cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], unchecked, below max_len.
 
     Values i and i + head_dim / 2 of a head are a pair.
     """
@@ -52,8 +52,8 @@ class Rotary(NamedTuple):
 
 
 @triton.jit
-def _turned(low, high, cos, sin, position, column, HALF: tl.constexpr):
-    """Both halves of heads [TILE, HALF], turned by the angles of a position."""
+def _rotated(low, high, cos, sin, position, column, HALF: tl.constexpr):
+    """Rotates both halves of heads [TILE, HALF] by the angles of a position."""
     at = position.to(tl.int64) * HALF + column
     c = tl.load(cos + at, mask=column < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
@@ -115,9 +115,9 @@ def _kv_write(
         low = tl.where(changes, low * inverse * low_factor, low)
         high = tl.where(changes, high * inverse * high_factor, high)
     if ROPE:
-        turned_low, turned_high = _turned(low, high, cos, sin, tl.load(positions + token), column, HALF)
-        low = tl.where(changes, turned_low, low)
-        high = tl.where(changes, turned_high, high)
+        rotated_low, rotated_high = _rotated(low, high, cos, sin, tl.load(positions + token), column, HALF)
+        low = tl.where(changes, rotated_low, low)
+        high = tl.where(changes, rotated_high, high)
     if FIRST == 0:
         tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
@@ -146,13 +146,13 @@ def kv_write(
     norm: HeadNorm | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Norms and turns queries in place, and writes normed and turned keys, and values, into the rows of ``pool``.
+    """Norms and rotates queries in place, and writes normed and rotated keys, and values, into rows of ``pool``.
 
     Args:
-        qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys, values; its keys and values are left as they are.
-        pool: as above, 16 or 32 bits, or uint8 [slots, layers, 2, kv_heads, block_size * (head_dim + 4)] for
-            "fp8-rows-1".
-        rows: int32 [T], slot * block_size + row within the block, each at most once; -1 writes nothing to the pool.
+        qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys, values; its keys and values do not change.
+        pool: as the module's docstring describes, of 16 or 32 bits, or, for "fp8-rows-1", uint8
+            [slots, layers, 2, kv_heads, block_size * (head_dim + 4)].
+        rows: int32 [T], slot * block_size + row in the block, each at most once; -1 writes nothing to the pool.
 
     Raises Internal for misshapen tensors.
     """
@@ -203,14 +203,14 @@ def kv_write(
 
 
 def _use(head_dim: int, arch: int) -> dict[str, int]:
-    """A tile has at least as many values as threads: queries, written in place, must not be read by two."""
+    """Constants whose tiles have a value for every thread: no query, written in place, may be read by two threads."""
     use = tuned("kv_write", arch)
     block = triton.next_power_of_2(head_dim // 2)
     return {"block": block, "tile": use["tile_values"] // block, **use}
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
+    """Lists what is built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
     return [
         _spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
         _spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),

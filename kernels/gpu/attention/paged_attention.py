@@ -1,13 +1,13 @@
-"""Attention of ragged batches over the paged pool: what the engine calls.
+"""Attention of ragged batches over the paged pool: the interface to the engine.
 
     plan (host, once per step) --record, one copy--> device --attend (each layer)--> decodes; chunks; merge
 
-Decodes and chunks are two launches, one after the other, each with tiles and programs of its own. A batch that mixes
-them in one launch takes the path of its longest query: in vLLM's Triton kernel, one chunk in the batch costs every
-decode in it the split of its context, and a handful of long decodes then occupies a handful of processors.
+Decodes and chunks are two launches, one after the other, each with tiles and programs of its own. One launch for both
+would have to use the tiles of the longest query: in vLLM's Triton kernel one chunk in the batch keeps every decode's
+context from being split, and a few long decodes then occupy only a few processors.
 
-``attend`` neither allocates nor waits, and its grids depend on the limits alone, so that it can be captured in a graph
-and replayed over another record at the same place. A captured step without chunks serves all steps without them.
+``attend`` neither allocates nor waits, and its grids depend on the limits alone, so that a graph can capture it and
+replay it over another record at the same address. A graph without chunks serves all steps without chunks.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_BYTES = 4
 # The first architecture that converts e4m3 by an instruction.
 NATIVE_FP8_ARCH = 89
-# Rows of a decode tile: the least that tensor cores take, and the most that is still bound by memory.
+# Rows of a decode tile: least for tensor cores, and most with which attention is still bound by memory.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
-# A chunk's tile of this width fills all registers; a few values that outlive the loops over keys wait in memory.
+# A chunk's tile of this width fills all registers; a few values that are not used in the loops over keys are spilled.
 WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 32
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that a head fills in registers."""
+    """Returns the power of two that a head fills in registers."""
     return int(triton.next_power_of_2(head_dim))
 
 
 def decode_tile_rows(rows: int, width: int) -> int:
-    """Rows of a decode tile for so many query rows of a sequence and KV head, of padded heads of ``width``.
+    """Returns a decode tile's rows for ``rows`` query rows per sequence and KV head, and heads padded to ``width``.
 
-    Heads of 256 have registers for 32.
+    With heads of 256, registers suffice for 32 rows.
     """
     most = MOST_DECODE_ROWS if width < WIDE_HEAD_DIM else MOST_DECODE_ROWS // 2
     return min(max(int(triton.next_power_of_2(rows)), LEAST_DECODE_ROWS), most)
 
 
 def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
-    """Elements of a (layer, K or V, head) piece: of the pool's type, or bytes where it holds float8."""
+    """Returns the size of a (layer, K or V, head) piece: elements of the pool's type, or bytes for float8."""
     return block_size * (head_dim + SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
 
 
 class PagedAttention:
-    """Attention over one pool for all layers of a model."""
+    """Attention over one pool for all layers of a model. It is called from the step loop's thread."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class PagedAttention:
                 uint8 [slots, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)]: a piece's e4m3 rows, then a
                 float32 scale for each.
             dtype: of queries and results.
-            scale: what scores are multiplied by; positive.
-            softcap: scaled scores become softcap * tanh(score / softcap); 0: they stay.
-            windows: the distinct sliding windows of the layers; 0: a layer sees everything.
-            max_tokens, max_seqs: of a step. max_context_blocks: of a sequence.
-            decode_rows: tokens of a sequence that still count as a decode (more than one where drafts are verified).
+            scale: factor of the scores; positive.
+            softcap: scaled scores become softcap * tanh(score / softcap); 0: no cap.
+            windows: the distinct sliding windows of the layers; 0: full attention.
+            max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
+            decode_rows: most tokens of a decode (more than one if drafts are verified).
         """
         check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
         check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
@@ -129,16 +129,16 @@ class PagedAttention:
 
     @property
     def max_record_words(self) -> int:
-        """Size of the device buffer that holds any step's record, int32."""
+        """Most int32 words of a step's record: the size of its device buffer."""
         return self.planner.max_record_words
 
     @property
     def partial_bytes(self) -> int:
-        """Device memory of the partial results."""
+        """Bytes of device memory for partial results."""
         return self._partials.nbytes + self._partial_logs.nbytes
 
     def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
-        """What a step's record holds; its words in use are to be in the device's buffer before ``attend`` runs there.
+        """Plans a step. The plan's record must be in the device's buffer before ``attend`` runs.
 
         Raises Internal for a batch beyond the limits.
         """
@@ -154,14 +154,14 @@ class PagedAttention:
         window: int = 0,
         with_chunks: bool,
     ) -> None:
-        """Writes attention of ``queries`` into the rows of ``out`` that the batch has; others stay as they are.
+        """Writes attention of ``queries`` into ``out``; rows beyond the batch stay as they are.
 
         Args:
-            queries: [T, heads, head_dim], rows at any distance: a slice of what a fused projection gave.
+            queries: [T, heads, head_dim], rows with any stride, such as a slice of a fused projection.
             out: contiguous [T, heads * head_dim].
-            record: int32 on the device, beginning with the words of the step's plan.
+            record: int32 on the device, beginning with the words of the plan's record.
             window: one of the ``windows``.
-            with_chunks: as the plan says; a step that has chunks must not be run without them.
+            with_chunks: the plan's field, or True, which is slower for a step without chunks.
 
         Raises Internal for misshapen tensors.
         """
@@ -247,7 +247,7 @@ def _tiling(use: dict[str, int], processors: int) -> Tiling:
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles: Llama 3 8B, and what differs in other models."""
+    """Lists what is built ahead of time: Llama 3 8B, and what differs in other models."""
     llama = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False}
     cases: list[tuple[str, str, PlainOrFloat8, dict[str, Any]]] = [
         ("", "bf16", "plain", {}),

@@ -1,7 +1,7 @@
 """Embedding of a step's tokens, some of which only the device knows yet.
 
-A step may be launched before the one before it has said which tokens it chose. Such a token stands in the batch as
-``-1 - row``: what row ``row`` of the previous step's samples chose, which is in ``sampled`` on the device.
+A step may be launched before the host knows the tokens that the previous step chose. Such a token is ``-1 - row`` in
+the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _embed(ids, sampled, table, out, hidden, scale, SCALED: tl.constexpr, BLOCK:
 def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
     """Writes rows of ``table`` [vocab, hidden] into ``out`` [T, hidden], times ``scale``.
 
-    ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; both are trusted to be inside what they index.
+    ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; indices are not checked.
     Raises Internal for misshapen tensors.
     """
     check_tensor("ids", ids, (None,), torch.int32)
@@ -47,7 +47,7 @@ def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: to
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles."""
+    """Lists what is built ahead of time."""
     use = tuned("embed", 90)
     return [
         BuildSpec(

@@ -1,4 +1,4 @@
-"""The middle of a gated MLP: act(gate) * up, with act(gate) rounded before it is multiplied, as in transformers."""
+"""The activation of a gated MLP: act(gate) * up, with act(gate) rounded before the product, as in transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GELU_CUBE = tl.constexpr(0.044715)
 
 @triton.jit
 def _activated(gate, GELU: tl.constexpr):
-    """float32 -> float32. gelu's 0.5 * (1 + tanh(u)) is sigmoid(2 * u): one exponential, and nothing cancels."""
+    """Activates float32 values. gelu's 0.5 * (1 + tanh(u)) is sigmoid(2 * u): one exponential, and no cancellation."""
     if GELU:
         return gate * tl.sigmoid((gate + gate * gate * gate * _GELU_CUBE) * _GELU_SLOPE)
     return gate * tl.sigmoid(gate)
@@ -54,7 +54,7 @@ def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles."""
+    """Lists what is built ahead of time."""
     use = tuned("gated", 90)
     return [
         BuildSpec(

@@ -1,14 +1,14 @@
-"""RMS norms (arXiv 1910.07467), alone and with the residual stream they belong to.
+"""RMS norms (arXiv 1910.07467), alone or fused with the sum of the residual stream.
 
-A layer ends and the next begins in one pass over the rows:
+The end of one layer and the beginning of the next are one pass over the rows:
 
     found --[post norm]--> * scale --+
     residual ------------------------+--> residual --[norm]--> out
 
-Both norms are optional, as models have them. Sums are in float32; roundings are where transformers has them: after a
+Both norms are optional. Sums are in float32; roundings are where transformers has them: after a
 post norm, after the sum, and in a norm either before its weight multiplies ("plain") or only after ("wide").
 
-Kernels are not compiled anew for numbers of rows that are 1 or multiples of 16, which would stop a server now and then.
+Triton must not specialize on the number of rows: compiling for 1 row or multiples of 16 would stall a running server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pillion.kernels.gpu.tuned import tuned
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A row is held in registers as a whole.
 MAX_COLUMNS = 16384
-# Not fewer, so that a tile has a value for every thread: norms in place must not be read by two.
+# Least width of a tile, so that every thread has a value: in a norm in place no value may be read by two threads.
 _MIN_TILE_COLUMNS = 32
 
 
@@ -42,7 +42,7 @@ def _normed(values, weight, columns, eps, WIDE: tl.constexpr, TYPE: tl.constexpr
 
 @triton.jit
 def _tile(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, 1] and columns [1, BLOCK] of this program, and which of them there are."""
+    """Rows [ROWS, 1] and columns [1, BLOCK] of this program, and a mask of those that exist."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     return row.to(tl.int64), column, (row < rows) & (column < columns)
@@ -102,9 +102,9 @@ def _add_rms_norm(
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, wide: bool) -> None:
-    """Norms every row of ``values`` [T, columns] into ``out``, of the same shape and type; they may be the same memory.
+    """Norms every row of ``values`` [T, columns] into ``out``, of the same shape and type; both may be the same memory.
 
-    Both may be columns of wider rows: each row is contiguous, rows are ``stride(0)`` apart.
+    Both may be columns of wider rows: each row is contiguous, and rows are ``stride(0)`` apart.
     weight: [columns], float32 where ``wide``, else of the type of the values. Raises Internal for misshapen tensors.
     """
     rows, columns = _check_rows("values", values)
@@ -141,7 +141,7 @@ def add_rms_norm(
 ) -> None:
     """residual += scale * post_norm(found), in place, and out = norm(residual); all [T, columns] and of one type.
 
-    weight, post_weight: as of :func:`rms_norm`; None leaves that norm out, and ``out`` is None where ``weight`` is.
+    weight, post_weight: as in :func:`rms_norm`; None omits that norm. ``out`` is None if and only if ``weight`` is.
     ``out`` may be the memory of ``found``. Raises Internal for misshapen tensors.
     """
     rows, columns = _check_rows("residual", residual)
@@ -190,7 +190,7 @@ def _use(columns: int, arch: int) -> dict[str, int]:
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles: Llama 3 8B's rows, the longest, queries of one OLMo 2, and small ones."""
+    """Lists what is built ahead of time: Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
     return [
         _spec(_rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
         _spec(_rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),

@@ -1,13 +1,12 @@
-"""Random numbers without a state, on the device: Philox-4x32-10 (Salmon et al., 2011), bit for bit that of the CPU.
+"""Stateless random numbers on the device: Philox-4x32-10 (Salmon et al., 2011), bit for bit those of the CPU.
 
-Device functions for other kernels. A row's key is its seed (low word, high word); a counter is (position low, position
-high, index, stream). What the numbers are for is the sampler's affair: see
-:mod:`pillion.kernels.gpu.sampling.gpu_sampling`.
+These are device functions for other kernels. The key is a row's seed (low word, high word); the counter is (position
+low, position high, index, stream).
 
-An exponential number is -log1p(-u) for u in (0, 1). There is no log1p in Triton's language that its interpreter knows,
-so it is had from log: log(y) * u / (1 - y) with y = 1 - u as rounded, whose error y's rounding cancels (Kahan; see
-Higham, Accuracy and Stability of Numerical Algorithms, section 1.14.1). It is right to a few units in the last place
-for all u, down to 2^-33.
+An exponential number is -log1p(-u) for u in (0, 1). Triton's interpreter has no log1p, so it is computed from log:
+log(y) * u / (1 - y) with y = 1 - u as rounded, where y's rounding error cancels (Kahan; see Higham, Accuracy and
+Stability of Numerical Algorithms, section 1.14.1). The result is exact to a few units in the last place for all u down
+to 2^-33.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ MULTIPLIER_0: tl.constexpr = tl.constexpr(0xD2511F53)
 MULTIPLIER_1: tl.constexpr = tl.constexpr(0xCD9E8D57)
 KEY_STEP_0: tl.constexpr = tl.constexpr(0x9E3779B9)
 KEY_STEP_1: tl.constexpr = tl.constexpr(0xBB67AE85)
-# The largest float32 below 1, and the spacing of what an exponential number is made of.
+# The largest float32 below 1.
 LARGEST_UNIFORM: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Four words of the counter (c0, c1, c2, c3) under the key (k0, k1): uint32 tensors that broadcast together."""
+    """Returns four words of the counter (c0, c1, c2, c3) under the key (k0, k1): uint32 tensors that broadcast."""
     for _ in tl.static_range(ROUNDS):
-        # Products and keys are meant to run over, also where Triton is told to look for that.
+        # Products and keys overflow on purpose, also when Triton checks for overflow.
         high_0, low_0 = tl.umulhi(c0, MULTIPLIER_0), tl.mul(c0, MULTIPLIER_0, sanitize_overflow=False)
         high_1, low_1 = tl.umulhi(c2, MULTIPLIER_1), tl.mul(c2, MULTIPLIER_1, sanitize_overflow=False)
         c0, c1 = high_1 ^ c1 ^ k0, low_1
@@ -40,7 +39,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def random_words(seed_low, seed_high, place_low, place_high, number, STREAM: tl.constexpr):
-    """Word ``number % 4`` of the counter with index ``number // 4``, for int32 numbers [...]; the rest are uint32."""
+    """Returns word ``number % 4`` of the counter with index ``number // 4``; numbers are int32, the rest uint32."""
     index = (number // 4).to(tl.uint32)
     which = number % 4
     stream = tl.full((), STREAM, tl.uint32)
@@ -50,7 +49,7 @@ def random_words(seed_low, seed_high, place_low, place_high, number, STREAM: tl.
 
 @triton.jit
 def exponential(words, BITS: tl.constexpr):
-    """Exp(1) numbers, float32, of evenly distributed words of so many bits: none is 0 or infinite."""
+    """Turns uniform words of BITS bits into Exp(1) numbers, float32, none of them 0 or infinite."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-BITS), LARGEST_UNIFORM)
     rest = 1.0 - uniform
     lost = 1.0 - rest

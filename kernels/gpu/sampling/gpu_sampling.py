@@ -1,24 +1,25 @@
-"""Chooses tokens on the device, as the sampler on the CPU does: a pure function of (logits, seed, position) (I6).
+"""Chooses tokens on the device like the sampler on the CPU: a pure function of (logits, seed, position) (I6).
 
-    engine/sampling/sampler.py, engine/sampling/gumbel.py, engine/sampling/cuts.py    what is computed
-    sampling_edits.py                                      before: changes of single logits
-    sampling_cuts.py                                       the cut of rows with top_k, top_p or min_p, if a step has any
-    _race                                                  here: each slice of each row, its winner
-    _settle                                                here: each row, the winner among its slices'
+    sampling_edits.py   before this module: changes of single logits
+    sampling_cuts.py    the cut of rows with top_k, top_p or min_p, if a step has any
+    _race               the winner of each slice of each row
+    _settle             the winner among a row's slices
 
-A slice's program knows its groups' largest logits and, from one random word each, their largest noise: an upper bound
-for each group. It draws the noise of the group with the highest bound, then of the next, until no bound reaches the
-best total so far: mostly one to three of its 32 groups, each of whose tokens costs a Philox counter.
-Totals are compared over the slice's own largest logit, since it does not know the row's; _settle computes those of the
-winners anew, over the row's.
+engine/sampling (sampler.py, gumbel.py, cuts.py) explains what is computed.
 
-Nothing depends on other rows: a program reads one row, in an order that the vocabulary alone gives, and there are no
-atomic operations. Nothing raises on what logits are: a row whose largest logit is NaN or infinite gives its largest
-that is a number, id 0 where there is none.
+A slice's program knows its groups' largest logits and, from one random word each, their largest noise, which gives an
+upper bound for each group. It draws the noise of the group with the highest bound, then of the next, until no bound
+reaches the best total so far: mostly one to three of its 32 groups, whose tokens cost a Philox counter each. Scores are
+relative to the slice's largest logit, because the row's is not known yet; _settle computes the winners' totals anew,
+relative to the row's.
 
-How near it comes to the CPU. Random words are equal bit by bit; logarithms are not. Greedy rows are equal. Drawn rows
-give the CPU's token unless one of these is nearer than float32 says for certain, and then either answer is a draw from
-the same distribution:
+Rows are independent: a program reads one row, in an order that depends on the vocabulary alone, and there are no atomic
+operations. No logits raise: a row whose largest logit is NaN or infinite yields its largest logit that is a number, or
+id 0 if there is none.
+
+Agreement with the CPU: random words are equal bit by bit, logarithms are not. Greedy rows are equal. Drawn rows yield
+the CPU's token unless one of these differences is below the precision of float32; then either token is a draw from the
+same distribution:
 
     two totals (score + noise)               TOTAL_TOLERANCE apart
     the mass before a token and top_p        MASS_TOLERANCE of the mass of all apart
@@ -50,19 +51,19 @@ from pillion.kernels.gpu.sampling.sampling_device import (
 from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
-# Absolute, in units of scores: a total that can win is between -30 and 30, where float32 has steps of 2^-19.
+# Absolute, in units of scores: totals that can win are between -30 and 30, where float32 has steps of 2^-19.
 TOTAL_TOLERANCE = 2e-5
 # Relative: sums of up to 2^18 float32 weights, in different orders.
 MASS_TOLERANCE = 2e-5
 
 _LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# In units of scores: far more than a bound and what it bounds are rounded apart.
+# In units of scores: far more than the difference in rounding between a bound and what it bounds.
 SLACK: tl.constexpr = tl.constexpr(1e-3)
 NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 TOKEN_STREAM: tl.constexpr = tl.constexpr(0)
 GROUP_STREAM: tl.constexpr = tl.constexpr(1)
-# A group's word: its lower bits say which token has the largest noise, the upper ones how long that waits.
+# Bits of a group's word: the lower ones choose the token with the largest noise, the upper ones give its wait.
 GROUP_BITS: tl.constexpr = tl.constexpr(7)
 WAIT_BITS: tl.constexpr = tl.constexpr(25)
 MINUS_INFINITY_BITS: tl.constexpr = tl.constexpr(-(2**23))
@@ -75,7 +76,7 @@ def _group_wait(words):
 
 @triton.jit
 def _noise(s0, s1, p0, p1, tokens, words):
-    """The noise of tokens, given the words of their groups, a seed and a position."""
+    """Returns the noise of tokens from the words of their groups, a seed and a position."""
     own = exponential(random_words(s0, s1, p0, p1, tokens, TOKEN_STREAM), 32)
     is_first = tokens % GROUP == (words % GROUP).to(tl.int32)
     return -tl.log(_group_wait(words) + tl.where(is_first, 0.0, own))
@@ -83,7 +84,7 @@ def _noise(s0, s1, p0, p1, tokens, words):
 
 @triton.jit
 def _winner(source, fields, vocab, top, maxima, groups, temperature, cut):
-    """The token of ``groups`` [N] with the largest total, of those that reach ``cut``."""
+    """Returns the token of ``groups`` [N] with the largest total among those that reach ``cut``."""
     s0, s1, p0, p1 = noise_key(fields)
     words = random_words(s0, s1, p0, p1, groups, GROUP_STREAM)
     bounds = tl.div_rn(maxima - top, temperature) - tl.log(_group_wait(words)) + SLACK
@@ -93,7 +94,7 @@ def _winner(source, fields, vocab, top, maxima, groups, temperature, cut):
     highest = tl.max(bounds, axis=0)
     while (highest > float("-inf")) & (highest >= best):
         group = tl.min(tl.where(bounds == highest, groups, NO_TOKEN), axis=0)
-        # One lane has the word: all bits of the others' are taken out.
+        # Only one lane has the group's word; the others contribute 0 to the sum.
         word = tl.sum(tl.where(groups == group, words, 0), axis=0).to(tl.uint32)
         tokens = group * GROUP + tl.arange(0, GROUP)
         inside = tokens < vocab
@@ -146,7 +147,7 @@ def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr
         leaders = tl.load(base + num_slices, mask=inside, other=NO_TOKEN)
         odd = tl.max(tl.load(base + 2 * num_slices, mask=inside, other=0), axis=0)
         top = tl.max(tops, axis=0)
-        # Of equals the lowest id; of a row without any number, id 0.
+        # Of equals the lowest id; id 0 for a row without any number.
         chosen = tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0)
         if (temperature > 0.0) & (odd == 0) & (top > float("-inf")) & (top < float("inf")):
             winners = tl.load(base + 3 * num_slices, mask=inside, other=NO_TOKEN)
@@ -167,9 +168,9 @@ def choose(
 ) -> None:
     """Writes the tokens of edited logits [R, V] (bfloat16, float16 or float32) into ``out``, int32 [R].
 
-    record: int32 [R, RECORD_FIELDS], of sampling_record.pack_rows; nothing is written for rows that are none.
-    cutting: whether a row may cut, see sampling_record.cuts_any: a step without can leave out two launches. What is
-    launched depends on R and V alone. Raises Internal for misshapen tensors.
+    record: int32 [R, RECORD_FIELDS], made by sampling_record.pack_rows; nothing is written for padding rows.
+    cutting: whether any row has a cut (sampling_record.cuts_any); without, two launches are omitted. Otherwise launches
+    depend on R and V alone. Raises Internal for misshapen tensors.
     """
     check_tensor("logits", logits, (None, scratch.vocab_size), _LOGIT_TYPES)
     rows, vocab = logits.shape
@@ -204,7 +205,7 @@ def choose(
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles: a vocabulary of 128256 tokens, with and without cuts."""
+    """Lists what is built ahead of time: a vocabulary of 128256 tokens, with and without cuts."""
     use = tuned("sample_race", 90)
     aligned = ("logits", "record", "vocab", "report")
     race = [

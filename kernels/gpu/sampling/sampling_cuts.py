@@ -1,18 +1,17 @@
 """top_k, top_p and min_p on the device, each as a cut: the smallest logit that a row may still draw
 (engine/sampling/cuts.py).
 
-    _survey   each slice of each row: of every group the largest logit, and its mass where a nucleus needs to know it
-    _cut      each row: its cut, -inf where all may be drawn
+    _survey   for each slice of each row: every group's largest logit, and its mass if a nucleus needs it
+    _cut      for each row: its cut, -inf if all may be drawn
 
-One program looks for a row's cut, so it must not look at the whole vocabulary. It first finds a bound that the cut is
-certainly not below. With top_k that is the k-th largest of the groups' largest logits: each of these is a token. With a
-nucleus of all tokens it is one below which, by the groups' masses and largest logits, there is too little mass to
-matter. Logits that reach the bound, mostly a few hundred, are copied together; where they are too many, the row itself
-is looked through.
+One program finds a row's cut, so it should not read the whole vocabulary. It first finds a lower bound of the cut.
+With top_k that is the k-th largest of the groups' largest logits: each of these is a token. With a nucleus of all
+tokens it is one below which, by the groups' masses and largest logits, there is too little mass to matter. Logits that
+reach the bound, mostly a few hundred, are copied together; if there are too many, the whole row is searched.
 
-The cut is the largest float32 c for which enough reaches c: k tokens, or p of the mass. The bits of floats, mended for
-negative ones, are integers in the same order, so c is searched for among integers, by quarters: 16 passes find any
-float32 exactly. Counts are exact, masses are float32 sums in an order that the row alone gives.
+The cut is the largest float32 c for which enough reaches c: k tokens, or p of the mass. The bits of floats, with those
+of negative ones flipped, are integers in the same order, so c is searched among integers, by quarters: 16 passes find
+any float32 exactly. Counts are exact; masses are float32 sums in an order that depends on the row alone.
 
 Estimated for an H200, V = 128256, not measured: _survey as a greedy step, 3 us; _cut 10 to 20 us where few logits reach
 the bound, up to 0.4 ms where tens of thousands do (a flat distribution under a long nucleus), rows beside each other.
@@ -36,20 +35,20 @@ from pillion.kernels.gpu.sampling.sampling_device import (
 )
 from pillion.kernels.gpu.tuned import tuned
 
-# A bound for a nucleus lies at most so many temperatures below the largest logit; halvings that find it.
+# A nucleus's bound lies at most DEEPEST temperatures below the largest logit and is found by this many halvings.
 DEEPEST: tl.constexpr = tl.constexpr(64.0)
 HALVINGS: tl.constexpr = tl.constexpr(12)
-# Of the mass that a nucleus may leave out, so much may lie below the bound: the rest is for rounding.
+# Share of the mass outside a nucleus that may lie below the bound; the rest allows for rounding.
 SHARE_BELOW: tl.constexpr = tl.constexpr(0.5)
-# A nucleus that leaves out less than this share of the mass is looked for among all tokens.
+# A nucleus that leaves out less than this share of the mass is sought among all tokens.
 LEAST_SHARE: tl.constexpr = tl.constexpr(1e-5)
-# Keys of the smallest float32, -inf.
+# The key of the smallest float32, -inf.
 LOWEST_KEY: tl.constexpr = tl.constexpr(-(2**31) + 0x7FFFFF)
 
 
 @triton.jit
 def _key(value):
-    """An int64 in the order of float32 values; _value takes it back."""
+    """Maps a float32 to an int64 of the same order; _value is the inverse."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -62,7 +61,7 @@ def _value(key):
 
 @triton.jit
 def _reaching(values, count, a, b, c, top, rate, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of ``count`` logits those that reach a, b and c: how many, or their mass (rate: 1 / temperature)."""
+    """Returns how many of ``count`` logits reach a, b and c, or their mass (rate: 1 / temperature)."""
     offsets = tl.arange(0, BLOCK)
     at_a = tl.zeros((BLOCK,), tl.float32)
     at_b = tl.zeros((BLOCK,), tl.float32)
@@ -81,14 +80,14 @@ def _reaching(values, count, a, b, c, top, rate, BY_MASS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _largest(values, count, low, high, goal, top, rate, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key in [low, high] that logits of at least ``goal`` reach, where that many reach ``low``."""
+    """Returns the largest key in [low, high] that a count or mass of at least ``goal`` reaches; ``low`` is one."""
     while low < high:
         quarter = (high - low + 3) // 4
         a = low + quarter
         b = tl.minimum(a + quarter, high)
         c = tl.minimum(b + quarter, high)
         at_a, at_b, at_c = _reaching(values, count, _value(a), _value(b), _value(c), top, rate, BY_MASS, BLOCK)
-        # What reaches more reaches less: the answers fall from yes to no once.
+        # A logit that reaches a larger key reaches a smaller one, too: the answers change from yes to no once.
         high = tl.where(at_a < goal, a - 1, tl.where(at_b < goal, b - 1, tl.where(at_c < goal, c - 1, high)))
         low = tl.where(at_c >= goal, c, tl.where(at_b >= goal, b, tl.where(at_a >= goal, a, low)))
     return low
@@ -96,7 +95,7 @@ def _largest(values, count, low, high, goal, top, rate, BY_MASS: tl.constexpr, B
 
 @triton.jit
 def _cut_among(values, count, low, top, rate, top_k, top_p, total, BLOCK: tl.constexpr):
-    """The cut's key, sought among logits that hold all that are kept."""
+    """Finds the cut's key among logits that include all that are kept."""
     high = _key(top)
     if top_k > 0:
         low = _largest(values, count, low, high, top_k.to(tl.float32), top, rate, False, BLOCK)
@@ -109,13 +108,13 @@ def _cut_among(values, count, low, top, rate, top_k, top_p, total, BLOCK: tl.con
 
 @triton.jit
 def _nucleus_bound(maxima, masses, top, temperature, rate, top_p, total):
-    """A key that the cut of a nucleus is not below."""
+    """Returns a key that is a lower bound of a nucleus's cut."""
     allowed = (1.0 - top_p) * SHARE_BELOW * total
     shallow = tl.full((), 0.0, tl.float32)
     deep = tl.full((), DEEPEST, tl.float32)
     for _ in range(HALVINGS):
         middle = (shallow + deep) * 0.5
-        # A group's tokens below the bound weigh no more than all its tokens do, and each less than the bound does.
+        # A group's tokens below the bound weigh at most as much as all its tokens, and each less than the bound.
         least = top - temperature * middle
         below = tl.where(maxima < least, masses, tl.minimum(masses, tl.exp(-middle) * GROUP))
         fits = tl.sum(below, axis=0) <= allowed
@@ -127,7 +126,7 @@ def _nucleus_bound(maxima, masses, top, temperature, rate, top_p, total):
 
 @triton.jit
 def _gather(source, able, heads, count, vocab, least, CHUNK: tl.constexpr, HEAD: tl.constexpr):
-    """Copies the logits of ``count`` groups that reach ``least`` together; how many there are, or more than HEAD."""
+    """Copies the logits of ``count`` groups that reach ``least`` together; returns their number, or more than HEAD."""
     found = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
     while (start < count) & (found <= HEAD):
@@ -210,7 +209,7 @@ def _cut(
                     low = _nucleus_bound(largest, mass, top, temperature, rate, top_p, total)
                 least = _value(low)
                 reaching = (largest >= least) & (groups < num_groups)
-                # What is stored here is read by other threads of this program: barriers.
+                # Other threads of this program read what is stored here, hence the barriers.
                 place = tl.cumsum(reaching.to(tl.int32), axis=0) - 1
                 tl.store(able + row * num_groups + place, groups, mask=reaching)
                 tl.debug_barrier()
@@ -229,7 +228,7 @@ def _cut(
 
 
 def find_cuts(logits: torch.Tensor, record: torch.Tensor, scratch: SamplerScratch) -> None:
-    """Writes the cut of each row of logits [R, V] into ``scratch.cut``; ``choose`` has checked what it is given."""
+    """Writes the cut of each row of logits [R, V] into ``scratch.cut``; ``choose`` has checked the arguments."""
     rows, vocab = logits.shape
     use = tuned("sample_cut", arch_of(logits.device))
     groups = scratch.num_groups
@@ -262,7 +261,7 @@ def find_cuts(logits: torch.Tensor, record: torch.Tensor, scratch: SamplerScratc
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles: a vocabulary of 128256 tokens."""
+    """Lists what is built ahead of time: a vocabulary of 128256 tokens."""
     use, slice_groups = tuned("sample_cut", 90), tuned("sample_race", 90)["slice_groups"]
     specs = []
     for kind in ("bf16", "fp32"):

@@ -1,7 +1,7 @@
-"""What the sampler's kernels share: the cut of a vocabulary into groups and slices, their scratch memory, tiles.
+"""Shared by the sampler's kernels: groups and slices of a vocabulary, scratch memory, and device functions.
 
-A group is 128 tokens, as on the CPU, where a group's noise comes from one random word; a slice is as many groups as one
-program of a kernel takes. A vocabulary's last group and last slice need not be full.
+A group is 128 tokens, as on the CPU, where one random word gives a group's noise. A slice is the groups of one program
+of a kernel. A vocabulary's last group and last slice need not be full.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pillion.kernels.gpu.tuned import tuned
 
 GROUP: tl.constexpr = tl.constexpr(128)
 FIELDS: tl.constexpr = tl.constexpr(RECORD_FIELDS)
-# Of each slice of each row: largest logit (its bits), the token that has it, whether there is a NaN, the race's winner.
+# Reported for each slice of each row: the largest logit's bits, its token, whether there is a NaN, and the winner.
 REPORT_FIELDS = 4
-# Counts are added up in float32, and token numbers are int32.
+# Counts are summed in float32, which is exact up to here.
 MAX_VOCAB_TOKENS = 2**24
 
 GROUP_TOKENS = 128
-# A row's logits that reach a first bound are copied together if they are no more than this; a cut is then sought there.
+# Logits of a row that reach a first bound are copied together if there are at most this many, and searched there.
 HEAD_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerScratch:
-    """Device memory for ``choose`` of up to R rows; its addresses stay, so launches can be in a graph.
+    """Device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
 
-    report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], of each group the largest logit and
-    the sum of exp((logit - largest) / temperature). able: int32 [R, groups]. heads: float32 [R, HEAD_TOKENS]. cut:
-    float32 [R].
+    report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], each group's largest logit and its
+    sum of exp((logit - largest) / temperature). able: int32 [R, groups], groups that reach the bound. heads: float32
+    [R, HEAD_TOKENS], logits that reach it. cut: float32 [R].
     """
 
     vocab_size: int
@@ -49,7 +49,7 @@ class SamplerScratch:
 
     @classmethod
     def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SamplerScratch:
-        """For a model's vocabulary. Raises Internal for one that is too large."""
+        """Allocates scratch memory for a vocabulary. Raises Internal for one that is too large."""
         check(0 < vocab_size <= MAX_VOCAB_TOKENS, f"{vocab_size} tokens are no vocabulary")
         slice_groups = tuned("sample_race", arch_of(device))["slice_groups"]
         groups = triton.cdiv(vocab_size, GROUP_TOKENS)
@@ -71,24 +71,24 @@ class SamplerScratch:
 
     @property
     def num_slices(self) -> int:
-        """Of one row."""
+        """Slices of a row."""
         return self.report.shape[2]
 
     @property
     def num_groups(self) -> int:
-        """Of one row."""
+        """Groups of a row."""
         return self.maxima.shape[1]
 
 
 @triton.jit
 def float_field(fields, PLACE: tl.constexpr):
-    """A float of a row's record."""
+    """Loads a float of a row's record."""
     return tl.load(fields + PLACE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def noise_key(fields):
-    """Seed and position of a row's record: low and high words of each."""
+    """Loads seed and position of a row's record: low and high words of each."""
     seed_low = tl.load(fields + 4).to(tl.uint32, bitcast=True)
     seed_high = tl.load(fields + 5).to(tl.uint32, bitcast=True)
     place_low = tl.load(fields + 6).to(tl.uint32, bitcast=True)
@@ -98,8 +98,9 @@ def noise_key(fields):
 
 @triton.jit
 def slice_tile(source, groups, vocab):
-    """The logits of ``groups`` [N] of one row: tokens [N, 128], float32 values, -inf for NaN and behind the
-    vocabulary, and whether there is a NaN (1 or 0)."""
+    """Loads the logits of ``groups`` [N] of one row: returns tokens [N, 128], float32 values, -inf for NaN and behind
+    the vocabulary, and whether there is a NaN (1 or 0).
+    """
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     broken = values != values

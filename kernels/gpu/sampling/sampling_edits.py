@@ -1,10 +1,10 @@
 """Bias, penalties and banned ids on the device: changes of single logits, in place.
 
-How many there are changes from step to step, so this is launched outside graphs, between the model and the sampler.
-Log probabilities are reported of logits without edits. So the order of a step is:
+The number of edits differs from step to step, so they are launched outside graphs, between the model and the sampler.
+Log probabilities are those of logits without edits. So the order of a step is:
 
-    keep_raw       rows that report log probabilities, to the host's buffer (or any other)
-    apply_edits    where there are any
+    keep_raw       copies rows that report log probabilities
+    apply_edits    if the step has any edits
     choose         kernels/gpu/sampling/gpu_sampling.py
 
 Each number is rounded as on the CPU (bias added, divided or multiplied, subtracted, each in float32), so edited logits
@@ -43,7 +43,7 @@ def _edit(logits, edits, count, num_rows, vocab, FIELDS: tl.constexpr, BLOCK: tl
 def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
     """Applies ``edits``, int32 [N, EDIT_FIELDS] of EditPacker, to logits [R, V] float32 in place.
 
-    Ids are trusted to be inside the vocabulary. Raises Internal for misshapen tensors.
+    Ids are not checked to be inside the vocabulary. Raises Internal for misshapen tensors.
     """
     check_tensor("logits", logits, (None, None), torch.float32)
     check_tensor("edits", edits, (None, EDIT_FIELDS), torch.int32, logits.device)
@@ -59,7 +59,7 @@ def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
 def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
     """Copies rows of logits [R, V], before they are edited, into ``kept`` [K, V] float32 on the same device.
 
-    rows: int64 [K]. From there they go to the host, for whoever reports log probabilities.
+    rows: int64 [K]. The caller copies them to the host, where log probabilities are computed.
     """
     check_tensor("logits", logits, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     check_tensor("rows", rows, (None,), torch.int64, logits.device)
@@ -68,7 +68,7 @@ def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> No
 
 
 def build_specs() -> list[BuildSpec]:
-    """What the ahead-of-time build compiles."""
+    """Lists what is built ahead of time."""
     use = tuned("sample_edits", 90)
     return [
         BuildSpec(

@@ -1,16 +1,16 @@
-"""What the sampler's kernels are told, as arrays of int32 that go to the device in one copy each. numpy alone.
+"""The parameters of the sampler's kernels as arrays of int32, one copy to the device each. Imports no torch.
 
-A row's record, RECORD_FIELDS numbers, floats by their bits:
+A row's record has RECORD_FIELDS numbers, floats by their bits:
 
-    temperature   0 for rows that take their largest logit, -1 for rows that are none (padding of a graph)
+    temperature   0 for greedy rows, -1 for padding rows
     top_k         0: all
     top_p         1: all
-    depth         temperature * log(min_p), what a logit may lack to the largest; -inf: all
+    depth         temperature * log(min_p), the least difference to the largest logit; -inf: all
     seed          low word, high word
     position      low word, high word
 
-An edit's record, EDIT_FIELDS numbers: row, id, bias, repetition, subtracted. Each (row, id) stands there once, so a
-kernel applies edits in any order. What is subtracted is infinite for ids that may not be chosen.
+An edit's record has EDIT_FIELDS numbers: row, id, bias, repetition, subtrahend. Each (row, id) occurs once, so a
+kernel applies edits in any order. The subtrahend of banned ids is infinite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Float32 = npt.NDArray[np.float32]
 
 RECORD_FIELDS = 8
 EDIT_FIELDS = 5
-# Below this a row takes its largest logit: the sampler's on the CPU says why, and a test that both say the same.
+# Rows below this temperature are greedy; engine.sampling.sampling_rows has the same number and explains it.
 MIN_TEMPERATURE = float(np.float32(1e-5))
 _GREEDY, _NO_ROW = np.float32(0.0), np.float32(-1.0)
 
@@ -74,19 +74,19 @@ class Edit(Protocol):
 
 
 def cuts_any(rows: Rows) -> bool:
-    """Whether a drawn row keeps less than its whole vocabulary: such a step needs the kernels that look for cuts."""
+    """Whether a drawn row keeps less than its whole vocabulary, so that the step needs the kernels that find cuts."""
     some = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
     return bool((some & (rows.temperature >= MIN_TEMPERATURE)).any())
 
 
 def pack_rows(rows: Rows, padded_to: int = 0) -> Int32:
-    """The records [max(R, padded_to), RECORD_FIELDS]; rows behind the R given are none."""
+    """Packs the records [max(R, padded_to), RECORD_FIELDS]; rows beyond R are padding."""
     count = len(rows.positions)
     table = np.zeros((max(count, padded_to), RECORD_FIELDS), np.int32)
     floats = table.view(np.float32)
     floats[:, 0] = _NO_ROW
     floats[:count, 0] = np.where(rows.temperature >= MIN_TEMPERATURE, rows.temperature, _GREEDY)
-    # More than any vocabulary has is as good as all of it.
+    # A top_k beyond int32 is beyond any vocabulary, too.
     table[:count, 1] = np.minimum(rows.top_k, np.iinfo(np.int32).max)
     floats[:count, 2] = rows.top_p
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -97,17 +97,17 @@ def pack_rows(rows: Rows, padded_to: int = 0) -> Int32:
 
 
 class EditPacker:
-    """Flattens a step's edits. Not for several threads: it keeps a slot for each id of the vocabulary."""
+    """Flattens a step's edits. It keeps scratch memory for each id of the vocabulary and is not thread-safe."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # Where an id was met last. What it was before does not matter, so it is never cleared.
+        # The index of each id's last occurrence. It is written before it is read, and so never cleared.
         self._slots = np.zeros(vocab_size, np.int32)
 
     def pack(self, edits: Sequence[Edit]) -> Int32:
-        """The records [N, EDIT_FIELDS] of a step's edits, at most one of each row; N may be 0.
+        """Packs the records [N, EDIT_FIELDS] of a step's edits, at most one of each row; N may be 0.
 
-        Costs time in proportion to the lengths of the histories, which are not sorted.
+        The time is proportional to the lengths of the histories, which are not sorted.
         """
         parts = [self._of_row(edit) for edit in edits]
         return np.concatenate(parts) if parts else np.empty((0, EDIT_FIELDS), np.int32)
@@ -116,7 +116,7 @@ class EditPacker:
         banned = edit.banned[edit.banned < self._vocab_size]
         ids = np.concatenate((edit.biased, edit.seen, edit.answered, banned)).astype(np.int64, copy=False)
         order = np.arange(len(ids), dtype=np.int32)
-        # Of an id that stands there several times, the last one written stays in its slot and makes the record.
+        # The last occurrence of an id stays in its slot and makes the record.
         self._slots[ids] = order
         kept = self._slots[ids] == order
         record = (np.cumsum(kept) - 1)[self._slots[ids]]
