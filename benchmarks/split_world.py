@@ -31,9 +31,10 @@ from pillion.engine.scheduling.step_plan import (
     StepPlan,
     Update,
 )
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand
-from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy
+from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.types import SamplingParams
 from pillion.wire.registry import ComponentRecord
 
