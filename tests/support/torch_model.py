@@ -43,8 +43,8 @@ class BackendDriver:
 
     def bind(self, num_slots: int) -> None:
         """Every byte 0xff reads as NaN in bf16 and fp32: who reads a row that was not written gives himself away."""
-        self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
-        self.backend.bind_pool(memoryview(self._memory), num_slots)
+        self.memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
+        self.backend.bind_pool(memoryview(self.memory), num_slots)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one batch; gives the logits of each part's last token, or of ``sample``."""
