@@ -148,8 +148,10 @@ def test_decisions_are_sans_io(name: str) -> None:
 
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)
 def test_messages_stop_at_the_wire(path: pathlib.Path) -> None:
-    """Generated modules are imported by converters, servers and clients alone; others import single messages."""
-    if name_of(path).startswith("pillion/wire/") or path.stem.endswith(("rpc", "server", "servicer", "session", "probes")):
+    """Only converters, servers and clients import generated modules; others import single messages."""
+    if name_of(path).startswith("pillion/wire/") or path.stem.endswith(
+        ("rpc", "server", "servicer", "session", "probes")
+    ):
         return
     if path.stem.endswith(("client", "client_requests", "link")):
         return
