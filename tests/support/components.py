@@ -35,8 +35,8 @@ class Components:
         """A second gateway before the same workers, with other flags."""
         from pillion.gateway.gateway_server import start_gateway
 
-        said = DISAGGREGATED | flags
-        component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **said))
+        edge = DISAGGREGATED | flags
+        component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge))
         try:
             async with AsyncClient(component.grpc_address) as client:
                 yield client
@@ -89,8 +89,8 @@ async def running_components(
             DecodeFlags(**worker, component_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
         )
         stack.push_async_callback(second.stop)
-        said = DISAGGREGATED | (gateway or {})
-        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **said))
+        chosen = DISAGGREGATED | (gateway or {})
+        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **chosen))
         stack.push_async_callback(edge.stop)
         await until_known(edge.gateway, {"prefill-0", "decode-0"})
         client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
