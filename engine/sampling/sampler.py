@@ -47,7 +47,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     table = whole_groups(logits)
     # Infinite logits and NaN are legal here.
     with np.errstate(all="ignore"):
-        report = LogprobReport(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
+        report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, rows.edits):
             tokens = _choose(table, rows)
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())

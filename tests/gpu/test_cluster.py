@@ -62,9 +62,9 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers):
         cluster.served(pathlib.Path(place), str(folder), *flags) as served,
     ):
         with Client(served.target) as client:
-            asked = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
-            first = list(client.generate(prompt, **asked))
-            again = list(client.generate(prompt, **asked))
+            options = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
+            first = list(client.generate(prompt, **options))
+            again = list(client.generate(prompt, **options))
         wanted = expected(folder, prompt)
         for deltas, cached in ((first, 0), (again, 48)):
             assert [token for delta in deltas for token in delta.token_ids] == wanted

@@ -116,7 +116,7 @@ def test_logits_that_are_no_numbers(values, params):
     logits = torch.tensor([values, [0.0] * len(values)])
     greedy = replace(params, temperature=0.0)
     check(logits, [params, greedy])
-    # A greedy row is told by the same code with and without drawn rows beside it.
+    # The same code chooses a greedy row's token with and without drawn rows in the batch.
     assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
 
 

@@ -60,5 +60,6 @@ class GpuDriver(BackendDriver):
     def bind(self, num_slots: int) -> None:
         """Memory on the device, each byte of which reads as NaN."""
         size = num_slots * self.backend.layout.block_bytes
-        self.backend.bind_pool(FakeDevicePool(size), num_slots)
+        self.memory = FakeDevicePool(size)
+        self.backend.bind_pool(self.memory, num_slots)
         self.backend.warm_up(MAX_TOKENS)

@@ -77,7 +77,7 @@ class PagedCase:
     def attention(self, **more: object) -> PagedAttention:
         """For this case's pool, with limits that just let its batch in, unless ``more`` says otherwise."""
         shape, batch = self.shape, self.batch
-        said = {
+        options = {
             "pool": self.pool,
             "dtype": shape.dtype,
             "num_heads": shape.heads,
@@ -93,7 +93,7 @@ class PagedCase:
             "max_seqs": batch.num_seqs,
             "max_context_blocks": batch.block_tables.shape[1],
         }
-        return PagedAttention(**{**said, **more})
+        return PagedAttention(**{**options, **more})
 
     def run(self, attention: PagedAttention) -> torch.Tensor:
         """All rows of the output, those behind the batch's too."""

@@ -42,9 +42,9 @@ class BackendDriver:
         self.sequences = Sequences(num_slots, block_size, seed)
 
     def bind(self, num_slots: int) -> None:
-        """Every byte 0xff reads as NaN in bf16 and fp32: who reads a row that was not written gives himself away."""
-        self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
-        self.backend.bind_pool(memoryview(self._memory), num_slots)
+        """Binds a pool of bytes 0xff, NaN in bf16 and fp32, so that reading an unwritten row shows in the results."""
+        self.memory: Any = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
+        self.backend.bind_pool(memoryview(self.memory), num_slots)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one batch; gives the logits of each part's last token, or of ``sample``."""

@@ -165,11 +165,11 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(
 ) -> None:
     logits = torch.randn(len(all_params), vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
     truth = logits.double().log_softmax(-1)
-    said = sample(logits, rows_of(all_params))
+    sampled = sample(logits, rows_of(all_params))
     if all(params.logprobs < 0 for params in all_params):
-        assert said.logprobs == ()
+        assert sampled.logprobs == ()
         return
-    for row, (params, token, entry) in enumerate(zip(all_params, said.token_ids, said.logprobs, strict=True)):
+    for row, (params, token, entry) in enumerate(zip(all_params, sampled.token_ids, sampled.logprobs, strict=True)):
         if params.logprobs < 0:
             assert entry is None
             continue

@@ -233,14 +233,14 @@ def test_logits_that_are_no_numbers_neither_raise_nor_win(
 ) -> None:
     logits = torch.tensor([values, [0.0] * len(values)])
     params = replace(params, logprobs=logprobs, temperature=0.0 if greedy else params.temperature)
-    said = sample(logits, rows_of([params, params]))
-    value = values[said.token_ids[0]]
+    sampled = sample(logits, rows_of([params, params]))
+    value = values[sampled.token_ids[0]]
     numbers = [v for v in values if v > -torch.inf]
-    assert value in numbers or (not numbers and said.token_ids[0] == 0)
+    assert value in numbers or (not numbers and sampled.token_ids[0] == 0)
     if numbers and (greedy or torch.inf in numbers):
         assert value == max(numbers)
-    for entry in said.logprobs:
+    for entry in sampled.logprobs:
         assert entry is not None
         assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
     # What the other row says is not touched by it.
-    assert said.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]
+    assert sampled.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]

@@ -101,7 +101,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(name):
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
     rope = theirs.rope_parameters
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
-    assert [rope.theta for rope in ours.ropes] == [said["rope_theta"] for said in by_type]
+    assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "sliding_window", None) or 0
     assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
@@ -177,8 +177,14 @@ def test_options_of_other_families_are_passed_over():
 
 
 def test_which_layers_have_experts():
-    said = {**BASE, "model_type": "qwen3_moe", "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert parse_config(said).moe.layers == (False, True, False, False, False, True)
+    config = {
+        **BASE,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    assert parse_config(config).moe.layers == (False, True, False, False, False, True)
 
 
 ROPES = [
@@ -198,9 +204,9 @@ ROPES = [
 @pytest.mark.parametrize("served", [32, 64, 65, 256, 257, 1000])
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_frequencies_are_those_of_transformers_at_the_served_length(rope, served):
-    said = {**BASE, "rope_parameters": {"rope_theta": 1000.0, **rope}}
-    theirs, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**said), torch.device("cpu"), seq_len=served)
-    (ours,) = make_ropes(parse_config(said), served)
+    config = {**BASE, "rope_parameters": {"rope_theta": 1000.0, **rope}}
+    theirs, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**config), torch.device("cpu"), seq_len=served)
+    (ours,) = make_ropes(parse_config(config), served)
     torch.testing.assert_close(ours.frequencies, theirs, atol=0, rtol=1e-6)
     assert ours.scales.tolist() == pytest.approx([scale] * 8)
 
@@ -266,7 +272,7 @@ def test_files_that_are_no_config_are_refused(tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_scaling_that_is_added_by_hand_counts(key: str) -> None:
-    """As model cards say it, in a config that transformers 5 saved; that goes by rope_scaling where both are said."""
+    """rope_scaling wins, which users add by hand, as model cards tell them, to a config that transformers 5 saved."""
     saved = {
         "model_type": "qwen3",
         "hidden_size": 64,
