@@ -15,9 +15,17 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cpu_steps import BLOCK_SIZE, Bench, attention_alone, fastest, kernels_bench, limits_of, torch_bench
+from benchmarks.cpu_steps import (
+    BLOCK_SIZE,
+    CpuStepBench,
+    attention_alone,
+    fastest,
+    kernels_bench,
+    limits_of,
+    torch_bench,
+)
 from benchmarks.report import save, show_table, spread
-from benchmarks.step import Line
+from benchmarks.step import DecodeLoop
 from pillion.config import ModelFlags
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -38,7 +46,7 @@ TARGETS = {
 DECODES = (1, 2, 4, 8, 16, 32)
 
 
-def cases(bench: Bench) -> dict[str, tuple[Any, int, float]]:
+def cases(bench: CpuStepBench) -> dict[str, tuple[Any, int, float]]:
     """Name -> batch, repeats, tokens if it is a rate (0: a time)."""
     found: dict[str, tuple[Any, int, float]] = {
         f"decode {batch}": (bench.decode(batch, CONTEXT_TOKENS), 15, 0.0) for batch in DECODES
@@ -51,7 +59,7 @@ def cases(bench: Bench) -> dict[str, tuple[Any, int, float]]:
     return found
 
 
-def measure_steps(engines: dict[str, Bench], rounds: int) -> dict[str, dict[str, Any]]:
+def measure_steps(engines: dict[str, CpuStepBench], rounds: int) -> dict[str, dict[str, Any]]:
     """Figures of every engine and case: ms, or tokens/s of a prefill."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
     for number in range(rounds):
@@ -64,7 +72,7 @@ def measure_steps(engines: dict[str, Bench], rounds: int) -> dict[str, dict[str,
     return {name: {case: spread(values) for case, values in by_case.items()} for name, by_case in found.items()}
 
 
-def measure_attention(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+def measure_attention(bench: CpuStepBench, rounds: int) -> list[dict[str, Any]]:
     """Decode attention of all layers beside the streaming read of what it reads."""
     rows = []
     backend: CpuBackend = bench.backend
@@ -90,14 +98,14 @@ def measure_attention(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_host(bench: Bench, batch: int, steps: int) -> dict[str, Any]:
+def measure_host(bench: CpuStepBench, batch: int, steps: int) -> dict[str, Any]:
     """Share of a step that is not in the kernels: schedule, build, plan, sample, commit."""
     sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
-    line = Line(bench.backend, BLOCK_SIZE, batch, CONTEXT_TOKENS, sampling)
-    line.step()
+    loop = DecodeLoop(bench.backend, BLOCK_SIZE, batch, CONTEXT_TOKENS, sampling)
+    loop.step()
     shares, phases = [], []
     for _ in range(steps):
-        times = line.step()
+        times = loop.step()
         inside = bench.backend.kernel_seconds
         shares.append(1 - inside / sum(times.values()))
         phases.append({**{name: value * 1000 for name, value in times.items()}, "kernels": inside * 1000})
@@ -147,7 +155,7 @@ def _cell(found: dict[str, float]) -> str:
     return f"{found['median']:.4g} ({found['min']:.4g} .. {found['max']:.4g})"
 
 
-def load(prepared: PreparedModel, threads: int) -> dict[str, Bench]:
+def load(prepared: PreparedModel, threads: int) -> dict[str, CpuStepBench]:
     """The engines that are measured side by side."""
     return {
         "bf16": kernels_bench(prepared, threads),

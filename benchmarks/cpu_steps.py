@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.cpu_limits import AttentionRead, PeakDots, ReadAll
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.backends.cpu.cpu_model import attention_shape
@@ -17,12 +18,10 @@ from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
-from pillion.kernels.cpu.attention.read_stream import Stream
-from pillion.kernels.cpu.language.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.limits import PeakDots, ReadAll
-from pillion.kernels.cpu.program.program import Operation, aligned_bytes
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.program import Operation, aligned_bytes
 
 BLOCK_SIZE = 16
 SLOTS = 1280
@@ -33,7 +32,7 @@ SINK_THREADS = 256
 PEAK_ROUNDS = 1_000_000
 
 
-class Bench:
+class CpuStepBench:
     """A backend over a filled pool whose blocks are dealt out in a scrambled order."""
 
     def __init__(self, backend: Any) -> None:
@@ -79,16 +78,18 @@ class Bench:
         return found
 
 
-def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none") -> Bench:
+def kernels_bench(
+    prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none"
+) -> CpuStepBench:
     """Of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
     model = load_cpu_model(prepared, BLOCK_SIZE, isa, quantization=quantization)
     specs = [operation.spec for operation in model.plan.operations]
-    stream = Stream(attention_shape(model.config, model.layout))
+    stream = AttentionRead(attention_shape(model.config, model.layout))
     limits: list[KernelSpec] = [stream, PeakDots(model.layout.dtype == "bfloat16"), ReadAll()]
-    return Bench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
+    return CpuStepBench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
@@ -118,7 +119,7 @@ def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[
     operations = [each for each in backend.model.plan.operations if isinstance(each.spec, Attention | AttentionMerge)]
     # The last layer's attention waits for a sampled row, as the others do not: here all of them run.
     attend = [replace(each, when="" if isinstance(each.spec, Attention) else each.when) for each in operations]
-    stream = Stream(attention_shape(backend.model.config, backend.model.layout))
+    stream = AttentionRead(attention_shape(backend.model.config, backend.model.layout))
     sink = aligned_bytes(64 * SINK_THREADS)
     read = [
         Operation(stream, {name: {**each.values, "sink": sink}[name] for name in stream.layout.place})
@@ -128,7 +129,7 @@ def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[
     return backend.again(attend), backend.again(read)
 
 
-def torch_bench(prepared: PreparedModel, threads: int) -> Bench:
+def torch_bench(prepared: PreparedModel, threads: int) -> CpuStepBench:
     """Of torch with packed oneDNN weights: the second-best path."""
     torch.set_num_threads(threads)
-    return Bench(TorchBackend(prepared, BLOCK_SIZE, threads))
+    return CpuStepBench(TorchBackend(prepared, BLOCK_SIZE, threads))

@@ -161,11 +161,11 @@ async def run_gateway(folder: pathlib.Path, redis_url: str) -> None:
         split_policy="colocated",
         block_size=BLOCK,
     )
-    part = await start_gateway(flags, prepared=prepared)
-    while part.gateway.not_ready():  # noqa: ASYNC110  (a benchmark's start)
+    component = await start_gateway(flags, prepared=prepared)
+    while component.gateway.not_ready():  # noqa: ASYNC110  (a benchmark's start)
         await asyncio.sleep(0.05)
     draft = folder / "ports.part"
-    draft.write_text(json.dumps({"http": part.http_address, "grpc": part.grpc_address}))
+    draft.write_text(json.dumps({"http": component.http_address, "grpc": component.grpc_address}))
     draft.rename(folder / "ports.json")
     await asyncio.Event().wait()
 

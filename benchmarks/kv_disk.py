@@ -80,16 +80,16 @@ async def tiered(path: pathlib.Path, blocks: list[tuple[BlockName, memoryview]],
     total = sum(len(data) for _, data in blocks)
     tier = await opened(path / "tier", block_bytes, 4 * total)
     batch = max(1, BATCH_BYTES // block_bytes)
-    parts = [blocks[start : start + batch] for start in range(0, len(blocks), batch)]
+    chunks = [blocks[start : start + batch] for start in range(0, len(blocks), batch)]
     begin = time.perf_counter()
-    for part in parts:
-        assert not await tier.store(part)
+    for chunk in chunks:
+        assert not await tier.store(chunk)
     wrote = time.perf_counter() - begin
     drop_cache(cold)
     targets = [memoryview(bytearray(block_bytes)) for _ in range(batch)]
     begin = time.perf_counter()
-    for part in parts:
-        assert await tier.load([name.hash for name, _ in part], targets) == len(part)
+    for chunk in chunks:
+        assert await tier.load([name.hash for name, _ in chunk], targets) == len(chunk)
     read = time.perf_counter() - begin
     await tier.close()
     shutil.rmtree(path / "tier")

@@ -120,10 +120,10 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
 def status_complaints(cluster: ServedCluster) -> list[str]:
     """What `pillion status --json` shows that should not be."""
     command = [sys.executable, "-m", "pillion", "status", "--json", "--target", cluster.target]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
-    if said.returncode:
-        return [f"pillion status ends with {said.returncode}: {said.stderr.strip()}"]
-    status = json.loads(said.stdout)
+    status_run = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
+    if status_run.returncode:
+        return [f"pillion status ends with {status_run.returncode}: {status_run.stderr.strip()}"]
+    status = json.loads(status_run.stdout)
     roles = {component["role"] for component in status["parts"]}
     missing = [f"pillion status shows no {role}" for role in ("kvnode", "prefill", "decode") if role not in roles]
     return missing + ([] if status["index_available"] else ["pillion status: the index does not answer"])

@@ -35,7 +35,7 @@ MODEL = {"intermediate_size": 1024, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MemoryPoint:
     """What one process measures. ``window``: tokens that a query sees; 0: all."""
 
     folder: str
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.point:
-        print(json.dumps(run_point(Point(**json.loads(args.point)))))
+        print(json.dumps(run_point(MemoryPoint(**json.loads(args.point)))))
         return
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         rows = measure(pathlib.Path(folder), args)
@@ -94,7 +94,7 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, An
     rows = []
     for model, dtype, window in variants:
         for tokens in args.tokens:
-            point = Point(model, dtype, window, tokens, args.chunk, args.threads)
+            point = MemoryPoint(model, dtype, window, tokens, args.chunk, args.threads)
             command = [sys.executable, "-m", "benchmarks.memory", "--point", json.dumps(dataclasses.asdict(point))]
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=POINT_TIMEOUT_S
@@ -106,7 +106,7 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, An
     return rows
 
 
-def run_point(point: Point) -> dict[str, Any]:
+def run_point(point: MemoryPoint) -> dict[str, Any]:
     """In the process of a point: a prompt in chunks, then decode steps at its end."""
     from pillion.config import ModelFlags
     from pillion.engine.backends.torch_backend import TorchBackend

@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.cpu_steps import Bench, kernels_bench, torch_bench
+from benchmarks.cpu_steps import CpuStepBench, kernels_bench, torch_bench
 from benchmarks.report import save, show_table
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -27,7 +27,7 @@ TEXTS = ("LICENSE", "docs/architecture.md")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class NextTokenScores:
     """What a backend says of a window's tokens: log probabilities [T - 1, vocab] of each next one."""
 
     logprobs: torch.Tensor
@@ -44,15 +44,15 @@ def windows(prepared: PreparedModel, tokens: int) -> dict[str, list[list[int]]]:
     return found
 
 
-def judge(bench: Bench, ids: list[int]) -> Said:
+def judge(bench: CpuStepBench, ids: list[int]) -> NextTokenScores:
     """One window."""
     batch = bench.chunk(len(ids), 0)
     rows = np.arange(len(ids), dtype=np.int32)
     logits = bench.backend.forward(replace(batch, token_ids=np.array(ids, np.int32), sample_rows=rows))
-    return Said(torch.log_softmax(logits[:-1].float(), -1), torch.tensor(ids[1:]))
+    return NextTokenScores(torch.log_softmax(logits[:-1].float(), -1), torch.tensor(ids[1:]))
 
 
-def compare(exact: Said, other: Said) -> dict[str, float]:
+def compare(exact: NextTokenScores, other: NextTokenScores) -> dict[str, float]:
     """Sums over a window's tokens."""
     chosen = other.logprobs.gather(-1, other.targets[:, None])
     divergence = (exact.logprobs.exp() * (exact.logprobs - other.logprobs)).sum(-1)

@@ -115,9 +115,9 @@ def show(rows: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> list[di
     headings = ("rate/s", "policy", "good/s", "auto/better", "TTFT short p50 ms", "TTFT long p50 ms", "ITL p99 ms")
     for heading in headings:
         table.add_column(heading, justify="right")
-    ratios, told = [_ratios(found) for found in (rows, simulated)], []
+    ratios, results = [_ratios(found) for found in (rows, simulated)], []
     for rate, policy in sorted({(row["rate"], row["policy"]) for row in rows}):
-        cells, said = [f"{rate:g}", policy], {"rate": rate, "policy": policy}
+        cells, result = [f"{rate:g}", policy], {"rate": rate, "policy": policy}
         for name, value in _FIGURES.items():
             measured, invented = (
                 spread([value(row) for row in found if (row["rate"], row["policy"]) == (rate, policy)])
@@ -125,16 +125,16 @@ def show(rows: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> list[di
             )
             cells.append(f"{measured['median']:.3g} ({measured['min']:.3g} - {measured['max']:.3g})"
                          f" | {invented['median']:.3g}")  # fmt: skip
-            said[name] = {"measured": measured, "simulated": invented}
+            result[name] = {"measured": measured, "simulated": invented}
         if policy == "auto" and rate in ratios[0]:
-            said["auto_over_better"] = {"measured": ratios[0][rate], "simulated": ratios[1][rate]}
+            result["auto_over_better"] = {"measured": ratios[0][rate], "simulated": ratios[1][rate]}
             cells.insert(3, f"{ratios[0][rate]['median']:.2f} | {ratios[1][rate]['median']:.2f}")
         else:
             cells.insert(3, "")
         table.add_row(*cells)
-        told.append(said)
+        results.append(result)
     show_table(table)
-    return told
+    return results
 
 
 _FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {

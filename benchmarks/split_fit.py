@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.cpu_steps import Bench, kernels_bench
+from benchmarks.cpu_steps import CpuStepBench, kernels_bench
 from benchmarks.report import save
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
@@ -38,7 +38,7 @@ def shapes() -> list[tuple[str, tuple[int, int], np.ndarray[Any, np.dtype[np.flo
     return found
 
 
-def fit(bench: Bench, repeats: int) -> tuple[StepCost, list[dict[str, Any]]]:
+def fit(bench: CpuStepBench, repeats: int) -> tuple[StepCost, list[dict[str, Any]]]:
     """The model, and a row for each shape."""
     cost, rows = StepCost(FADING), []
     measured = []
@@ -65,9 +65,9 @@ def main() -> None:
     cost, rows = fit(bench, args.repeats)
     for row in rows:
         Console().print(f"{row['step']}: {row['ms']:.1f} ms, fitted {row['fitted_ms']:.1f}")
-    said = cost.weights_s()
-    Console().print("seconds of a step, token, sequence, KV token read, pair:", " ".join(f"{w:.3g}" for w in said))
-    save("split_fit", {"model": args.model, "threads": args.threads, "rows": rows, "step_cost_s": said})
+    weights_s = cost.weights_s()
+    Console().print("seconds of a step, token, sequence, KV token read, pair:", " ".join(f"{w:.3g}" for w in weights_s))
+    save("split_fit", {"model": args.model, "threads": args.threads, "rows": rows, "step_cost_s": weights_s})
 
 
 if __name__ == "__main__":

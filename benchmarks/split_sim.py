@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS, save, show_table, spread
 from benchmarks.split_load import add_load_flags, arrivals, figures
-from benchmarks.split_world import Cluster, simulate
+from benchmarks.split_world import SimCluster, simulate
 from pillion.loadgen.figures import percentile
 
 POLICIES = ("auto", "colocated", "disaggregated")
@@ -35,7 +35,7 @@ def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
         workers = measured["workers"][row["policy"]]
         decode = tuple(workers["decode"]["step_cost_s"])
         prefill = tuple(workers.get("prefill", {}).get("step_cost_s", ()))
-        cluster = Cluster(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms)
+        cluster = SimCluster(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms)
         seen, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
         rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, seen))
     return rows
@@ -50,7 +50,7 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
         for rate in args.rates_per_worker:
             for seed, policy in itertools.product(range(args.seed, args.seed + args.seeds), POLICIES):
                 spans = 0 if policy == "colocated" else prefills
-                cluster = Cluster(spans, workers - spans, cost_s, cost_s, args.target_itl_ms)
+                cluster = SimCluster(spans, workers - spans, cost_s, cost_s, args.target_itl_ms)
                 seen, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
                 found = figures(args, seen)
                 rows.append(
@@ -69,23 +69,23 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found.setdefault((row["workers"], row["rate"]), {}).setdefault(row["seed"], {})[row["policy"]] = row[
             "good_share"
         ]
-    said = []
+    rows_by_rate = []
     for (workers, rate), by_seed in found.items():
         better = [max(by["colocated"], by["disaggregated"], 1e-9) for by in by_seed.values()]
         ratio = spread([by["auto"] / best for by, best in zip(by_seed.values(), better, strict=True)])
-        said.append(
+        rows_by_rate.append(
             {"workers": workers, "rate": rate}
             | {policy: statistics.median(by[policy] for by in by_seed.values()) for policy in POLICIES}
             | {"ratio": ratio["median"], "ratio_min": ratio["min"], "ratio_max": ratio["max"]}
             | {"ratio_bound": statistics.median(1 / best for best in better)}
         )
-    return said
+    return rows_by_rate
 
 
 def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each number of workers the highest rate at which SERVED_SHARE is good, by policy, between the rates tried
     by straight lines; 0.0 below the lowest."""
-    said = []
+    rates = []
     for workers in sorted({row["workers"] for row in ratios}):
         rows = [row for row in ratios if row["workers"] == workers]
         found: dict[str, Any] = {"workers": workers}
@@ -97,8 +97,8 @@ def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 fall = low[policy] - high[policy]
                 share = min(1.0, (low[policy] - SERVED_SHARE) / fall) if fall > 0 else 1.0
                 found[policy] = low["rate"] + share * (high["rate"] - low["rate"])
-        said.append(found)
-    return said
+        rates.append(found)
+    return rates
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -129,8 +129,8 @@ def main() -> None:
     show(f"highest rate at which {SERVED_SHARE:.0%} are good", served)
     slowest = max(row.pop("plan_us") for row in rows if row["workers"] == max(args.workers))
     Console().print(f"a plan takes up to {slowest:.0f} us (p50) with {max(args.workers)} workers")
-    said = {"load": vars(args), "step_cost_s": cost_s, "rows": rows, "ratios": ratios, "served_per_s": served}
-    save("split_sim", said)
+    result = {"load": vars(args), "step_cost_s": cost_s, "rows": rows, "ratios": ratios, "served_per_s": served}
+    save("split_sim", result)
 
 
 if __name__ == "__main__":

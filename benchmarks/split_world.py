@@ -31,9 +31,10 @@ from pillion.engine.scheduling.step_plan import (
     StepPlan,
     Update,
 )
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand
-from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy
+from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.types import SamplingParams
 from pillion.wire.registry import ComponentRecord
 
@@ -280,7 +281,7 @@ class SimGateway:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SimCluster:
     """Step costs and number of each kind of worker."""
 
     prefills: int
@@ -310,7 +311,7 @@ class Cluster:
 
 
 def simulate(
-    cluster: Cluster, policy: str, requests: list[Request], gateways: int = 1
+    cluster: SimCluster, policy: str, requests: list[Request], gateways: int = 1
 ) -> tuple[list[Seen], list[float]]:
     """What the clients saw, and how long each plan took, in real seconds. Gateways get requests in turn, and know of
     each other's by heartbeats."""

@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PHASES = ("schedule", "build", "forward", "sample", "commit")
 
 
-class Line:
+class DecodeLoop:
     """A scheduler whose streams all have their slots, over one backend."""
 
     def __init__(self, backend: Any, block_size: int, batch: int, context: int, sampling: SamplingParams) -> None:
@@ -78,16 +78,16 @@ class Line:
 def measure(backend: Any, block_size: int, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per sampling setting."""
     defaults: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "seed": 1}
-    lines = {
-        name: Line(backend, block_size, batch, args.context, SamplingParams(**{**defaults, **said}))
-        for name, said in SETTINGS.items()
+    loops = {
+        name: DecodeLoop(backend, block_size, batch, args.context, SamplingParams(**{**defaults, **setting}))
+        for name, setting in SETTINGS.items()
     }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in lines}
-    for line in lines.values():
-        line.step()
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in loops}
+    for loop in loops.values():
+        loop.step()
     for _ in range(args.steps):
-        for name, line in lines.items():
-            found[name].append(line.step())
+        for name, loop in loops.items():
+            found[name].append(loop.step())
     rows = []
     for name, steps in found.items():
         ms = {phase: statistics.median(step[phase] for step in steps) * 1000 for phase in PHASES}

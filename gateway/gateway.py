@@ -12,21 +12,28 @@ from opentelemetry import trace
 
 from pillion._version import VERSION
 from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
-from pillion.gateway.admission.admission import AdmissionPermit, TenantSlots, check_pool
+from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
-from pillion.gateway.admission.model_lines import ModelLines
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.planner import SplitPolicy
-from pillion.gateway.request import request_span
+from pillion.gateway.planning.cluster_snapshot import SplitPolicy
 from pillion.gateway.request.job import Job
-from pillion.gateway.request.request_meter import CHAT, TEXT, GatewayMeter, readings
+from pillion.gateway.request.request_telemetry import (
+    CHAT,
+    TEXT,
+    GatewayMeter,
+    begin_span,
+    describe_span,
+    end_refused_span,
+    readings,
+)
 from pillion.gateway.request.runner import Generation
 from pillion.gateway.request.validation import (
     ModelLimits,
     check_length,
     check_model,
+    check_pool,
     check_request,
     prompt_field,
     resolve,
@@ -86,7 +93,7 @@ class Gateway:
         self._options = options
         self._ring = ring
         self._quotas = quotas or SharedQuotas()
-        self._admission = ModelLines(options.max_inflight_requests, options.max_inflight_tokens, self._places, models)
+        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
         self._pool = TokenizerPool()
         self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
         self._draining = False
@@ -138,7 +145,7 @@ class Gateway:
         tenant = self._known(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
-        span = request_span.begin(request, parent)
+        span = begin_span(request, parent)
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
@@ -146,7 +153,7 @@ class Gateway:
             permit = self._admission.enter(tenant, _generated(request.sampling), field)
         except PillionError as error:
             self._meter.refused(error)
-            request_span.end_badly(span, error)
+            end_refused_span(span, error)
             raise
         try:
             # Behind the bounds: whom the gateway itself refuses has used up nothing.
@@ -166,7 +173,7 @@ class Gateway:
             self._admission.leave(permit)
             if isinstance(error, PillionError):
                 self._meter.refused(error)
-            request_span.end_badly(span, error)
+            end_refused_span(span, error)
             raise
 
     def entry(self, name: str) -> ModelEntry:
@@ -296,9 +303,9 @@ class Gateway:
         if not self._known(tenant).operator:
             raise PermissionDenied("only a tenant with operator = true may see the cluster")
 
-    def _places(self, model: str) -> int:
+    def _slots(self, model: str) -> int:
         """Answers that the model's workers are given at once; 0: no bound is known."""
-        return self._options.max_running_requests or self._cluster.places(model)
+        return self._options.max_running_requests or self._cluster.request_slots(model)
 
     async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
         prompt = request.token_ids
@@ -371,7 +378,7 @@ class Gateway:
             show_logprobs=asked.logprobs is not None,
             prefix_caching=options.prefix_caching,
         )
-        request_span.describe(span, job, is_chat=bool(request.messages))
+        describe_span(span, job, is_chat=bool(request.messages))
         operation = CHAT if request.messages else TEXT
         meter = self._meter.request(limits.name, operation, arrived, _generated(asked))
         stop_ids = frozenset(resolved.stop_token_ids)

@@ -23,11 +23,10 @@ from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.gateway import Gateway, GatewayOptions, ModelEntry
-from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
-from pillion.gateway.grpc_api.key_check import KeyCheck
+from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.planner import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
@@ -230,7 +229,7 @@ async def _listen(
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
     """Health of the probes' address: whether a request would be served now."""
     while True:
-        await probe.tell(not gateway.not_ready())
+        await probe.set_serving(not gateway.not_ready())
         await asyncio.sleep(READY_POLL_S)
 
 

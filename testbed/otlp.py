@@ -35,8 +35,8 @@ class Receiver:
     def environ(self, delay_ms: int = EXPORT_DELAY_MS) -> dict[str, str]:
         """The standard variables that point here. ``delay_ms`` 0: at the usual pace."""
         pace = ("OTEL_BSP_SCHEDULE_DELAY", "OTEL_METRIC_EXPORT_INTERVAL") if delay_ms else ()
-        said = dict.fromkeys(pace, str(delay_ms))
-        return said | {
+        variables = dict.fromkeys(pace, str(delay_ms))
+        return variables | {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self.port}",
             "OTEL_EXPORTER_OTLP_INSECURE": "true",
         }
@@ -51,15 +51,15 @@ class Receiver:
 
 
 class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self, heard: Callable[[str, Any], None]) -> None:
-        self._heard = heard
+    def __init__(self, received: Callable[[str, Any], None]) -> None:
+        self._received = received
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         for resource in request.resource_spans:
             service = _attributes(resource.resource.attributes)["service.name"]
             for scope in resource.scope_spans:
                 for span in scope.spans:
-                    self._heard(service, span)
+                    self._received(service, span)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -76,8 +76,8 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
-def _attributes(said: Iterable[Any]) -> Attributes:
-    return Attributes({each.key: each.value.string_value for each in said})
+def _attributes(attributes: Iterable[Any]) -> Attributes:
+    return Attributes({each.key: each.value.string_value for each in attributes})
 
 
 @contextmanager
@@ -85,12 +85,12 @@ def collecting() -> Iterator[Receiver]:
     """A receiver that listens while this lasts."""
     receiver = Receiver()
 
-    def heard(service: str, span: Any) -> None:
+    def received(service: str, span: Any) -> None:
         with receiver.lock:
             receiver.spans.append((service, span))
 
     server = grpc.server(futures.ThreadPoolExecutor(4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(heard), server)  # type: ignore[no-untyped-call]
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(received), server)  # type: ignore[no-untyped-call]
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(  # type: ignore[no-untyped-call]
         _Metrics(receiver), server
     )

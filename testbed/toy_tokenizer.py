@@ -47,8 +47,8 @@ def write_tokenizer(
     """The files that a model's folder holds."""
     folder.mkdir(parents=True, exist_ok=True)
     codec.save(str(folder / "tokenizer.json"))
-    said = {"bos_token": {"content": bos}, "eos_token": "<eos>", **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    fields = {"bos_token": {"content": bos}, "eos_token": "<eos>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     if template:
         (folder / "chat_template.jinja").write_text(template)
     return folder

@@ -70,32 +70,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--time-s", type=float, default=0.0, help="of all sections together; 0: what they need")
     parser.add_argument("--out", type=Path, help=f"folder; default: {RESULTS.relative_to(ROOT)}, smoke runs: none")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, on the CPU")
-    said = parser.parse_args()
-    strange = [name for name in said.sections if name not in SECTIONS]
+    args = parser.parse_args()
+    strange = [name for name in args.sections if name not in SECTIONS]
     if strange:
         parser.error(f"there is no section {strange[0]}; there are {', '.join(SECTIONS)}")
-    return said
+    return args
 
 
 def main() -> int:
     """Measures, prints, writes; 1 where a section was ended before its time, or a part of one failed."""
-    said = arguments()
-    if not said.smoke and not has_gpu():
+    args = arguments()
+    if not args.smoke and not has_gpu():
         print("bench-gpu: torch sees no CUDA device here; --smoke shows whether everything runs", file=sys.stderr)
         return 2
     began_s, sections = time.monotonic(), {}
-    folder = said.out or (None if said.smoke else RESULTS)
+    folder = args.out or (None if args.smoke else RESULTS)
     about = device()
     with tempfile.TemporaryDirectory(prefix="pil-") as temporary:
-        for name in said.sections or SECTIONS:
+        for name in args.sections or SECTIONS:
             limit_s = float(SECTIONS[name])
-            if said.time_s:
-                limit_s = min(limit_s, said.time_s - (time.monotonic() - began_s))
+            if args.time_s:
+                limit_s = min(limit_s, args.time_s - (time.monotonic() - began_s))
             print(f"== {name}", flush=True)
             if limit_s < LEAST_S:
                 print("left out: no time is left", flush=True)
                 continue
-            sections[name] = run_section(name, Path(temporary), limit_s, said.smoke)
+            sections[name] = run_section(name, Path(temporary), limit_s, args.smoke)
             print(f"== {name}: {sections[name]['seconds']:.0f} s {sections[name]['error']}", flush=True)
             if folder is not None:
                 path = place(folder, about)

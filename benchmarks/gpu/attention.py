@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.bench import Bench, Row, Times, rotations, spread
-from benchmarks.gpu.pools import Attended, Pool, check_near, verify_rows
-from benchmarks.gpu.shapes import Part, Shape, decodes, shape_of
+from benchmarks.gpu.pools import Attended, AttentionPool, check_near, verify_rows
+from benchmarks.gpu.shapes import BatchEntry, LlamaShape, decodes, shape_of
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 
 # Of the product that stands for the device's rate.
@@ -41,14 +41,20 @@ def _kind(kv: PlainOrFloat8) -> str:
 
 
 def _attempt_decode(
-    bench: Bench, shape: Shape, name: str, parts: list[Part], block_size: int, kv: PlainOrFloat8, target: str
+    bench: Bench,
+    shape: LlamaShape,
+    name: str,
+    entries: list[BatchEntry],
+    block_size: int,
+    kv: PlainOrFloat8,
+    target: str,
 ) -> None:
     def measure() -> None:
-        context = parts[0].prefix + 1
-        tokens = len(parts) * -(-context // block_size) * block_size
+        context = entries[0].prefix + 1
+        tokens = len(entries) * -(-context // block_size) * block_size
         layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
-        pool = Pool(bench, shape, block_size=block_size, tokens=tokens, layers=layers, kv=kv)
-        attended = pool.attend(parts)
+        pool = AttentionPool(bench, shape, block_size=block_size, tokens=tokens, layers=layers, kv=kv)
+        attended = pool.attend(entries)
         verify_rows(pool, attended)
         took = bench.time(attended.calls)
         # The goal is for the plain kind; half the bytes leave the same latencies.
@@ -57,9 +63,9 @@ def _attempt_decode(
     bench.attempt(name, measure)
 
 
-def _chunk(bench: Bench, shape: Shape, name: str, chunk: int, prefix: int, block_size: int, rate: float) -> None:
-    pool = Pool(bench, shape, block_size=block_size, tokens=chunk + prefix, layers=2)
-    attended = pool.attend([Part(chunk, prefix)])
+def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, block_size: int, rate: float) -> None:
+    pool = AttentionPool(bench, shape, block_size=block_size, tokens=chunk + prefix, layers=2)
+    attended = pool.attend([BatchEntry(chunk, prefix)])
     took = bench.time(attended.calls)
     bench.tell_flops(name, took, attended.flops(), rate, ">= 0.60")
     theirs, gather, off = _sdpa(bench, pool, attended)
@@ -72,7 +78,7 @@ def _chunk(bench: Bench, shape: Shape, name: str, chunk: int, prefix: int, block
     bench.tell(Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more))
 
 
-def _sdpa(bench: Bench, pool: Pool, attended: Attended) -> tuple[Times, Times, float]:
+def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:
     """Times of torch's attention and of gathering K and V for it, and how far ours is off."""
     from torch.nn.attention.bias import causal_lower_right
 
@@ -94,16 +100,16 @@ def _sdpa(bench: Bench, pool: Pool, attended: Attended) -> tuple[Times, Times, f
     return bench.time([attend]), bench.time([gather]), off
 
 
-def _mixed(bench: Bench, shape: Shape) -> None:
+def _mixed(bench: Bench, shape: LlamaShape) -> None:
     """Decodes and a chunk in one launch, against both alone."""
     streams, context, chunk = (2, 20, 8) if bench.smoke else (63, 4096, 512)
     block_size = 16
     tokens = (streams + 1) * -(-context // block_size) * block_size
-    pool = Pool(bench, shape, block_size=block_size, tokens=tokens, layers=2)
-    alone, extra = decodes(streams, context), [Part(chunk, context - chunk)]
+    pool = AttentionPool(bench, shape, block_size=block_size, tokens=tokens, layers=2)
+    alone, extra = decodes(streams, context), [BatchEntry(chunk, context - chunk)]
     took = {
-        name: bench.time(pool.attend(parts).calls)
-        for name, parts in (("decodes", alone), ("chunk", extra), ("mixed", alone + extra))
+        name: bench.time(pool.attend(entries).calls)
+        for name, entries in (("decodes", alone), ("chunk", extra), ("mixed", alone + extra))
     }
     both = took["decodes"].median_s + took["chunk"].median_s
     more = {f"{name}_us": each.median_s * 1e6 for name, each in took.items()}

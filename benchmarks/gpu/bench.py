@@ -188,8 +188,8 @@ def line_of(row: Row) -> str:
     if row.value is None:
         return f"{row.name}: {row.note}"
     share = "" if row.share is None else f", {row.share:.2f} of {row.of}" if row.of else f", {row.share:.2f}"
-    said = {True: f" (target {row.target}: met)", False: f" (target {row.target}: MISSED)", None: ""}[row.met]
-    return f"{row.name}: {row.value:.4g} {row.unit}{share}{said}{' ' + row.note if row.note else ''}"
+    verdict = {True: f" (target {row.target}: met)", False: f" (target {row.target}: MISSED)", None: ""}[row.met]
+    return f"{row.name}: {row.value:.4g} {row.unit}{share}{verdict}{' ' + row.note if row.note else ''}"
 
 
 def _times(seconds: Sequence[float]) -> Times:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench, rotations
-from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.shapes import LlamaShape
 from pillion.engine.sampling.sampling_rows import SamplingRows
 
 EPS = 1e-5
@@ -23,7 +23,7 @@ RTOL, ATOL = 2.0**-6, 2.0**-6
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """``calls`` do the same work on different data, and one of them moves ``moved_bytes``. ``verify`` runs the first
     and raises AssertionError where its result is not the reference's."""
 
@@ -32,7 +32,7 @@ class Case:
     verify: Callable[[], None]
 
 
-Make = Callable[[Bench, Shape, int], Case]
+Make = Callable[[Bench, LlamaShape, int], KernelCase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Maker:
     rows: tuple[int, ...]
     smoke_rows: tuple[int, ...] = (2,)
 
-    def __call__(self, bench: Bench, shape: Shape, rows: int) -> Case:
+    def __call__(self, bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         """The case."""
         return self.make(bench, shape, rows)
 
@@ -53,7 +53,7 @@ SAMPLED_ROWS = (1, 64, 256)
 BLOCK_ROWS = (1, 16, 256)
 
 
-def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
+def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Rows of the embedding."""
     from pillion.kernels.gpu.gpu_reference import embed as reference
     from pillion.kernels.gpu.rows.embedding import embed
@@ -69,10 +69,10 @@ def embed_case(bench: Bench, shape: Shape, rows: int) -> Case:
         embed(ids[0], sampled, table, out[0])
         _close(out[0], reference(ids[0], sampled, table))
 
-    return Case([_bound(embed, i, sampled, table, o) for i, o in zip(ids, out, strict=True)], size, verify)
+    return KernelCase([_bound(embed, i, sampled, table, o) for i, o in zip(ids, out, strict=True)], size, verify)
 
 
-def norm_case(bench: Bench, shape: Shape, rows: int) -> Case:
+def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """The sum with the residual stream, and the next norm."""
     from pillion.kernels.gpu import gpu_reference as reference
     from pillion.kernels.gpu.rows.norms import add_rms_norm
@@ -92,10 +92,10 @@ def norm_case(bench: Bench, shape: Shape, rows: int) -> Case:
     def _one(into: torch.Tensor, added: torch.Tensor, target: torch.Tensor) -> None:
         add_rms_norm(into, added, target, weight=weight, eps=EPS, wide=False)
 
-    return Case([_bound(_one, *each) for each in zip(residual, found, out, strict=True)], size, verify)
+    return KernelCase([_bound(_one, *each) for each in zip(residual, found, out, strict=True)], size, verify)
 
 
-def gated_case(bench: Bench, shape: Shape, rows: int) -> Case:
+def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """The middle of the MLP."""
     from pillion.kernels.gpu import gpu_reference as reference
     from pillion.kernels.gpu.rows.gated import gated
@@ -109,10 +109,10 @@ def gated_case(bench: Bench, shape: Shape, rows: int) -> Case:
         gated(both[0], out[0], "silu")
         _close(out[0], reference.gated(both[0], "silu"))
 
-    return Case([_bound(gated, b, o, "silu") for b, o in zip(both, out, strict=True)], size, verify)
+    return KernelCase([_bound(gated, b, o, "silu") for b, o in zip(both, out, strict=True)], size, verify)
 
 
-def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
+def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Rotation of queries and keys, and K and V into the pool's blocks."""
     from pillion.kernels.gpu.attention.kv_write import Rotary, kv_write
 
@@ -144,13 +144,13 @@ def kv_write_case(bench: Bench, shape: Shape, rows: int) -> Case:
         _close(written[:, 1], values)
         _close(written[:, 0], turned.bfloat16())
 
-    return Case([_bound(one, layer) for layer in range(count)], size, verify)
+    return KernelCase([_bound(one, layer) for layer in range(count)], size, verify)
 
 
 def _blocks_case(way: str) -> Make:
     """Whole blocks of a model, all layers: to and from a buffer, as a transfer has them, or within the pool."""
 
-    def make(bench: Bench, shape: Shape, rows: int) -> Case:
+    def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu import blocks
 
         size = shape.layers * shape.kv_bytes * BLOCK_SIZE
@@ -174,13 +174,13 @@ def _blocks_case(way: str) -> Make:
             source, target = pool[order[0, 0].long()], pool[order[0, 1].long()]
             assert torch.equal(source, target if way == "copied" else buffer)
 
-        return Case([_bound(one, turn) for turn in range(count)], 2.0 * rows * size, verify)
+        return KernelCase([_bound(one, turn) for turn in range(count)], 2.0 * rows * size, verify)
 
     return make
 
 
 def _sampling_case(temperature: float, top_p: float) -> Make:
-    def make(bench: Bench, shape: Shape, rows: int) -> Case:
+    def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu.sampling.gpu_sampling import choose
         from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
         from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
@@ -188,11 +188,11 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
         size = rows * shape.vocab * 4
         count = rotations(size, bench.smoke)
         logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
-        said = sampled_rows(rows, temperature, top_p)
-        record = torch.from_numpy(pack_rows(said)).to(bench.device)
+        sampling = sampled_rows(rows, temperature, top_p)
+        record = torch.from_numpy(pack_rows(sampling)).to(bench.device)
         scratch = SamplerScratch.allocate(rows, shape.vocab, bench.device)
         out = torch.zeros(rows, dtype=torch.int32, device=bench.device)
-        cutting = cuts_any(said)
+        cutting = cuts_any(sampling)
 
         def one(which: torch.Tensor) -> None:
             choose(which, record, out, scratch, cutting=cutting)
@@ -205,7 +205,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
             else:
                 assert torch.equal(out.long(), logits[0].argmax(1))
 
-        return Case([_bound(one, each) for each in logits], size, verify)
+        return KernelCase([_bound(one, each) for each in logits], size, verify)
 
     return make
 

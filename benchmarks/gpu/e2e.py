@@ -32,7 +32,7 @@ READY_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClusterLoad:
     """A closed loop of ``streams``, ``rounds`` requests each."""
 
     streams: int
@@ -41,7 +41,7 @@ class Load:
     answer_tokens: int
 
 
-FULL, SMOKE = Load(128, 3, 1024, 256), Load(1, 1, 24, 2)
+FULL, SMOKE = ClusterLoad(128, 3, 1024, 256), ClusterLoad(1, 1, 24, 2)
 
 
 def run(bench: Bench) -> None:
@@ -96,7 +96,7 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
         model = write_model(Path(folder) / "dummy", shape_of(bench.smoke))
         with _environment(environment), support.served(Path(folder), str(model), *flags) as served:
             if not bench.smoke:
-                asyncio.run(_ask_all(served.target, Load(load.streams, 1, load.prompt_tokens, 8), 1))
+                asyncio.run(_ask_all(served.target, ClusterLoad(load.streams, 1, load.prompt_tokens, 8), 1))
             began_s = time.perf_counter()
             seen = asyncio.run(_ask_all(served.target, load, 2))
             took_s = time.perf_counter() - began_s
@@ -125,7 +125,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-async def _ask_all(target: str, load: Load, seed: int) -> list[tuple[float, list[float]]]:
+async def _ask_all(target: str, load: ClusterLoad, seed: int) -> list[tuple[float, list[float]]]:
     """Of each request, seconds to its first token and between tokens."""
     from pillion import AsyncClient
 

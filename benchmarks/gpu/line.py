@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.model import BLOCK_SIZE, Model
+from benchmarks.gpu.model import BLOCK_SIZE, RandomModel
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -28,7 +28,7 @@ from pillion.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """A closed loop: ``streams`` at a time, ``rounds`` requests for each."""
 
     streams: int
@@ -38,9 +38,9 @@ class Load:
     step_tokens: int
 
 
-LOADS = (Load(64, 2, 1024, 256, 2048), Load(64, 2, 1024, 256, 512), Load(256, 2, 1024, 256, 2048))
-SMOKE_LOADS = (Load(2, 1, 20, 3, 24),)
-WARM_UP = Load(4, 1, 256, 8, 512)
+LOADS = (EngineLoad(64, 2, 1024, 256, 2048), EngineLoad(64, 2, 1024, 256, 512), EngineLoad(256, 2, 1024, 256, 2048))
+SMOKE_LOADS = (EngineLoad(2, 1, 20, 3, 24),)
+WARM_UP = EngineLoad(4, 1, 256, 8, 512)
 # Of each stream, beyond what it needs: nobody gives way.
 SPARE_BLOCKS = 16
 # Rounds without work, after which nothing is going to happen any more.
@@ -53,47 +53,47 @@ def run(bench: Bench) -> None:
     longest = max(load.prompt_tokens + load.answer_tokens for load in loads)
     streams = max(load.streams for load in loads)
     budget = max(load.step_tokens for load in loads)
-    model = Model(bench, max_tokens=budget, max_seqs=streams, max_model_len=longest + BLOCK_SIZE)
+    model = RandomModel(bench, max_tokens=budget, max_seqs=streams, max_model_len=longest + BLOCK_SIZE)
     room = streams * (longest + SPARE_BLOCKS * BLOCK_SIZE)
     running = model.backend(room)
     if not bench.smoke:
-        Line(running.backend, room // BLOCK_SIZE, WARM_UP).run()
+        EngineLoop(running.backend, room // BLOCK_SIZE, WARM_UP).run()
     for load in loads:
         name = (
             f"engine, {load.prompt_tokens} in / {load.answer_tokens} out x {load.streams}, steps of {load.step_tokens}"
         )
 
-        def measure(load: Load = load, name: str = name) -> None:
-            line = Line(running.backend, room // BLOCK_SIZE, load)
-            _tell(bench, name, line, line.run())
+        def measure(load: EngineLoad = load, name: str = name) -> None:
+            loop = EngineLoop(running.backend, room // BLOCK_SIZE, load)
+            _tell(bench, name, loop, loop.run())
 
         bench.attempt(name, measure)
     running.close()
 
 
 @dataclass(slots=True)
-class Seen:
+class RequestTimes:
     """Of one request, seconds: when it came, and when tokens did."""
 
     added_s: float
     tokens_s: list[float] = field(default_factory=list)
 
 
-class Line:
+class EngineLoop:
     """A scheduler over a backend, and a list of slots in the place of a KV node."""
 
-    def __init__(self, backend: GpuBackend, num_slots: int, load: Load) -> None:
+    def __init__(self, backend: GpuBackend, num_slots: int, load: EngineLoad) -> None:
         self._backend, self._load = backend, load
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             block_size=BLOCK_SIZE, max_num_batched_tokens=load.step_tokens, max_num_seqs=load.streams
         )
-        self._free = list(range(num_slots))
+        self.free_slots = list(range(num_slots))
         self._held: dict[int, list[int]] = {}
         self._left = load.streams * load.rounds
         self._live = 0
         self._next = 1
         self._draw = np.random.default_rng(0)
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, RequestTimes] = {}
 
     def run(self) -> float:
         """Everything; seconds that it took."""
@@ -104,27 +104,27 @@ class Line:
             while self._left and self._live < self._load.streams:
                 self._add()
             now_s = time.perf_counter()
-            plan = self._scheduler.schedule(now_s)
-            self._take(self._scheduler.flush(now_s))
+            plan = self.scheduler.schedule(now_s)
+            self._take(self.scheduler.flush(now_s))
             if plan.pieces:
                 out.append(
                     (plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
                 )
-                self._scheduler.launched(plan)
+                self.scheduler.launched(plan)
             idle = 0 if plan.pieces or out else idle + 1
             assert idle < MAX_IDLE_ROUNDS, "the line stands still"
             stays = 1 if plan.pieces else 0
             while len(out) > stays:
                 landed, flight = out.popleft()
                 sampled = flight.wait()
-                self._take(self._scheduler.commit(landed, sampled, time.perf_counter()))
+                self._take(self.scheduler.commit(landed, sampled, time.perf_counter()))
         while out:
             # Rows that were launched for streams whose last token was under way.
             landed, flight = out.popleft()
-            self._take(self._scheduler.commit(landed, flight.wait(), time.perf_counter()))
+            self._take(self.scheduler.commit(landed, flight.wait(), time.perf_counter()))
         took_s = time.perf_counter() - began_s
         # What the answers to the last commits led to.
-        self._take(self._scheduler.flush(time.perf_counter()))
+        self._take(self.scheduler.flush(time.perf_counter()))
         return took_s
 
     def _add(self) -> None:
@@ -140,13 +140,13 @@ class Line:
             max_model_len=1_000_000,
         )
         now_s = time.perf_counter()
-        self.seen[number] = Seen(now_s)
+        self.seen[number] = RequestTimes(now_s)
         holding = Holding(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
-        self._scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
+        self.scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
 
     def _slots(self, count: int) -> tuple[int, ...]:
-        assert count <= len(self._free), "the pool is too small for this load"
-        taken = [self._free.pop() for _ in range(count)]
+        assert count <= len(self.free_slots), "the pool is too small for this load"
+        taken = [self.free_slots.pop() for _ in range(count)]
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:
@@ -158,16 +158,16 @@ class Line:
             self._live -= update.ending is not None
         for order in outcome.commits:
             self._held.setdefault(order.ticket_id, []).extend(order.slots)
-            self._scheduler.committed(order.seq_id, order.slots, "", now_s)
+            self.scheduler.committed(order.seq_id, order.slots, "", now_s)
         for ticket in outcome.releases:
-            self._free.extend(self._held.pop(ticket, ()))
-        self._free.extend(outcome.give_back)
+            self.free_slots.extend(self._held.pop(ticket, ()))
+        self.free_slots.extend(outcome.give_back)
         if outcome.lease_blocks:
-            self._scheduler.granted(self._slots(outcome.lease_blocks), now_s)
+            self.scheduler.granted(self._slots(outcome.lease_blocks), now_s)
 
 
-def _tell(bench: Bench, name: str, line: Line, took_s: float) -> None:
-    seen = list(line.seen.values())
+def _tell(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:
+    seen = list(loop.seen.values())
     gaps = sorted(b - a for one in seen for a, b in pairwise(one.tokens_s))
     first = sorted(one.tokens_s[0] - one.added_s for one in seen)
     tokens = sum(len(one.tokens_s) for one in seen)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.calls import sampled_rows
-from benchmarks.gpu.shapes import Shape, Tables, shape_of
+from benchmarks.gpu.shapes import LlamaShape, Tables, shape_of
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
@@ -35,7 +35,7 @@ class TensorPool:
         self.address, self.size_bytes = self._memory.data_ptr(), size_bytes
 
 
-class Model:
+class RandomModel:
     """Weights and buffers; backends over them are made and closed one after the other."""
 
     def __init__(self, bench: Bench, *, max_tokens: int, max_seqs: int, max_model_len: int) -> None:
@@ -63,7 +63,7 @@ class Model:
         """K and V of one token in all layers."""
         return self.shape.layers * self.shape.kv_bytes
 
-    def backend(self, tokens: int, *, eager: bool = False) -> Running:
+    def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
         """A backend over a pool of so many tokens, warm."""
         slots = -(-tokens // BLOCK_SIZE)
         backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
@@ -73,9 +73,9 @@ class Model:
         else:
             backend.bind_pool(memoryview(bytearray(size)), slots)
         backend.warm_up(self.limits.max_tokens)
-        return Running(backend, Tables(slots, BLOCK_SIZE), self.bench)
+        return RunningBackend(backend, Tables(slots, BLOCK_SIZE), self.bench)
 
-    def flops(self, tokens: int, *, shape: Shape | None = None) -> float:
+    def flops(self, tokens: int, *, shape: LlamaShape | None = None) -> float:
         """Of the layers' products."""
         shape = shape or self.shape
         return 2.0 * tokens * shape.layers * sum(a * b for a, b in shape.products.values())
@@ -96,7 +96,7 @@ class Pace:
         return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
 
 
-class Running:
+class RunningBackend:
     """A backend with its pool."""
 
     def __init__(self, backend: GpuBackend, tables: Tables, bench: Bench) -> None:
@@ -107,9 +107,9 @@ class Running:
         found, out, ends = Pace(), deque[Any](), []
         rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
         last_s = 0.0
-        for batch, said in zip(batches, rows, strict=True):
+        for batch, sampling in zip(batches, rows, strict=True):
             began_s = time.perf_counter()
-            out.append(self.backend.launch(batch, (), said))
+            out.append(self.backend.launch(batch, (), sampling))
             found.launch.append(time.perf_counter() - began_s)
             if self._bench.device.type == "cuda":
                 ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.shapes import Part, Shape, Tables
+from benchmarks.gpu.shapes import BatchEntry, LlamaShape, Tables
 from pillion.engine.backends.batch import StepBatch
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, PlainOrFloat8, piece_size
 
@@ -19,7 +19,9 @@ VERIFIED_ROWS = 8
 TOLERANCE = 2e-2
 
 
-def make_pool(bench: Bench, shape: Shape, slots: int, layers: int, block_size: int, kv: PlainOrFloat8) -> torch.Tensor:
+def make_pool(
+    bench: Bench, shape: LlamaShape, slots: int, layers: int, block_size: int, kv: PlainOrFloat8
+) -> torch.Tensor:
     """[slots, layers, 2, kv_heads, ...] as :class:`PagedAttention` wants it, of numbers with a spread of 1."""
     outer = (slots, layers, 2, shape.kv_heads)
     if kv == "plain":
@@ -65,11 +67,11 @@ class Attended:
         return 4.0 * seen * heads * head_dim
 
 
-class Pool:
+class AttentionPool:
     """A pool with room for the largest batch that is to be measured over it."""
 
     def __init__(
-        self, bench: Bench, shape: Shape, *, block_size: int, tokens: int, layers: int, kv: PlainOrFloat8 = "plain"
+        self, bench: Bench, shape: LlamaShape, *, block_size: int, tokens: int, layers: int, kv: PlainOrFloat8 = "plain"
     ) -> None:
         self._shape, self._layers, self._kv, self.block_size = shape, layers, kv, block_size
         slots = -(-tokens // block_size)
@@ -77,9 +79,9 @@ class Pool:
         self._tables = Tables(slots, block_size)
         self._device = bench.device
 
-    def attend(self, parts: list[Part]) -> Attended:
+    def attend(self, entries: list[BatchEntry]) -> Attended:
         """Attention of a step, planned and sent to the device."""
-        shape, batch = self._shape, self._tables.batch(parts)
+        shape, batch = self._shape, self._tables.batch(entries)
         attention = PagedAttention(
             self.tensor,
             dtype=torch.bfloat16,
@@ -135,7 +137,7 @@ class Pool:
         return pieces.float().permute(1, 2, 0, 3, 4).reshape(2, shape.kv_heads, -1, shape.head_dim)[:, :, :context]
 
 
-def verify_rows(pool: Pool, attended: Attended) -> None:
+def verify_rows(pool: AttentionPool, attended: Attended) -> None:
     """Runs the first layer. Raises AssertionError where rows of the first and the last sequence are not what plain
     torch makes of them in float32."""
     attended.calls[0]()

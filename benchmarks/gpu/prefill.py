@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.model import Model, Running
-from benchmarks.gpu.shapes import Part
+from benchmarks.gpu.model import RandomModel, RunningBackend
+from benchmarks.gpu.shapes import BatchEntry
 
 TARGET = ">= 0.65"
 ROUNDS = 5
@@ -15,7 +15,7 @@ ROUNDS = 5
 def run(bench: Bench) -> None:
     """A row for prompts of 2K tokens and of 8K, cut into chunks."""
     chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
-    model = Model(bench, max_tokens=chunk, max_seqs=4, max_model_len=chunk * chunks + 64)
+    model = RandomModel(bench, max_tokens=chunk, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
     # Chunks of this size are launched kernel by kernel anyway.
     running = model.backend(chunk * chunks + 64, eager=True)
@@ -29,15 +29,17 @@ def run(bench: Bench) -> None:
     running.close()
 
 
-def _rate(bench: Bench, model: Model, chunk: int) -> float:
+def _rate(bench: Bench, model: RandomModel, chunk: int) -> float:
     """FLOP/s of a layer's four products one after the other."""
     shapes = model.shape.products.values()
     seconds = sum(2.0 * chunk * a * b / bench.product_rate(chunk, a, b) for a, b in shapes)
     return sum(2.0 * chunk * a * b for a, b in shapes) / seconds
 
 
-def _prompt(bench: Bench, model: Model, running: Running, name: str, chunk: int, count: int, rate: float) -> None:
-    steps = [running.tables.batch([Part(chunk, at * chunk, at + 1 == count)]) for at in range(count)]
+def _prompt(
+    bench: Bench, model: RandomModel, running: RunningBackend, name: str, chunk: int, count: int, rate: float
+) -> None:
+    steps = [running.tables.batch([BatchEntry(chunk, at * chunk, at + 1 == count)]) for at in range(count)]
     rounds = 1 if bench.smoke else ROUNDS
     pace = running.pace(steps * (rounds + 1))
     # The first round warms up. Chunks of a prompt take longer the later they come, so rounds are compared as a whole.

@@ -36,10 +36,10 @@ def smi() -> dict[str, str]:
     """What nvidia-smi says of the first GPU; nothing where there is none."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(QUERY.split(","), (word.strip() for word in said.split(",")), strict=False))
+    return dict(zip(QUERY.split(","), (word.strip() for word in output.split(",")), strict=False))
 
 
 def place(folder: Path, about: dict[str, Any]) -> Path:

@@ -87,9 +87,9 @@ def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
 
 def dump(found: dict[str, list[dict[str, Any]]]) -> str:
     """A tuning file's text: a kernel that has one entry on one line, others with a line for each."""
-    parts = []
+    kernels = []
     for kernel, entries in found.items():
         lines = [json.dumps(entry) for entry in entries]
         body = lines[0] if len(lines) == 1 else "\n  " + ",\n  ".join(lines) + "\n "
-        parts.append(f' "{kernel}": [{body}]')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        kernels.append(f' "{kernel}": [{body}]')
+    return "{\n" + ",\n".join(kernels) + "\n}\n"

@@ -31,11 +31,11 @@ def main() -> int:
     parser.add_argument("name", choices=tuple(SECTIONS))
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true")
-    said = parser.parse_args()
+    args = parser.parse_args()
     # What a section has started, MPS or a cluster, ends with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    bench = Bench(smoke=said.smoke, rows=said.rows)
-    bench.attempt(said.name, lambda: importlib.import_module(f"benchmarks.gpu.{said.name}").run(bench))
+    bench = Bench(smoke=args.smoke, rows=args.rows)
+    bench.attempt(args.name, lambda: importlib.import_module(f"benchmarks.gpu.{args.name}").run(bench))
     return 0
 
 

@@ -13,7 +13,7 @@ from pillion.engine.backends.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LlamaShape:
     """Of a Llama: see its config.json."""
 
     hidden: int
@@ -63,7 +63,7 @@ class Shape:
         }
 
 
-LLAMA_8B = Shape(
+LLAMA_8B = LlamaShape(
     hidden=4096,
     layers=32,
     inner=14336,
@@ -73,15 +73,15 @@ LLAMA_8B = Shape(
     vocab=128256,
     max_positions=131072,
 )
-TINY = Shape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=16, vocab=260, max_positions=4096)
+TINY = LlamaShape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=16, vocab=260, max_positions=4096)
 
 
-def shape_of(smoke: bool) -> Shape:
+def shape_of(smoke: bool) -> LlamaShape:
     """The one to measure."""
     return TINY if smoke else LLAMA_8B
 
 
-def write_model(folder: Path, shape: Shape) -> Path:
+def write_model(folder: Path, shape: LlamaShape) -> Path:
     """A model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -94,13 +94,13 @@ def write_model(folder: Path, shape: Shape) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchEntry:
     """One sequence of a step: ``tokens`` of it run, behind ``prefix`` that the pool holds. ``sampled``: the last one's
     logits are wanted."""
 
@@ -109,9 +109,9 @@ class Part:
     sampled: bool = True
 
 
-def decodes(count: int, context: int) -> list[Part]:
+def decodes(count: int, context: int) -> list[BatchEntry]:
     """``count`` streams at their token number ``context``."""
-    return [Part(1, context - 1)] * count
+    return [BatchEntry(1, context - 1)] * count
 
 
 class Tables:
@@ -121,17 +121,17 @@ class Tables:
         self._order = np.random.default_rng(0).permutation(slots).astype(np.int32)
         self._block_size = block_size
 
-    def batch(self, parts: list[Part], *, token: int = 5) -> StepBatch:
+    def batch(self, entries: list[BatchEntry], *, token: int = 5) -> StepBatch:
         """A step of them, each with slots of its own."""
-        counts = np.array([part.tokens for part in parts], np.int32)
-        contexts = np.array([part.prefix + part.tokens for part in parts], np.int32)
+        counts = np.array([entry.tokens for entry in entries], np.int32)
+        contexts = np.array([entry.prefix + entry.tokens for entry in entries], np.int32)
         blocks = -(-contexts // self._block_size)
         begins = np.concatenate(([0], np.cumsum(blocks)))
-        tables = np.zeros((len(parts), int(blocks.max())), np.int32)
+        tables = np.zeros((len(entries), int(blocks.max())), np.int32)
         for row, (begin, count) in enumerate(zip(begins, blocks, strict=False)):
             tables[row, :count] = self._order[np.arange(begin, begin + count) % len(self._order)]
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        positions = [np.arange(part.prefix, part.prefix + part.tokens, dtype=np.int32) for part in parts]
+        positions = [np.arange(entry.prefix, entry.prefix + entry.tokens, dtype=np.int32) for entry in entries]
         return StepBatch(
             token_ids=np.full(int(counts.sum()), token, np.int32),
             positions=np.concatenate(positions),
@@ -139,6 +139,6 @@ class Tables:
             context_lens=contexts,
             block_tables=tables,
             sample_rows=np.array(
-                [end - 1 for end, part in zip(starts[1:], parts, strict=True) if part.sampled], np.int32
+                [end - 1 for end, entry in zip(starts[1:], entries, strict=True) if entry.sampled], np.int32
             ),
         )

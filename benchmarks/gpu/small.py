@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.calls import CASES, Case
+from benchmarks.gpu.calls import CASES, KernelCase
 from benchmarks.gpu.shapes import shape_of
 
 # From this many bytes on a kernel should be at the copy bandwidth, not at a launch's latency.
@@ -25,7 +25,7 @@ def run(bench: Bench) -> None:
             bench.attempt(name, _measured(bench, name, lambda make=make, rows=rows: make(bench, shape, rows)))  # type: ignore[misc]
 
 
-def _measured(bench: Bench, name: str, make: Callable[[], Case]) -> Callable[[], None]:
+def _measured(bench: Bench, name: str, make: Callable[[], KernelCase]) -> Callable[[], None]:
     def measure() -> None:
         case = make()
         case.verify()

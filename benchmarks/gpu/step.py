@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.model import Model, Pace, Running
+from benchmarks.gpu.model import Pace, RandomModel, RunningBackend
 from benchmarks.gpu.shapes import Tables, decodes
 from pillion.engine.backends.batch import StepBatch
 
@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
     bandwidth = bench.bandwidth
     rates = _rates(bench, batches)
     room = context + warm + steps
-    model = Model(bench, max_tokens=16 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
+    model = RandomModel(bench, max_tokens=16 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
     bench.tell(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
     for eager in (False, True):
         kind = "eager" if eager else "graphs"
@@ -39,10 +39,10 @@ def run(bench: Bench) -> None:
         for batch in batches:
             name = f"decode step, {batch} x {context}, {kind}"
 
-            def measure(batch: int = batch, name: str = name, running: Running = running) -> None:
+            def measure(batch: int = batch, name: str = name, running: RunningBackend = running) -> None:
                 pace = running.pace(_steps(running.tables, batch, context, warm + steps))
                 size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
-                parts_s = _parts_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
+                parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
                 _tell(bench, name, pace.behind(warm), size / bandwidth, parts_s)
 
             bench.attempt(name, measure)
@@ -55,7 +55,7 @@ def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:
     return {batch: bench.product_rate(batch, inputs, outputs) for batch in batches}
 
 
-def _parts_s(model: Model, batch: int, bandwidth: float, rate: float) -> float:
+def _kernels_s(model: RandomModel, batch: int, bandwidth: float, rate: float) -> float:
     """Of the products: reading their weights, or computing, whichever takes longer."""
     head = 2.0 * batch * model.shape.hidden * model.shape.vocab
     return max(model.step_bytes / bandwidth, (model.flops(batch) + head) / rate)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.gpu.bench import Bench, rotations
-from benchmarks.gpu.calls import CASES, Case
-from benchmarks.gpu.pools import Pool, verify_rows
-from benchmarks.gpu.shapes import Part, decodes, shape_of
+from benchmarks.gpu.calls import CASES, KernelCase
+from benchmarks.gpu.pools import AttentionPool, verify_rows
+from benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 
 BLOCK_SIZE = 16
-Build = Callable[[], Case]
+Build = Callable[[], KernelCase]
 Cases = Callable[[Bench], list[Build]]
 Use = dict[str, int]
 
@@ -47,42 +47,42 @@ def _small(*wanted: tuple[str, int]) -> Cases:
     return cases
 
 
-def _attended(kv: PlainOrFloat8, *wanted: tuple[list[Part], list[Part]]) -> Cases:
+def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]]) -> Cases:
     """Steps to attend, each as it is and as a smoke run has it."""
 
     def cases(bench: Bench) -> list[Build]:
-        return [_attention(bench, tiny if bench.smoke else parts, kv) for parts, tiny in wanted]
+        return [_attention(bench, tiny if bench.smoke else entries, kv) for entries, tiny in wanted]
 
     return cases
 
 
-def _attention(bench: Bench, parts: list[Part], kv: PlainOrFloat8) -> Build:
-    def build() -> Case:
+def _attention(bench: Bench, entries: list[BatchEntry], kv: PlainOrFloat8) -> Build:
+    def build() -> KernelCase:
         shape = shape_of(bench.smoke)
-        tokens = sum(-(-(part.prefix + part.tokens) // BLOCK_SIZE) * BLOCK_SIZE for part in parts)
+        tokens = sum(-(-(entry.prefix + entry.tokens) // BLOCK_SIZE) * BLOCK_SIZE for entry in entries)
         layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
         # The pool is random, and large: one for each candidate would take longer than what is measured over it.
         pool = _pool(bench, tokens, layers, kv)
-        attended = pool.attend(parts)
-        return Case(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))
+        attended = pool.attend(entries)
+        return KernelCase(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))
 
     return build
 
 
-_POOLS: dict[tuple[int, int, str], Pool] = {}
+_POOLS: dict[tuple[int, int, str], AttentionPool] = {}
 
 
-def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> Pool:
+def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> AttentionPool:
     key = (tokens, layers, kv)
     if key not in _POOLS:
         shape = shape_of(bench.smoke)
-        _POOLS[key] = Pool(bench, shape, block_size=BLOCK_SIZE, tokens=tokens, layers=layers, kv=kv)
+        _POOLS[key] = AttentionPool(bench, shape, block_size=BLOCK_SIZE, tokens=tokens, layers=layers, kv=kv)
     return _POOLS[key]
 
 
 _BLOCKS = (512, 1024, 2048, 4096)
 _WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
-_CHUNK = ([Part(2048, 8192)], [Part(8, 16)])
+_CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
 
 TUNABLES: dict[str, Tunable] = {
     "attention_decode": Tunable(

@@ -32,25 +32,25 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Searches and writes; 1 where a kernel had no candidate that worked, 2 where nothing can be searched."""
-    said = arguments()
-    if said.smoke:
+    args = arguments()
+    if args.smoke:
         # Before any kernel is defined.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    if not said.smoke and not torch.cuda.is_available():
+    if not args.smoke and not torch.cuda.is_available():
         print("tune: torch sees no CUDA device here", file=sys.stderr)
         return 2
     from benchmarks.gpu.tunables import TUNABLES
 
-    strange = [name for name in said.kernels if name not in TUNABLES]
+    strange = [name for name in args.kernels if name not in TUNABLES]
     if strange:
         print(f"tune: nothing can be tuned in {strange[0]}; there are {', '.join(TUNABLES)}", file=sys.stderr)
         return 2
-    return tune(said, list(said.kernels or TUNABLES))
+    return tune(args, list(args.kernels or TUNABLES))
 
 
-def tune(said: argparse.Namespace, names: list[str]) -> int:
+def tune(args: argparse.Namespace, names: list[str]) -> int:
     """Kernel by kernel."""
     from benchmarks.gpu.bench import Bench
     from benchmarks.gpu.search import dump, put, search
@@ -58,9 +58,9 @@ def tune(said: argparse.Namespace, names: list[str]) -> int:
     from pillion.kernels.gpu.launch import arch_of
     from pillion.kernels.gpu.tuned import ARCHITECTURES, FOLDER
 
-    folder = said.out or (None if said.smoke else FOLDER)
+    folder = args.out or (None if args.smoke else FOLDER)
     with tempfile.TemporaryDirectory(prefix="pil-") as rows:
-        bench = Bench(smoke=said.smoke, rows=Path(rows) / "rows")
+        bench = Bench(smoke=args.smoke, rows=Path(rows) / "rows")
         arch = arch_of(bench.device)
         if arch not in ARCHITECTURES:
             print(
@@ -68,7 +68,7 @@ def tune(said: argparse.Namespace, names: list[str]) -> int:
                 file=sys.stderr,
             )
             return 2
-        missed, until_s = 0, time.monotonic() + said.time_s
+        missed, until_s = 0, time.monotonic() + args.time_s
         result = json.loads((FOLDER / f"sm_{arch}.json").read_text("utf-8"))
         for name in names:
             entry = search(bench, name, TUNABLES[name], arch, until_s, lambda line: print(line, flush=True))

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.calls import sampled_rows
-from benchmarks.gpu.model import Model, Running
-from benchmarks.gpu.shapes import Part, decodes
+from benchmarks.gpu.model import RandomModel, RunningBackend
+from benchmarks.gpu.shapes import BatchEntry, decodes
 
 STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK = 64, 1024, 8192, 2048, 512
 # Steps between two looks at the clock.
@@ -30,15 +30,15 @@ SMOKE = (2, 20, 16, 8, 8)
 class Work:
     """Batches of each role, repeated for as long as asked."""
 
-    def __init__(self, running: Running, *, smoke: bool) -> None:
+    def __init__(self, running: RunningBackend, *, smoke: bool) -> None:
         streams, context, prompt, chunk, small = SMOKE if smoke else (STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK)
         self._running, tables = running, running.tables
         self._at_once = 2 if smoke else STEPS_AT_ONCE
         alone = decodes(streams, context)
         self._batches = {
             "decode": [tables.batch(alone)],
-            "prefill": [tables.batch([Part(chunk, begin, False)]) for begin in range(0, prompt, chunk)],
-            "mixed": [tables.batch([*alone, Part(small, begin, False)]) for begin in range(0, prompt, small)],
+            "prefill": [tables.batch([BatchEntry(chunk, begin, False)]) for begin in range(0, prompt, chunk)],
+            "mixed": [tables.batch([*alone, BatchEntry(small, begin, False)]) for begin in range(0, prompt, small)],
         }
         self._chunks = {"decode": 0, "prefill": chunk, "mixed": small}
 
@@ -65,16 +65,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=("decode", "prefill"))
     parser.add_argument("--smoke", action="store_true")
-    said = parser.parse_args()
-    streams, context, prompt, chunk, small = SMOKE if said.smoke else (STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK)
+    args = parser.parse_args()
+    streams, context, prompt, chunk, small = SMOKE if args.smoke else (STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK)
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
-        bench = Bench(smoke=said.smoke, rows=Path(folder) / "rows")
+        bench = Bench(smoke=args.smoke, rows=Path(folder) / "rows")
         tokens = max(chunk, streams + small)
-        model = Model(bench, max_tokens=tokens, max_seqs=streams + 1, max_model_len=max(prompt, context) + 64)
+        model = RandomModel(bench, max_tokens=tokens, max_seqs=streams + 1, max_model_len=max(prompt, context) + 64)
         running = model.backend(streams * (context + 16) + prompt + 16)
-        work = Work(running, smoke=said.smoke)
+        work = Work(running, smoke=args.smoke)
         # What is not in a graph is compiled now.
-        for role in () if said.smoke else ("decode", "prefill", "mixed"):
+        for role in () if args.smoke else ("decode", "prefill", "mixed"):
             work.run(role, WARM_UP_S)
         print("ready", flush=True)
         for line in sys.stdin:

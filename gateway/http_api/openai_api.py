@@ -9,6 +9,7 @@ after it cancels its request (I8).
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
@@ -29,7 +30,6 @@ from pillion.gateway.http_api.openai_events import (
 )
 from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, TokenizeBody, given, parse, parse_field
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
-from pillion.gateway.http_api.openai_pace import WritePacer
 from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
@@ -42,6 +42,10 @@ from pillion.gateway.request.runner import Generation
 from pillion.gateway.request.validation import MAX_PROMPT_IDS
 from pillion.types import GenerateRequest
 
+# Writes of all streams together: half a core's worth. A write costs more than a token: the wake-up, the framing, the
+# system call.
+MAX_WRITES_PER_S = 12_000
+
 
 class OpenAIApi:
     """Handlers of calls; what they raise is answered by :class:`pillion.gateway.http_api.http_call.Endpoint`."""
@@ -49,7 +53,7 @@ class OpenAIApi:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._texts: dict[str, TokenTexts] = {}
-        self._pace = WritePacer()
+        self._pacer = WritePacer()
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
@@ -121,7 +125,7 @@ class OpenAIApi:
             batch = await reader.read()
             style = self._style(call, asked, entry, reader, prompts)
             if asked.stream:
-                await _stream(call, asked, reader, style, batch, self._pace)
+                await _stream(call, asked, reader, style, batch, self._pacer)
             else:
                 await _whole(call, asked, reader, style, batch)
         except PillionError as error:
@@ -159,6 +163,31 @@ class OpenAIApi:
             raise unknown_model(error.message) from None
 
 
+class WritePacer:
+    """Bounds how often one process writes; ``with pacer`` is one more stream that writes.
+
+    Each stream writes as soon as it has something, but no sooner after its last write than its share of
+    MAX_WRITES_PER_S; what comes meanwhile goes with the next write. So nothing is held back as long as all streams
+    together bring fewer messages than that, and beyond it the core carries more tokens instead of more system calls.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+
+    def __enter__(self) -> WritePacer:
+        self.streams += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.streams -= 1
+
+    async def rest(self, wrote: float) -> None:
+        """Waits until a stream that wrote at ``wrote`` (monotonic seconds) may write again; mostly that is at once."""
+        left_s = wrote + self.streams / MAX_WRITES_PER_S - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+
+
 def unknown_model(message: str) -> ApiError:
     """As OpenAI says it: 404."""
     return ApiError(404, message, param="model", code="model_not_found")
@@ -180,19 +209,19 @@ async def _stream(
     reader: DeltaReader,
     style: ResponseWriter,
     batch: DeltaBatch,
-    pace: WritePacer,
+    pacer: WritePacer,
 ) -> None:
     answers, continuous = asked.answers, asked.continuous_usage
     await call.start_events()
     try:
-        with pace:
+        with pacer:
             while batch:
                 usage = usage_json(reader.usage()) if continuous else b""
                 events = [style.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
                 wrote = time.monotonic()
                 await call.write(b"".join(events))
                 if batch[-1][1].usage is None:
-                    await pace.rest(wrote)
+                    await pacer.rest(wrote)
                 batch = await reader.read()
     except PillionError as error:
         await call.write(error_event(from_pillion(error, asked.names).body()), last=True)

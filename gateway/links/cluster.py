@@ -6,23 +6,29 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeLink
-from pillion.gateway.links.fences import Fences
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
+from pillion.gateway.request.events import TicketHold
+from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
+from pillion.observability import telemetry
+from pillion.wire.kvnode import PrefetchReply
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
 VIEW_POLL_S = 0.25
+# Longest wait for one fetch. A node keeps its own bound, --fetch-timeout-ms; this one is for a node that hangs.
+MAX_FETCH_S = 5.0
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
 # How long it waits for a part that was there a moment ago and does not answer.
@@ -107,7 +113,7 @@ class Cluster:
     def __init__(self, gateway_id: str, registry: Components, index: Prefixes, grace_s: float) -> None:
         self.index = index
         self.load = OwnLoad()
-        self.pace = FetchPace()
+        self.fetch_pace = FetchPace()
         self.sticky_choices = StickyChoices()
         self._demand = Demand()
         self.view = ClusterView(grace_s)
@@ -116,7 +122,6 @@ class Cluster:
         self._nodes: dict[str, NodeLink] = {}
         self._prefill: dict[str, PrefillLink] = {}
         self._decode: dict[str, DecodeLink] = {}
-        self._fences = Fences()
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -144,8 +149,7 @@ class Cluster:
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
                 return
-            self.view.update(records, time.monotonic())
-            self._cut_off(self._fences.look(records))
+            self._cut_off(self.view.update(records, time.monotonic()))
             self._sync()
 
     def served(self, model: str, fingerprint: str) -> Served:
@@ -179,7 +183,7 @@ class Cluster:
             await self.refresh()
             await asyncio.sleep(FIRST_LOOK_S / 5)
 
-    def places(self, model: str) -> int:
+    def request_slots(self, model: str) -> int:
         """Requests that the model's workers should be given at once: this gateway's share of the decode workers' seats,
         and some more. 0 as long as a worker does not say how many seats it has.
 
@@ -243,19 +247,51 @@ class Cluster:
     def prefill(self, component_id: str) -> PrefillLink:
         """Raises Unavailable."""
         link = self._prefill.get(component_id)
-        if link is None or component_id in self._fences.named:
+        if link is None or component_id in self.view.fenced:
             raise Unavailable(f"prefill worker {component_id} is gone")
         return link
 
     def decode(self, component_id: str) -> DecodeLink:
         """Raises Unavailable."""
         link = self._decode.get(component_id)
-        if link is None or component_id in self._fences.named:
+        if link is None or component_id in self.view.fenced:
             raise Unavailable(f"decode worker {component_id} is gone")
         return link
 
+    async def fetch_blocks(
+        self, hold: TicketHold, hashes: bytes, sources: Sequence[str], pinned_blocks: int, left_s: float | None
+    ) -> PrefetchReply:
+        """Lets a KV node fetch blocks under a ticket. It never fails: what does not come is computed instead (I1).
+
+        Args:
+            hold: the gateway's, on the ticket.
+            hashes: the block hashes from the prompt's first block as far as they are wanted, 32 bytes each.
+            sources: other nodes that probably have the blocks, best first.
+            pinned_blocks: leading blocks that the ticket has pinned already.
+            left_s: the request's time left, None for no limit.
+
+        Returns:
+            How many of the prompt's first blocks are pinned now, at least ``pinned_blocks``, and where they came from.
+        """
+        wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
+        with telemetry.tracer().start_as_current_span("kv.fetch") as span:
+            span.set_attributes({"pillion.node": hold.node_id, "pillion.sources": tuple(sources)})
+            begun_s = time.monotonic()
+            try:
+                client = self.node(hold.node_id).client
+                brought = await client.prefetch(hold.epoch, hold.ticket_id, hashes, sources, timeout_s=wait_s)
+            except PillionError as error:
+                log.debug("KV node %s fetched nothing: %s", hold.node_id, error.message)
+                span.set_attribute("error.type", type(error).__name__)
+                return PrefetchReply(blocks=pinned_blocks)
+            self.fetch_pace.observe(brought.fetched_blocks + brought.restored_blocks, time.monotonic() - begun_s)
+            span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
+            span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
+        brought.blocks = max(pinned_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))
+        return brought
+
     def _answers(self, component: ComponentRecord) -> bool:
-        if component.component_id in self._fences.named:
+        if component.component_id in self.view.fenced:
             return False
         if component.role == "decode":
             link = self._decode.get(component.component_id)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.plan_cost import (
     DEFAULT_BYTES_PER_S,
     FETCH_CALL_S,
@@ -27,9 +28,6 @@ from pillion.gateway.planning.plan_cost import (
     way_s,
 )
 from pillion.wire.registry import ComponentRecord
-
-if TYPE_CHECKING:
-    from pillion.gateway.planning.planner import ClusterSnapshot
 
 # Share of the prompt's own computing time that another way must gain over the last one's kind, and a smaller span over
 # a larger one: what is about equal is left to prefill workers, and decode workers stay free for short prompts.
@@ -45,19 +43,6 @@ STREAM_TOKENS = 16
 # A way's kind, as the next request remembers it.
 ON_PREFILL = "prefill"
 ON_DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class AutoPolicy:
-    """Where the split falls is the dial's business, which a plan of this policy carries."""
-
-    name: str = "auto"
-
-    def split_blocks(
-        self, cached_blocks: int, limit_blocks: int, prefill: ComponentRecord, decode: ComponentRecord
-    ) -> int:
-        """Without a dial: all that is whole."""
-        return limit_blocks
 
 
 @dataclass(frozen=True, slots=True)

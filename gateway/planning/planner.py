@@ -14,94 +14,18 @@ with ``auto`` by predictions (:mod:`pillion.gateway.planning.plan_auto`), which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from pillion.config import parse_split_policy
 from pillion.errors import Unavailable
-from pillion.gateway.planning.plan_auto import AutoPolicy, Dial, choose
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, SplitPolicy
+from pillion.gateway.planning.plan_auto import Dial, choose
 from pillion.wire.registry import ComponentRecord
 
 # Fewer blocks than this are not fetched from elsewhere but computed.
 MIN_FETCH_BLOCKS = 1
 # Most nodes that one fetch may ask.
 MAX_FETCH_SOURCES = 4
-
-
-class SplitPolicy(Protocol):
-    """Says how far prefill workers go. ``name`` is what the flag says."""
-
-    @property
-    def name(self) -> str:
-        """As in ``--split-policy``."""
-
-    def split_blocks(
-        self, cached_blocks: int, limit_blocks: int, prefill: ComponentRecord, decode: ComponentRecord
-    ) -> int:
-        """Blocks before the split, in [cached_blocks, limit_blocks]."""
-
-
-@dataclass(frozen=True, slots=True)
-class FractionPolicy:
-    """Prefill workers take ``share`` of the whole blocks that are not cached, rounded down."""
-
-    name: str
-    share: Fraction
-
-    def split_blocks(
-        self, cached_blocks: int, limit_blocks: int, prefill: ComponentRecord, decode: ComponentRecord
-    ) -> int:
-        """The same share whatever the load."""
-        return cached_blocks + int((limit_blocks - cached_blocks) * self.share)
-
-
-def parse_policy(text: str) -> SplitPolicy:
-    """The policy that ``--split-policy`` names. Raises ConfigError."""
-    share = parse_split_policy(text)
-    if share is None:
-        return AutoPolicy()
-    return FractionPolicy(text, share)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSnapshot:
-    """What the planner knows when it decides.
-
-    Attributes:
-        prompt_tokens: N; on a replay, prompt and answer so far.
-        hits: blocks that the index believes to be on each node, by node id.
-        parts: usable parts only: nodes, and workers of this request's model and namespace.
-        block_size: tokens per block.
-        chunk_tokens: most tokens of one chunk.
-        own_load: tokens (prefill) and streams (decode) that this gateway has under way, by part id. Heartbeats are
-            up to a second old; what we sent meanwhile is not.
-        own_tokens: prompt tokens that this gateway has sent to each part and that are not computed yet, by part id.
-        fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
-        demand_per_s: requests a second to all gateways, and those of them that use prefill workers, about
-            (:class:`pillion.gateway.planning.plan_cost.Demand`).
-        lean: what the last request of this size did (:class:`pillion.gateway.planning.plan_auto.StickyChoices`).
-        index_available: whether the index could be asked for ``hits``.
-        avoid: parts that failed this request before; taken only where there is no other.
-        spread: any number that differs from request to request; it settles ties.
-    """
-
-    model: str
-    prompt_tokens: int
-    hits: Mapping[str, int]
-    components: Sequence[ComponentRecord]
-    policy: SplitPolicy
-    block_size: int
-    chunk_tokens: int
-    own_load: Mapping[str, int] = field(default_factory=dict)
-    own_tokens: Mapping[str, int] = field(default_factory=dict)
-    fetch_block_s: float = 0.0
-    sticky_choice: str = ""
-    demand_per_s: tuple[float, float] = (0.0, 0.0)
-    index_available: bool = True
-    avoid: frozenset[str] = frozenset()
-    spread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +98,7 @@ class RequestPlan:
 
 def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
     """The way of one attempt. Raises Unavailable, naming what is missing."""
-    if isinstance(snapshot.policy, AutoPolicy):
+    if snapshot.policy.share is None:
         return _plan_auto(snapshot)
     decode = _decode_worker(snapshot)
     prefill = _prefill_worker(snapshot, decode.node_id)
@@ -230,8 +154,7 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
         split = cached
         reason = "co-located: no prefill worker"
     else:
-        wanted = old.policy.split_blocks(cached, old.limit_blocks, old.prefill, old.decode)
-        split = max(cached, min(wanted, old.limit_blocks))
+        split = old.policy.split_blocks(cached, old.limit_blocks)
         reason = old.policy.name + (f", prefill on {old.prefill.node_id}" if old.remote else "")
         if cached == old.limit_blocks:
             reason += (

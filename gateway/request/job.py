@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pillion.gateway.planning.planner import SplitPolicy
+from pillion.gateway.planning.cluster_snapshot import SplitPolicy
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.kvstore.hashing import HASH_BYTES
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from pillion.errors import DeadlineExceeded, Overloaded, Unavailable
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.links.fetching import fetch_blocks
 from pillion.gateway.planning.planner import PrefixSource, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import TicketHold
@@ -135,7 +134,7 @@ class RemoteSpan:
             return pinned_blocks
         hashes = self._chain.first(wanted.blocks)
         names, left_s = wanted.source_node_ids, self._job.left_s()
-        return (await fetch_blocks(self._cluster, hold, hashes, names, pinned_blocks, left_s)).blocks
+        return (await self._cluster.fetch_blocks(hold, hashes, names, pinned_blocks, left_s)).blocks
 
     async def _compute(self, hold: TicketHold) -> None:
         plan = self._action.plan
@@ -166,7 +165,7 @@ class RemoteSpan:
         action, before = self._action, self._here
         hashes = self._chain.first(self._there)
         sources, left_s = (self._worker.node_id,), self._job.left_s()
-        self._here = (await fetch_blocks(self._cluster, action.hold, hashes, sources, before, left_s)).blocks
+        self._here = (await self._cluster.fetch_blocks(action.hold, hashes, sources, before, left_s)).blocks
         while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
             self._on_chunk(self._acked.popleft())
         return self._here > before

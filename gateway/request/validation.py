@@ -115,6 +115,35 @@ def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
         raise InvalidRequest.of(FieldViolation(field, "it holds no tokens"))
 
 
+def check_pool(
+    prompt_tokens: int, field: str, max_tokens: int | None, model_tokens: int, pool_tokens: int | None
+) -> int:
+    """Refuses a request that no KV pool can hold: queued, it could only ever be preempted and begun again.
+
+    Args:
+        prompt_tokens: tokens of the prompt, checked to leave room for one more within the model's length.
+        field: the request's field that holds the prompt.
+        max_tokens: the client's bound of the answer; None where it gave none.
+        model_tokens: longest prompt and answer of the model.
+        pool_tokens: longest prompt and answer that some node can hold; None where that is not known.
+
+    Returns:
+        The longest prompt and answer, in tokens, that model and pool allow.
+
+    Raises:
+        InvalidRequest: the prompt leaves no room for one token, or an explicit ``max_tokens`` does not fit behind it.
+    """
+    if pool_tokens is None or pool_tokens >= model_tokens:
+        return model_tokens
+    if prompt_tokens >= pool_tokens:
+        text = f"{prompt_tokens} tokens; the KV pool holds {pool_tokens}, and one of the answer must fit as well"
+        raise InvalidRequest.of(FieldViolation(field, text))
+    if max_tokens is not None and prompt_tokens + min(max_tokens, model_tokens - prompt_tokens) > pool_tokens:
+        text = f"{max_tokens} behind a prompt of {prompt_tokens} tokens; the KV pool holds {pool_tokens} for both"
+        raise InvalidRequest.of(FieldViolation("sampling.max_tokens", text))
+    return pool_tokens
+
+
 def prompt_field(request: GenerateRequest) -> str:
     """The field that holds the prompt of a checked request."""
     return "messages" if request.messages else "token_ids" if request.token_ids else "text"

@@ -7,7 +7,7 @@ import tests.support.gpu  # isort: skip  # noqa: F401  (before the kernels)
 import numpy as np
 import pytest
 
-from benchmarks.gpu.line import BLOCK_SIZE, Line, Load
+from benchmarks.gpu.line import BLOCK_SIZE, EngineLoad, EngineLoop
 from pillion.engine.scheduling.step_plan import Sampled
 
 TOKEN = 7
@@ -41,15 +41,17 @@ class FakeGpuBackend:
         return FakeInFlightStep(len(rows))
 
 
-@pytest.mark.parametrize("load", [Load(8, 3, 40, 20, 64), Load(3, 1, 16, 33, 16), Load(1, 2, 5, 1, 8)])
+@pytest.mark.parametrize(
+    "load", [EngineLoad(8, 3, 40, 20, 64), EngineLoad(3, 1, 16, 33, 16), EngineLoad(1, 2, 5, 1, 8)]
+)
 def test_every_token_arrives_and_every_slot_is_accounted_for(load):
     backend, slots = FakeGpuBackend(), load.streams * 24
-    line = Line(backend, slots, load)
-    assert line.run() > 0
-    assert [len(seen.tokens_s) for seen in line.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
+    loop = EngineLoop(backend, slots, load)
+    assert loop.run() > 0
+    assert [len(seen.tokens_s) for seen in loop.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
     # The scheduler keeps a few for the next stream.
-    scheduler = line._scheduler
+    scheduler = loop.scheduler
     scheduler.check_integrity()
-    assert sorted((*line._free, *scheduler.stock.slots)) == list(range(slots))
+    assert sorted((*loop.free_slots, *scheduler.stock.slots)) == list(range(slots))
     assert backend.most_streams == load.streams
     assert (backend.ahead > 0) == (load.answer_tokens > 1)

@@ -47,7 +47,7 @@ DEFAULT_MAX_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ParityCase:
     """One run: a prompt by name, a gateway, and whether its prefix was computed before."""
 
     prompt: str
@@ -59,13 +59,13 @@ class Case:
         return f"{self.prompt} / {self.policy} / {self.chunk_size} / {'warm' if self.warm else 'cold'}"
 
 
-def full_matrix() -> list[Case]:
+def full_matrix() -> list[ParityCase]:
     """Every prompt under every policy, chunk size and cache state."""
     names = (*prompts_of(), *CHAT)
-    return [Case(*case) for case in itertools.product(names, POLICIES, CHUNK_SIZES, (False, True))]
+    return [ParityCase(*case) for case in itertools.product(names, POLICIES, CHUNK_SIZES, (False, True))]
 
 
-def pairwise() -> list[Case]:
+def pairwise() -> list[ParityCase]:
     """A subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts."""
     names = [name for name in (*prompts_of(), *CHAT) if name != "3000 tokens"]
     rows = [
@@ -74,8 +74,12 @@ def pairwise() -> list[Case]:
         for j in range(len(CHUNK_SIZES))
     ]
     rows += [(policy, chunk, not warm) for policy, chunk, warm in rows[::2]]
-    cases = [Case(names[i % len(names)], *row) for i, row in enumerate(rows)]
-    return [*cases, Case("3000 tokens", "disaggregated", 512, False), Case("3000 tokens", "fraction:0.5", 64, True)]
+    cases = [ParityCase(names[i % len(names)], *row) for i, row in enumerate(rows)]
+    return [
+        *cases,
+        ParityCase("3000 tokens", "disaggregated", 512, False),
+        ParityCase("3000 tokens", "fraction:0.5", 64, True),
+    ]
 
 
 def prompts_of() -> dict[str, str]:
@@ -83,7 +87,7 @@ def prompts_of() -> dict[str, str]:
     return {**RAW, "block aligned": ENGLISH}
 
 
-class Line:
+class ParityCluster:
     """The running parts, one gateway per (policy, chunk size), and the oracle with its answers kept."""
 
     def __init__(self, components: Components, oracle: Oracle, tokenizer: Any) -> None:
@@ -102,7 +106,7 @@ class Line:
         ids = list(self.tokenizer(prompts_of()[name]).input_ids)
         return ids[: len(ids) // 16 * 16] if name == "block aligned" else ids
 
-    async def check(self, case: Case, client: AsyncClient) -> tuple[str, Delta]:
+    async def check(self, case: ParityCase, client: AsyncClient) -> tuple[str, Delta]:
         """Run ``case``; returns what is wrong (empty: nothing) and the stream's last message."""
         ids = self.token_ids(case.prompt)
         limit = MAX_TOKENS.get(case.prompt, DEFAULT_MAX_TOKENS)
@@ -121,16 +125,16 @@ class Line:
         return wrong, last
 
     async def run(
-        self, case: Case, client: AsyncClient, ids: Sequence[int], limit: int, salt: str
+        self, case: ParityCase, client: AsyncClient, ids: Sequence[int], limit: int, salt: str
     ) -> tuple[list[int], Delta]:
         """One greedy stream: its tokens and its last message."""
-        said: dict[str, Any] = {"temperature": 0.0, "max_tokens": limit, "cache_salt": salt}
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": limit, "cache_salt": salt}
         if case.prompt in CHAT:
-            stream = client.chat([ChatMessage("user", CHAT[case.prompt])], **said)
+            stream = client.chat([ChatMessage("user", CHAT[case.prompt])], **options)
         elif case.prompt == "block aligned":
-            stream = client.generate(ids, **said)
+            stream = client.generate(ids, **options)
         else:
-            stream = client.generate(prompts_of()[case.prompt], **said)
+            stream = client.generate(prompts_of()[case.prompt], **options)
         got: list[int] = []
         async for delta in stream:
             got += delta.token_ids
@@ -138,7 +142,7 @@ class Line:
 
 
 @asynccontextmanager
-async def parity_line(folder: pathlib.Path) -> AsyncIterator[Line]:
+async def parity_cluster(folder: pathlib.Path) -> AsyncIterator[ParityCluster]:
     """The parts on the demo model, and transformers on the same weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -151,24 +155,24 @@ async def parity_line(folder: pathlib.Path) -> AsyncIterator[Line]:
     tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(prepared.folder, dtype=torch.float32), prepared.eos_token_ids)
     async with running_components(folder, model=MODEL) as components:
-        yield Line(components, oracle, tokenizer)
+        yield ParityCluster(components, oracle, tokenizer)
 
 
-async def run_cases(cases: Sequence[Case], folder: pathlib.Path) -> list[tuple[Case, str]]:
+async def run_cases(cases: Sequence[ParityCase], folder: pathlib.Path) -> list[tuple[ParityCase, str]]:
     """Run ``cases`` grouped by gateway; returns each with what is wrong about it."""
     results = []
-    async with parity_line(folder) as line:
+    async with parity_cluster(folder) as cluster:
         for (policy, chunk), group in itertools.groupby(
             sorted(cases, key=lambda case: (case.policy, case.chunk_size)), key=lambda c: (c.policy, c.chunk_size)
         ):
-            async with line.components.another_gateway(split_policy=policy, chunk_size=chunk) as client:
+            async with cluster.components.another_gateway(split_policy=policy, chunk_size=chunk) as client:
                 for case in group:
-                    wrong, last = await line.check(case, client)
+                    wrong, last = await cluster.check(case, client)
                     results.append((case, wrong))
                     t = last.timings
                     split = f"{t.cached_tokens}/{t.prefilled_tokens}/{t.tail_tokens}" if t else ""
                     print(f"{'ok ' if not wrong else 'BAD'} {case}  [{split}] {wrong}", flush=True)
-        check_integrity(line.components.kvnode.pool.ledger)
+        check_integrity(cluster.components.kvnode.pool.ledger)
     return results
 
 

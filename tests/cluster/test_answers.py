@@ -45,10 +45,10 @@ async def test_each_answer_is_that_of_its_seed(tmp_path: pathlib.Path) -> None:
                 seed = (SEED + index + 2**63) % 2**64 - 2**63
                 alone = await read(client.generate(PROMPT, seed=seed, logprobs=1, **ASKED))
                 assert ids_of(several, index) == ids_of(alone)
-                said = [one for delta in several if delta.index == index for one in delta.logprobs]
-                assert [one.token_id for one in said] == ids_of(alone)
-                assert all(len(one.top_ids) == 1 and one.top_logprobs[0] >= one.logprob for one in said)
-                means.append(sum(one.logprob for one in said) / len(said))
+                logprobs = [one for delta in several if delta.index == index for one in delta.logprobs]
+                assert [one.token_id for one in logprobs] == ids_of(alone)
+                assert all(len(one.top_ids) == 1 and one.top_logprobs[0] >= one.logprob for one in logprobs)
+                means.append(sum(one.logprob for one in logprobs) / len(logprobs))
             assert len({tuple(ids_of(several, index)) for index in range(4)}) == 4
             ranks = sorted(range(4), key=lambda index: -means[index])
             best = await read(client.generate(PROMPT, n=2, best_of=4, seed=SEED, **ASKED))

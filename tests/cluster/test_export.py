@@ -63,7 +63,7 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
     # What filled the steps and what stayed free are their budgets.
     spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")
     assert spent == 256 * decode["pillion_steps_total", (("outcome", "ok"),)]
-    (latest,) = (kept for said, kept in receiver.metrics.items() if said["service.name"] == "pillion-gateway")
+    (latest,) = (kept for resource, kept in receiver.metrics.items() if resource["service.name"] == "pillion-gateway")
     assert latest["gen_ai.server.time_to_first_token"].histogram.data_points[0].count == 1
 
 

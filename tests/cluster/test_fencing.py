@@ -91,7 +91,9 @@ def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
     for stream in streams:
         next(stream)
     timings = [list(stream)[-1].timings for stream in streams]
-    return any(said is not None and component_id in (said.decode_worker, said.prefill_worker) for said in timings)
+    return any(
+        timing is not None and component_id in (timing.decode_worker, timing.prefill_worker) for timing in timings
+    )
 
 
 @pytest.fixture
@@ -155,17 +157,17 @@ def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
     ids, before = prompt(2, LONG_PROMPT), processes(cluster)
     expected = tokens_of(stream_of(client, ids, 20, next(salts)))
     wait_for("the registry to know that it is over", lambda: not busy(client, "prefill"))
-    said: list[Delta] = []
+    deltas: list[Delta] = []
     salt, full = next(salts), cluster.node_status().committed_blocks_ever
-    reading = threading.Thread(target=lambda: said.extend(stream_of(client, ids, 20, salt)))
+    reading = threading.Thread(target=lambda: deltas.extend(stream_of(client, ids, 20, salt)))
     reading.start()
     wait_for("some chunks of it", lambda: cluster.node_status().committed_blocks_ever > full + 20)
     [victim] = wait_for("a worker to run it", lambda: busy(client, "prefill"))
     with paused(before[victim]):
         wait_for("the fence", lambda: fenced(cluster, victim))
         wait_for("the answer by way of the other one", lambda: not reading.is_alive())
-    assert tokens_of(iter(said)) == expected
-    timings = said[-1].timings
+    assert tokens_of(iter(deltas)) == expected
+    timings = deltas[-1].timings
     assert timings is not None
     assert (timings.replays, timings.prefill_worker == victim) == (1, False)
     assert timings.cached_tokens == 0, "cached before the first attempt, that is"

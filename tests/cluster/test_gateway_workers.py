@@ -46,10 +46,10 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, keys_file: pathlib.Path) -> Iterator[ServedCluster]:
     model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
-    said = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT))
+    flags = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT))
     with pytest.MonkeyPatch.context() as environ, tempfile.TemporaryDirectory(prefix="pil-") as folder:
         environ.setenv("PILLION_API_KEY", KEYS["free"])
-        with served(pathlib.Path(folder), model, *said) as running:
+        with served(pathlib.Path(folder), model, *flags) as running:
             yield running
 
 
@@ -69,10 +69,10 @@ def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str
         # Answered, it is closed.
         pid = owner(cluster, connection)
         connection.sendall(request_bytes("POST", path, body, {"Authorization": f"Bearer {key}"}))
-        said = b""
-        while component := connection.recv(2**16):
-            said += component
-    return pid, parse_reply(said)
+        received = b""
+        while chunk := connection.recv(2**16):
+            received += chunk
+    return pid, parse_reply(received)
 
 
 def owner(cluster: ServedCluster, connection: socket.socket) -> int:
@@ -178,11 +178,11 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             pids.add(owner(cluster, connection))
             asked = request_bytes("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEYS['free']}"})
             connection.sendall(asked)
-            said = connection.recv(1)
+            received = connection.recv(1)
             begun.release()
-            while component := connection.recv(2**16):
-                said += component
-        return parse_reply(said)
+            while chunk := connection.recv(2**16):
+                received += chunk
+        return parse_reply(received)
 
     with ThreadPoolExecutor(STREAMS) as pool:
         reading = [pool.submit(read) for _ in range(STREAMS)]

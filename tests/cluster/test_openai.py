@@ -56,15 +56,19 @@ async def test_a_completion_says_what_grpc_says(components: Components) -> None:
     asked = {"max_tokens": 8, "ignore_eos": True, "seed": 11, "logprobs": 2}
     deltas = [delta async for delta in components.client.generate(PROMPT, **asked)]
     async with client_of(components) as client:
-        said = await client.completions.create(model="tiny", prompt=PROMPT, logprobs=2, **ASKED)
-        (choice,) = said.choices
+        completion = await client.completions.create(model="tiny", prompt=PROMPT, logprobs=2, **ASKED)
+        (choice,) = completion.choices
         assert choice.text == "".join(delta.text for delta in deltas)
         assert choice.finish_reason == "length"
         assert choice.logprobs.token_logprobs == [one.logprob for delta in deltas for one in delta.logprobs]
         assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
-        assert (said.usage.prompt_tokens, said.usage.completion_tokens, said.usage.total_tokens) == (89, 8, 97)
+        assert (completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.usage.total_tokens) == (
+            89,
+            8,
+            97,
+        )
         # The gRPC request before has left its blocks.
-        assert said.usage.prompt_tokens_details.cached_tokens == 80
+        assert completion.usage.prompt_tokens_details.cached_tokens == 80
         salted = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": "mine"}
         )
@@ -122,8 +126,8 @@ async def test_sampling_fields_change_the_answer(components: Components) -> None
 
         async def text(**fields: Any) -> str:
             body = {"ignore_eos": True, **fields.pop("extra_body", {})}
-            said = {"temperature": 0, "max_tokens": 8, **fields}
-            answer = await client.completions.create(model="tiny", prompt=PROMPT, extra_body=body, **said)
+            options = {"temperature": 0, "max_tokens": 8, **fields}
+            answer = await client.completions.create(model="tiny", prompt=PROMPT, extra_body=body, **options)
             return answer.choices[0].text
 
         greedy = await text()
@@ -168,9 +172,9 @@ async def test_error_classes(components: Components) -> None:
         # What clients send because it is their default.
         usual: Any = {"user": "me", "store": False, "n": 1, "tools": None, "parallel_tool_calls": True, "stop": None}
         usual |= {"response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
-        said = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
+        chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
         # It is drawn at random, and may end by itself.
-        assert said.choices[0].finish_reason in ("length", "stop")
+        assert chat.choices[0].finish_reason in ("length", "stop")
     await proven(components)
 
 

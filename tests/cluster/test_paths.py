@@ -60,18 +60,18 @@ def oracle(folder: pathlib.Path) -> Oracle:
 
 @asynccontextmanager
 async def line(model: pathlib.Path, **flags: Any) -> AsyncIterator[Components]:
-    said = {"model": str(model), "dtype": "float32", "max_model_len": 512}
+    model_flags = {"model": str(model), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as short:
-        async with running_components(pathlib.Path(short), model=said, **flags) as components:
+        async with running_components(pathlib.Path(short), model=model_flags, **flags) as components:
             yield components
             pool = components.kvnode.pool
             await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
             pool.check_integrity()
 
 
-async def ask(client: AsyncClient, prompt: Sequence[int], **said: Any) -> list[Delta]:
-    said = {"max_tokens": 24, "ignore_eos": True, "cache_salt": f"salt {next(SALTS)}", **said}
-    return [delta async for delta in client.generate(prompt, **said)]
+async def ask(client: AsyncClient, prompt: Sequence[int], **options: Any) -> list[Delta]:
+    options = {"max_tokens": 24, "ignore_eos": True, "cache_salt": f"salt {next(SALTS)}", **options}
+    return [delta async for delta in client.generate(prompt, **options)]
 
 
 def ids_of(deltas: Sequence[Delta], index: int = 0) -> list[int]:
@@ -95,7 +95,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
 
 async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> None:
     """Temperature, nucleus and penalties; guesses, preemption and company must not show."""
-    said = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.3, "repetition_penalty": 1.1, "max_tokens": 120}
+    options = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.3, "repetition_penalty": 1.1, "max_tokens": 120}
     found = []
     for decode, slots in (
         ({}, 2000),
@@ -104,7 +104,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
     ):
         async with line(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
             assert components.kvnode.pool.ledger.num_slots == slots
-            streams = [ask(components.client, prompt, seed=11 + n, n=2, **said) for n, prompt in enumerate(PROMPTS)]
+            streams = [ask(components.client, prompt, seed=11 + n, n=2, **options) for n, prompt in enumerate(PROMPTS)]
             deltas = await asyncio.gather(*streams)
             found.append([ids_of(stream, index) for stream in deltas for index in range(2)])
             crowded = slots == 40
@@ -121,9 +121,9 @@ async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
             deltas = await ask(components.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
             ids = torch.tensor([list(prompt)])
             processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])
-            said = [one for delta in deltas for one in delta.logprobs]
-            assert [one.token_id for one in said] == ids_of(deltas)
-            for one in said:
+            logprobs = [one for delta in deltas for one in delta.logprobs]
+            assert [one.token_id for one in logprobs] == ids_of(deltas)
+            for one in logprobs:
                 with torch.inference_mode():
                     logits = oracle.model(ids).logits[:, -1].float()
                 best = processors(ids, logits.clone())[0].topk(2)

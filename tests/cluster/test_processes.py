@@ -76,10 +76,10 @@ def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
 def test_second_turn_hits_generated_text_too(cluster: ServedCluster) -> None:
     ids = prompt(77, 100)
     with Client(cluster.target) as client:
-        said = answer(client, ids, 60, "turns")
+        first_answer = answer(client, ids, 60, "turns")
         wait_for("commits", lambda: idle(cluster))
-        *_, last = client.generate([*ids, *said, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="turns")
-        *_, other = client.generate([*ids, *said, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="other")
+        *_, last = client.generate([*ids, *first_answer, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="turns")
+        *_, other = client.generate([*ids, *first_answer, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="other")
     # 160 tokens were seen; the last one sampled has no KV, and a block is 16.
     assert last.usage is not None
     assert last.usage.cached_tokens == 144
@@ -100,9 +100,9 @@ def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:
 def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
     components = {role: cluster.component(role) for role in ("prefill", "decode", "kvnode", "gateway")}
     with Client(cluster.target) as client:
-        for said in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}):
+        for options in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}):
             with pytest.raises(InvalidRequest) as caught:
-                list(client.generate([2, 3, 4], **said))  # type: ignore[arg-type]
+                list(client.generate([2, 3, 4], **options))  # type: ignore[arg-type]
             assert caught.value.violations
         with pytest.raises(NotFound):
             list(client.generate([2, 3, 4], model="nobody"))

@@ -65,9 +65,11 @@ async def guarded(components: Components, tmp_path_factory: pytest.TempPathFacto
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def cached(client: AsyncClient, **said: Any) -> int:
+async def cached(client: AsyncClient, **options: Any) -> int:
     """Tokens of the prompt that were found."""
-    deltas = [delta async for delta in client.generate(PROMPT, max_tokens=2, ignore_eos=True, temperature=0.0, **said)]
+    deltas = [
+        delta async for delta in client.generate(PROMPT, max_tokens=2, ignore_eos=True, temperature=0.0, **options)
+    ]
     return deltas[-1].usage.cached_tokens
 
 
@@ -126,8 +128,8 @@ async def test_malformed_requests_leave_everything_whole(components: Components)
                 assert code in HARMLESS, (code, name, raw)
                 return
             path = draw.choice(PATHS)
-            said = json.loads(json.dumps({**BODIES[path], "model": "tiny"}))
-            body = draw.choice(KINDS)(draw, said)
+            valid = json.loads(json.dumps({**BODIES[path], "model": "tiny"}))
+            body = draw.choice(KINDS)(draw, valid)
             reply = await call(components.gateway.http_address, path, body)
             assert reply.status in (200, 400, 404, 429), (reply, body)
 

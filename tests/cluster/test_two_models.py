@@ -30,7 +30,7 @@ TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Two:
+class TwoModels:
     """The running cluster, both models' folders, and where the gateways listen."""
 
     running: Hosts
@@ -39,8 +39,8 @@ class Two:
     http: str
 
     def worker(self, role: str, name: str) -> str:
-        said = ("--model", self.folders[name], "--served-model-name", name, "--dtype", "float32")
-        return self.running.worker(role, NODES[name], *said, "--max-model-len", "1024")
+        flags = ("--model", self.folders[name], "--served-model-name", name, "--dtype", "float32")
+        return self.running.worker(role, NODES[name], *flags, "--max-model-len", "1024")
 
     def ask(self, path: str, body: object = None) -> Reply:
         return asyncio.run(call(self.http, path, body))
@@ -50,16 +50,16 @@ class Two:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
     models = tmp_path_factory.mktemp("models")
     folders = {name: str(save_model(models / name, seed=seed)) for name, seed in SEEDS.items()}
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, hosts(pathlib.Path(folder)) as running:
         also = ("--also-model", f"beta={folders['beta']},max-model-len=1024")
         first = ("--model", folders["alpha"], "--served-model-name", "alpha", "--max-model-len", "1024")
-        said = (*first, *also, "--dtype", "float32", "--split-policy", "disaggregated", "--gateway-workers", "2")
-        target = running.gateway(*said, "--http-port", str(port))
-        cluster = Two(running, folders, target, f"127.0.0.1:{port}")
+        flags = (*first, *also, "--dtype", "float32", "--split-policy", "disaggregated", "--gateway-workers", "2")
+        target = running.gateway(*flags, "--http-port", str(port))
+        cluster = TwoModels(running, folders, target, f"127.0.0.1:{port}")
         for name, node in NODES.items():
             running.node(node, "--kv-pool-bytes", "32MiB")
             cluster.worker("prefill", name)
@@ -69,7 +69,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         yield cluster
 
 
-def test_each_name_reaches_its_own_model(two: Two) -> None:
+def test_each_name_reaches_its_own_model(two: TwoModels) -> None:
     with Client(two.target) as client:
         assert [model.name for model in client.models()] == ["alpha", "beta"]
         for name, folder in two.folders.items():
@@ -81,11 +81,11 @@ def test_each_name_reaches_its_own_model(two: Two) -> None:
             assert last.timings.decode_worker == f"decode-{NODES[name]}"
             assert last.timings.prefill_worker == f"prefill-{NODES[name]}"
             body = {"model": name, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-            said = two.ask("/v1/completions", body).json
-            assert (said["model"], said["choices"][0]["text"]) == (name, "".join(one.text for one in deltas))
+            reply = two.ask("/v1/completions", body).json
+            assert (reply["model"], reply["choices"][0]["text"]) == (name, "".join(one.text for one in deltas))
 
 
-def test_a_namespace_keeps_their_blocks_apart(two: Two) -> None:
+def test_a_namespace_keeps_their_blocks_apart(two: TwoModels) -> None:
     """The same tokens under the same salt are two chains: what one model computed the other one never finds."""
 
     def cached(client: Client, name: str) -> int:
@@ -102,7 +102,7 @@ def test_a_namespace_keeps_their_blocks_apart(two: Two) -> None:
     assert [two.running.books(node).fetched_blocks for node in NODES.values()] == [0, 0]
 
 
-def test_a_model_that_no_flag_names(two: Two) -> None:
+def test_a_model_that_no_flag_names(two: TwoModels) -> None:
     body = {"model": "gamma", "prompt": "x", "max_tokens": 1}
     refused = [two.ask("/v1/completions", body), two.ask("/v1/models/gamma")]
     for reply in refused:
@@ -120,7 +120,7 @@ def test_a_model_that_no_flag_names(two: Two) -> None:
             list(client.generate("x"))
 
 
-def test_a_known_model_without_workers_is_unavailable(two: Two) -> None:
+def test_a_known_model_without_workers_is_unavailable(two: TwoModels) -> None:
     """For as long as a flag names it; the other one is served meanwhile, and it comes back by itself."""
     two.running.stop("decode-kv-b")
     wait_for("the list without beta", lambda: two.listed() == ["alpha"])

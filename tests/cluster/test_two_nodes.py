@@ -51,10 +51,10 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
-    said = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
+    flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
     with hosts(folder, "--model", "demo", "--dtype", "float32", "--max-model-len", "2048") as cluster:
-        cluster.node("kv-a", *said)
-        cluster.node("kv-b", *said)
+        cluster.node("kv-a", *flags)
+        cluster.node("kv-b", *flags)
         decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")
 
         # The decode worker of kv-b by itself; then with the prefill worker of kv-a.
@@ -96,10 +96,10 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
 def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> None:
     model = ("--model", str(save_model(folder / "tiny")), "--dtype", "float32", "--max-model-len", "4096")
     ids = [2 + (n * 104729) % 256 for n in range(3000)]
-    said = ("--kv-transport", transport, "--kv-pool-bytes", "16MiB")
+    flags = ("--kv-transport", transport, "--kv-pool-bytes", "16MiB")
     with hosts(folder, *model) as cluster:
         for node_id in ("kv-a", "kv-b"):
-            cluster.node(node_id, *said)
+            cluster.node(node_id, *flags)
         decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "16")
         cluster.sees(target, decode)
         expected, _ = read(target, ids, "alone")

@@ -22,7 +22,7 @@ CHOICES = (2, 4, 8)
 SPECS = [
     *ROUTES,
     moe.Route(8, 2, True, "samples"),
-    *(moe.Group(*size, rows_of) for size in SIZES for rows_of in ("tokens", "samples")),
+    *(moe.GroupByExpert(*size, rows_of) for size in SIZES for rows_of in ("tokens", "samples")),
     *(moe.GatherGroups(chosen) for chosen in CHOICES),
     moe.GatherGroups(2, "samples"),
     *(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)),
@@ -113,11 +113,11 @@ def run_group(runner, spec, experts):
 @pytest.mark.parametrize(("size", "rows_of"), list(itertools.product(SIZES, ("tokens", "samples"))))
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_group(runner, size, rows_of, count):
-    experts = some_experts(count, *size)
-    for found, expected in zip(
-        run_group(runner, moe.Group(*size, rows_of), experts), moe.reference_group(experts, size[0]), strict=True
-    ):
-        assert torch.equal(found, expected)
+    num_experts, chosen = size
+    experts = some_experts(count, num_experts, chosen)
+    found = run_group(runner, moe.GroupByExpert(num_experts, chosen, rows_of), experts)
+    for one, expected in zip(found, moe.reference_group(experts, num_experts), strict=True):
+        assert torch.equal(one, expected)
 
 
 @settings(max_examples=20, deadline=None)
@@ -125,7 +125,7 @@ def test_group(runner, size, rows_of, count):
 def test_groups_are_sorted_and_stable(runner, count, seed):
     """Even where an expert stands twice in a row, as behind broken logits."""
     experts = torch.randint(0, 8, (count, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-    starts, places, sources = run_group(runner, moe.Group(8, 2), experts)
+    starts, places, sources = run_group(runner, moe.GroupByExpert(8, 2), experts)
     assert sorted(places.view(-1).tolist()) == list(range(2 * count))
     assert sources[places.long()].tolist() == [[row, row] for row in range(count)]
     for expert, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
@@ -187,7 +187,7 @@ def test_a_row_is_combined_by_itself(runner, count, seed):
     scores, experts = run_route(runner, route, normal(count, 20, seed=seed))
 
     def combined(first, last, threads):
-        _, places, _ = run_group(runner, moe.Group(20, 4), experts[first:last].contiguous())
+        _, places, _ = run_group(runner, moe.GroupByExpert(20, 4), experts[first:last].contiguous())
         found = torch.empty(((last - first) * 4, 48))
         found[places.view(-1).long()] = by_pair[first * 4 : last * 4]
         return run_combine(runner, spec, out[first:last], found, scores[first:last].contiguous(), places, 1.0, threads)

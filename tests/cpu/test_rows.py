@@ -23,8 +23,8 @@ from tests.support.kernel_runner import (
 torch.set_num_threads(1)
 
 KINDS = ("rms", "layer", "none")
-NORMS = [rows.Norm(kind, bf16) for kind in KINDS for bf16 in (False, True)]
-NORMS += [rows.Norm(kind, True, "samples", True) for kind in ("rms", "layer")]
+NORMS = [rows.NormRows(kind, bf16) for kind in KINDS for bf16 in (False, True)]
+NORMS += [rows.NormRows(kind, True, "samples", True) for kind in ("rms", "layer")]
 SPECS = [
     *NORMS,
     *(rows.Embed(bf16) for bf16 in (False, True)),
@@ -78,8 +78,8 @@ def test_norm(runner, spec, count, width):
 
 def test_none_changes_the_type_alone(runner):
     x = normal(3, 32)
-    assert torch.equal(run_norm(runner, rows.Norm("none", True), x, torch.ones(32)), x.bfloat16())
-    assert torch.equal(run_norm(runner, rows.Norm("none", False), x, torch.ones(32)), x)
+    assert torch.equal(run_norm(runner, rows.NormRows("none", True), x, torch.ones(32)), x.bfloat16())
+    assert torch.equal(run_norm(runner, rows.NormRows("none", False), x, torch.ones(32)), x)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -175,12 +175,12 @@ def test_soft_cap_scale(runner, count, width, divisor, cap):
 
 
 def test_no_rows_are_no_work(runner):
-    for spec in (rows.Norm("rms", True), rows.Norm("none", False)):
+    for spec in (rows.NormRows("rms", True), rows.NormRows("none", False)):
         run_norm(runner, spec, normal(1, 16)[:0], torch.ones(16))
 
 
 def test_infinite_rows_stay_their_own_business(runner):
     x = normal(3, 32)
     x[1, 5] = np.inf
-    found = run_norm(runner, rows.Norm("rms", False), x, torch.ones(32))
-    assert torch.equal(found[[0, 2]], run_norm(runner, rows.Norm("rms", False), x[[0, 2]], torch.ones(32)))
+    found = run_norm(runner, rows.NormRows("rms", False), x, torch.ones(32))
+    assert torch.equal(found[[0, 2]], run_norm(runner, rows.NormRows("rms", False), x[[0, 2]], torch.ones(32)))

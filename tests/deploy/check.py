@@ -107,13 +107,13 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="what MODEL is in the compose file")
     parser.add_argument("--prefill", type=int, default=2, help="as docker compose up --scale prefill=N")
     parser.add_argument("--decode", type=int, default=2)
-    said = parser.parse_args()
+    args = parser.parse_args()
     check_schema()
     print(check_with_docker())
     left_out = sorted(read_services({}).keys() - needed_for(read_services({}), ["gateway"]).keys())
     print(f"not run, for they need images of others or devices: {', '.join(left_out)}")
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
-        asyncio.run(_run(said.model, {"prefill": said.prefill, "decode": said.decode}, pathlib.Path(folder)))
+        asyncio.run(_run(args.model, {"prefill": args.prefill, "decode": args.decode}, pathlib.Path(folder)))
 
 
 if __name__ == "__main__":

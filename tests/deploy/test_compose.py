@@ -82,16 +82,16 @@ def test_services() -> None:
 
 
 def test_every_container_is_hardened() -> None:
-    for name, said in yaml.safe_load(COMPOSE_FILE.read_text())["services"].items():
-        assert said["read_only"], name
-        assert said["cap_drop"] == ["ALL"], name
-        assert said["security_opt"] == ["no-new-privileges:true"], name
-        assert said["restart"] == ("no" if name == "prepare" else "unless-stopped"), name
+    for name, service in yaml.safe_load(COMPOSE_FILE.read_text())["services"].items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["restart"] == ("no" if name == "prepare" else "unless-stopped"), name
         # Not latest, not a major version: what ran yesterday runs tomorrow.
-        pinned = said["image"].rpartition(":")[2].removeprefix("v").split("-")[0]
-        assert "PILLION_TAG" in said["image"] or pinned.count(".") == 2, name
-        assert "build" in said or said["user"].split(":")[0] not in ("", "0", "root"), name
-        assert all(port.startswith("127.0.0.1:") for port in said.get("ports", ())), name
+        pinned = service["image"].rpartition(":")[2].removeprefix("v").split("-")[0]
+        assert "PILLION_TAG" in service["image"] or pinned.count(".") == 2, name
+        assert "build" in service or service["user"].split(":")[0] not in ("", "0", "root"), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
 
 
 def test_image_is_nobodys() -> None:
@@ -177,9 +177,9 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         await run.up(UP_TIMEOUT_S)
         assert run.started.index("kvnode") < run.started.index("prefill") < run.started.index("gateway")
         status, answers, models_page = await serve_and_ask(run, [f"{n} " + "story " * 20 for n in range(4)])
-        roles = sorted(part.role for part in status.components)
+        roles = sorted(component.role for component in status.components)
         assert roles == ["decode", "decode", "gateway", "kvnode", "prefill", "prefill"]
-        assert len({part.component_id for part in status.components}) == 6
+        assert len({component.component_id for component in status.components}) == 6
         assert all(answers)
         assert b'"tiny"' in models_page
         pages = await asyncio.to_thread(metrics_pages, run)

@@ -18,7 +18,7 @@ from pillion import errors
 from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.engine.worker import step_meter
 from pillion.gateway.admission.quotas import QUOTAS
-from pillion.gateway.request import request_meter
+from pillion.gateway.request import request_telemetry
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -43,7 +43,7 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     step_meter.StepMeter(meters)
     meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
-    meters.watch(lambda: request_meter.readings(0, 0, True))
+    meters.watch(lambda: request_telemetry.readings(0, 0, True))
     found: dict[tuple[str, str], set[str]] = {}
     for family in meters.collect():
         for point in family.points:
@@ -61,8 +61,8 @@ def _samples() -> dict[str, Sample]:
     found = {"up": Sample(frozenset(), "gauge")}
     for metric in names.CATALOG:
         labels = {label.replace(".", "_"): values.get((metric.name, label)) for label in metric.labels}
-        said = {label: known for label, known in labels.items() if known}
-        found |= _of(sample_names(metric), metric.kind, frozenset(labels), said, metric.bounds)
+        known_labels = {label: known for label, known in labels.items() if known}
+        found |= _of(sample_names(metric), metric.kind, frozenset(labels), known_labels, metric.bounds)
     for alias in ALIASES:
         labels = {"model_name"} if names.MODEL in alias.metric.labels else set()
         labels |= {alias.called} if alias.called else set()
@@ -79,8 +79,8 @@ def _of(made: Any, kind: str, labels: frozenset[str], values: Any, bounds: Any) 
     found = {}
     for name in made:
         if kind == "histogram" and name.endswith("_bucket"):
-            said = {**values, "le": {*(str(float(bound)) for bound in bounds), "+Inf"}}
-            found[name] = Sample(labels | {"le"}, "counter", said)
+            bucket_values = {**values, "le": {*(str(float(bound)) for bound in bounds), "+Inf"}}
+            found[name] = Sample(labels | {"le"}, "counter", bucket_values)
         else:
             found[name] = Sample(labels, "counter" if kind == "histogram" else kind, values)
     return found
@@ -110,8 +110,8 @@ def test_queries_of_dashboards(name: str) -> None:
         for target in panel["targets"]:
             labels = labels_of(target["expr"], SAMPLES)
             assert legend_labels(target["legendFormat"]) <= labels, panel["title"]
-            said = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
-            assert said <= choices, panel["title"]
+            variables = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+            assert variables <= choices, panel["title"]
         assert len({target["legendFormat"] for target in panel["targets"]}) == len(panel["targets"]), panel["title"]
     for variable in found["templating"]["list"]:
         if variable["type"] == "query":

@@ -95,8 +95,7 @@ def test_pods_are_restricted(manifests: list[Manifest]) -> None:
 
 def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
     flags = {env_name(name) for name in known_names()}
-    said = [container for pod in pods(manifests) for container in containers(pod)]
-    for container in said:
+    for container in [container for pod in pods(manifests) for container in containers(pod)]:
         assert {name for name in environment(container) if name.startswith("PILLION_")} <= flags, container["name"]
     for service in read_services({}).values():
         assert {name for name in service.environment if name.startswith("PILLION_")} <= flags, service.name
@@ -127,7 +126,7 @@ def test_ports(manifests: list[Manifest]) -> None:
         for container in containers(pod)
         if "PILLION_LISTEN" in environment(container)
     }
-    assert all(int(said) == port for said, port in listening.items())
+    assert all(int(listen_port) == port for listen_port, port in listening.items())
 
 
 def test_upgrades_keep_streams(manifests: list[Manifest]) -> None:
@@ -154,13 +153,13 @@ def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> No
         node = nodes[0]
         assert node["restartPolicy"] == "Always", "a sidecar: started before, stopped after the others"
         assert [one["name"] for one in pod["initContainers"]] == ["prepare", "kvnode"]
-        said = environment(node)
-        assert "metadata.name" in said["PILLION_NODE_ID"], "two pods are two nodes"
-        folder = said["PILLION_ATTACH_SOCKET"].rpartition("/")[0].rpartition("/")[0]
+        env = environment(node)
+        assert "metadata.name" in env["PILLION_NODE_ID"], "two pods are two nodes"
+        folder = env["PILLION_ATTACH_SOCKET"].rpartition("/")[0].rpartition("/")[0]
         names = [environment(worker)["PILLION_COMPONENT_ID"] for worker in pod["containers"]]
         assert len(set(names)) == len(names)
         for container in (node, *pod["containers"]):
-            assert environment(container)["PILLION_ATTACH_SOCKET"] == said["PILLION_ATTACH_SOCKET"]
+            assert environment(container)["PILLION_ATTACH_SOCKET"] == env["PILLION_ATTACH_SOCKET"]
             assert {"name": "attach", "mountPath": folder} in container["volumeMounts"]
         assert [one["args"] for one in pod["containers"]] == [[one["name"].split("-")[0]] for one in pod["containers"]]
 
@@ -178,16 +177,16 @@ def test_secrets_are_files() -> None:
     assert not any(one["kind"] in ("StatefulSet", "Secret") for one in manifests), "Redis is somebody else's"
     for pod in pods(manifests):
         for container in containers(pod):
-            said = environment(container)
-            assert said["PILLION_INSECURE_INTERNAL"] == "false"
-            paths = [said[name] for name in said if name.endswith(("_CERT", "_KEY", "_CA", "_KEYS"))]
+            env = environment(container)
+            assert env["PILLION_INSECURE_INTERNAL"] == "false"
+            paths = [env[name] for name in env if name.endswith(("_CERT", "_KEY", "_CA", "_KEYS"))]
             folders = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")}
             assert {path.rpartition("/")[0] for path in paths} <= folders
             if container["args"] not in (["prepare"], ["gateway"]):
                 port = container["ports"][0]["containerPort"]
                 assert container["livenessProbe"]["exec"]["command"] == ["pillion", "health", f"127.0.0.1:{port}"]
             if container["args"] != ["prepare"]:
-                assert "secretKeyRef" in said["PILLION_REDIS_URL"]
+                assert "secretKeyRef" in env["PILLION_REDIS_URL"]
     edge = pod_of(of_kind(render({"gateway": {"tls": {"existingSecret": "edge"}}}), "Deployment", "gateway"))
     assert edge["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
 

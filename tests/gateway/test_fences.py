@@ -11,8 +11,8 @@ import pytest
 
 from pillion.errors import Unavailable
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.links.fences import Fences
 from pillion.gateway.links.prefill_link import PrefillLink
+from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
@@ -45,13 +45,13 @@ def node(*fenced: str) -> ComponentRecord:
 
 
 def test_who_is_named_is_told_once_until_it_was_back() -> None:
-    fences = Fences()
-    assert fences.look([node()]) == frozenset()
-    assert fences.look([node("a", "b")]) == {"a", "b"}
-    assert fences.look([node("b", "c")]) == {"c"}
-    assert fences.named == {"b", "c"}
-    assert fences.look([]) == frozenset()
-    assert fences.look([node("b")]) == {"b"}
+    view = ClusterView(0.0)
+    assert view.update([node()], 0.0) == frozenset()
+    assert view.update([node("a", "b")], 0.0) == {"a", "b"}
+    assert view.update([node("b", "c")], 0.0) == {"c"}
+    assert view.fenced == {"b", "c"}
+    assert view.update([], 0.0) == frozenset()
+    assert view.update([node("b")], 0.0) == {"b"}
 
 
 def test_a_record_survives_the_registry() -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.plan_cost import FetchPace
-from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy, replan
+from pillion.gateway.planning.planner import RequestPlan, make_plan, replan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan

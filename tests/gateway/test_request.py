@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.planning.planner import ClusterSnapshot, make_plan, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
 from pillion.gateway.request.request_machine import RequestMachine, RequestState

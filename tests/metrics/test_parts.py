@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
 from pillion.engine.worker.step_meter import IDLE, StepMeter, load_readings
-from pillion.gateway.request.request_meter import CHAT, GatewayMeter, RequestMeter
-from pillion.gateway.request.request_meter import readings as under_way
+from pillion.gateway.request.request_telemetry import CHAT, GatewayMeter, RequestMeter
+from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kvstore.node.kv_node import metric_readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk, so that the next start does not compile.
+"""A cache of compiled kernels on disk, so that the next start does not compile.
 
-A file's name is the digest of all that its machine code follows from. Its first line is the digest of its name and its
-content: a truncated, edited or renamed file is no hit, and neither is one that another user could have written. That
-keeps out accidents and strangers, not whoever runs as this very user.
+A file's name is the digest of everything that determines its machine code. Its first line is the digest of its name and
+its content: a truncated, edited or renamed file is no hit, and neither is a file that another user could have written.
+These checks keep out accidents and other users, not processes of the same user.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-# Oldest use first, what is beyond either bound is removed when something is written.
+# A write removes the files that were not used for longest until both bounds hold.
 MAX_ENTRIES = 16
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
@@ -27,7 +27,7 @@ _HEADER_BYTES = _DIGEST_CHARS + 1
 
 
 class CodeCache:
-    """A folder of machine code. Whatever goes wrong with it costs a warning and the time to compile, no more."""
+    """A folder of machine code. Every failure is a warning and costs the time to compile, no more."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class CodeCache:
     def read(self, key: str) -> bytes | None:
         """The code that was written under ``key``, or None."""
         path = self._path(key)
-        if not _SOURCES:
+        if not sources_digest:
             return None
         try:
             with path.open("rb") as file:
@@ -49,7 +49,7 @@ class CodeCache:
                 _log.warning("%s is damaged; compiling again", path)
                 return None
             with contextlib.suppress(OSError):
-                os.utime(path)  # Used just now: the last to be removed.
+                os.utime(path)  # The file was used just now, so it is the last to be removed.
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -58,9 +58,9 @@ class CodeCache:
         return code
 
     def write(self, key: str, code: bytes) -> None:
-        """Keeps ``code`` under ``key``. Two processes may do so at once: files appear whole or not at all."""
-        if not _SOURCES:
-            _log.warning("compiled kernels are not kept: there are no sources to name them by")
+        """Keeps ``code`` under ``key``. Several processes may write at once: files appear whole or not at all."""
+        if not sources_digest:
+            _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the file")
             return
         if len(code) > MAX_ENTRY_BYTES:
             _log.warning("compiled kernels of %d bytes are not kept: the bound is %d", len(code), MAX_ENTRY_BYTES)
@@ -84,7 +84,7 @@ class CodeCache:
         return self._folder / (key + _SUFFIX)
 
     def _trim(self) -> None:
-        """Files that another process removes meanwhile are no trouble; those it is writing are the newest."""
+        """Removes files beyond the bounds. Another process may remove some meanwhile; its own files are the newest."""
         known: list[tuple[float, int, Path]] = []
         for path in self._folder.glob("*" + _SUFFIX):
             with contextlib.suppress(FileNotFoundError):
@@ -98,13 +98,13 @@ class CodeCache:
 
 
 def others_could_write(about: os.stat_result) -> bool:
-    """Whether a file is somebody else's, or one that group or others may write."""
+    """Whether a file belongs to another user, or its group or others may write it."""
     return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def key_of(*parts: str) -> str:
-    """One digest of the sources of pillion.kernels.cpu and of ``parts``; where the parts are cut counts too."""
-    digest = hashlib.sha256(_SOURCES)
+    """One digest of the sources of pillion.kernels.cpu and of ``parts``; the boundaries of the parts count too."""
+    digest = hashlib.sha256(sources_digest)
     for part in parts:
         _add(digest, part.encode())
     return digest.hexdigest()
@@ -114,8 +114,8 @@ def _add(digest: hashlib._Hash, part: bytes) -> None:
     digest.update(len(part).to_bytes(8, "little") + part)
 
 
-def _digest_sources() -> bytes:
-    """Of the sources as they are now; empty where there are none to read, and then nothing is kept."""
+def digest_sources() -> bytes:
+    """The digest of the sources of pillion.kernels.cpu on disk; empty where there are none: nothing is kept then."""
     digest = hashlib.sha256()
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     for path in paths:
@@ -124,8 +124,9 @@ def _digest_sources() -> bytes:
     return digest.digest() if paths else b""
 
 
-# When this module is imported, as the others are: not when something is compiled, when they may have changed on disk.
-_SOURCES = _digest_sources()
+# The digest is made when this module is imported, as the other modules are: until something is compiled, the sources on
+# disk may have changed.
+sources_digest = digest_sources()
 
 
 def _digest(key: str, code: bytes) -> bytes:

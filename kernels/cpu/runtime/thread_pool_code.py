@@ -1,19 +1,23 @@
-"""The code of the thread team, in the kernels' own language: how threads share out a program, and how they wait.
+"""The thread pool's machine code, in the kernels' language: how threads divide a program, and how they wait.
 
-Each entry of a program is cut into as many tickets as the team has threads. A thread takes a ticket, calls the kernel
-with the ticket's number, and takes the next; who finishes the last one moves the gate on to the next entry. So nobody
-is waited for who did not begin: where a helper still sleeps or other processes hold its core, the leader does the work
-of all. Results cannot tell, because kernels give the same bits whoever calls them.
+Each entry of a program is cut into as many work items as the pool has threads. A thread draws a work item, calls the
+kernel with the item's number, and draws the next one; the thread that finishes the last item moves the gate on to the
+next entry. So a run never waits for a thread that has not begun: where a helper still sleeps or another process holds
+its core, the leader executes all items. Results stay the same, because a kernel's bits do not depend on its caller.
+
+    helper: wait at the gate -> ACTIVE -> execute items -> not ACTIVE -> wait at the gate
+    leader: open the door -> move the gate -> execute items -> close the door -> wait until no helper is ACTIVE
 
 The gate is a word that only grows: BASE of the run + the first entry that is not finished. Helpers wait at the gate;
-when it moves they join at the entry that it says, and leave when no ticket is left. While they are in, their line says
-ACTIVE; a run ends by closing the door (OPEN = 0) and seeing that all are out. Then nobody looks at the program, the
-step and the counters any more. Door and line are changed and read in sequentially consistent order: whoever goes in
-and finds the door open is seen by the leader.
+when it moves they join at the entry that it names, and leave when no work item is left. A helper inside sets ACTIVE in
+its line; a run ends by closing the door (OPEN = 0) and waiting until no line says ACTIVE. From then on no helper reads
+the program, the step or the counters. Door and lines are written and read in sequentially consistent order: the leader
+sees every helper that has found the door open.
 
-Waiting is looking for a while, then sleeping in the kernel (futex), so an idle team costs nothing and two teams can
-share the same cores. There is no sched_yield: Linux takes a whole time slice away from who calls it. No wake-up is
-lost: the futex compares the word once more under a lock, and who moves the gate counts sleepers after moving it.
+A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
+two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
+wake-up is lost: the futex compares the word once more under a lock, and the thread that moves the gate counts the
+sleepers after moving it.
 """
 
 from __future__ import annotations
@@ -25,50 +29,49 @@ from typing import Any
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Kernel
+from pillion.kernels.cpu.language.emit import Bool, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE
-from pillion.kernels.cpu.language.values import Bool, Int, Ptr
 
 # A program is a table of entries: address of the kernel, address of its arguments, the word of the step's record that
-# has to be above 0 for the kernel to run (-1: it always runs), and a word that the owner may use.
+# has to be above 0 for the kernel to run (-1: it always runs), and a word that the program's owner may use.
 ENTRY_WORDS = 4
 _ENTRY_BYTES = 8 * ENTRY_WORDS
 
-# The team's memory. Words that different threads write lie in different lines.
+# The pool's memory. Words that different threads write lie in different lines.
 LINE_BYTES = 64
 PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE = (8 * word for word in range(6))
 GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
-# In the gate; in the line of the door; in the line of a thread.
+# Places of words in the gate's line, in the door's line, and in the line of a thread.
 _VALUE, _SLEEPERS = 0, 8
 OPEN, _STOP = 0, 8
-TEAM, SCRATCH, ACTIVE = 0, 8, 16
-# For each entry: the kernel's own counter, then a line for the tickets taken and for those done.
-_TICKETS, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
+POOL, SCRATCH, ACTIVE = 0, 8, 16
+# Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
+_DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
 
-# How often a thread looks before it sleeps. A look with its pause takes 10 to 50 ns, so this is some 100 us: about what
-# sleeping and waking up take, and longer than the last pieces of a kernel keep the others waiting.
-LOOKS = 4_000
-# The leader's sleep while a helper that does nothing any more is kept from saying so.
+# How often a thread polls before it sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about what
+# sleeping and waking up take, and longer than the last work items of a kernel keep the other threads waiting.
+POLLS = 4_000
+# How long the leader sleeps between polls for a helper that is done but is kept from its core.
 _NAP_US = 50
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 _ALL = 2**31 - 1
-# Round to nearest, denormals kept, nothing trapped.
+# Floating-point state: round to nearest, denormals kept, nothing trapped.
 _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-# Called from outside: team_run(team, program, entries, step) by the leader, team_main(thread's line) by a new helper.
-TEAM_FUNCTIONS = RUN, MAIN = "team_run", "team_main"
+# The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line).
+THREAD_POOL_FUNCTIONS = RUN, MAIN = "pool_run", "pool_main"
 
 
-def add_team(module: ir.Module, isa: Isa) -> None:
-    """Writes the team's functions."""
-    code = _TeamCode(module, isa)
+def add_thread_pool(module: ir.Module, isa: Isa) -> None:
+    """Writes the pool's functions into ``module``."""
+    code = _ThreadPoolCode(module, isa)
     wait = code.wait()
     work = code.work(wait)
     code.main(wait, work)
@@ -77,7 +80,7 @@ def add_team(module: ir.Module, isa: Isa) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is read once of a run, by who works on it."""
+    """What a thread reads once when it joins a run."""
 
     k: Kernel
     gate: Ptr
@@ -89,13 +92,13 @@ class _Run:
     base: Int
 
     def wants(self, condition: Int) -> Bool:
-        """Whether an entry with this condition runs."""
+        """Whether an entry with ``condition`` runs."""
         number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
         return (condition < 0) | (number > 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _TeamCode:
+class _ThreadPoolCode:
     module: ir.Module
     isa: Isa
 
@@ -115,18 +118,18 @@ class _TeamCode:
 
     def wait(self) -> Any:
         """wait(gate, old): returns when the gate's value is above ``old``."""
-        with self._function("team_wait", 2) as (function, k, (gate_address, old_value)):
+        with self._function("pool_wait", 2) as (function, k, (gate_address, old_value)):
             b, gate, old = k.builder, Ptr(k, gate_address), Int(k, old_value)
 
             def return_if_moved() -> None:
-                with k.when(self._look(k, gate + _VALUE) > old):
+                with k.when(self._load(k, gate + _VALUE) > old):
                     b.ret_void()
 
-            with k.range(LOOKS):
+            with k.range(POLLS):
                 return_if_moved()
                 self._pause(k)
             with k.forever():
-                now = self._look(k, gate + _VALUE)
+                now = self._load(k, gate + _VALUE)
                 with k.when(now > old):
                     b.ret_void()
                 self._add(k, gate + _SLEEPERS, 1)
@@ -135,16 +138,16 @@ class _TeamCode:
         return function
 
     def work(self, wait: Any) -> Any:
-        """work(team, scratch, leads): takes tickets from the first unfinished entry on.
+        """work(pool, scratch, leads): executes work items from the first unfinished entry on.
 
-        A helper returns when there are none, the leader when the program is finished.
+        A helper returns when no item is left, the leader when the program is finished.
         """
-        with self._function("team_work", 3) as (function, k, (team_address, scratch, leads)):
-            b, team = k.builder, Ptr(k, team_address)
+        with self._function("pool_work", 3) as (function, k, (pool_address, scratch, leads)):
+            b, pool = k.builder, Ptr(k, pool_address)
             places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
-            run = _Run(k, team + GATE, *(k.load_int(team + place) for place in places))
-            # One below 0 where the leader has opened the door and not yet moved the gate.
-            position = k.variable(k.most(self._look(k, run.gate) - run.base, 0))
+            run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
+            # The difference is -1 where the leader has opened the door and not yet moved the gate.
+            position = k.variable(k.most(self._load(k, run.gate) - run.base, 0))
             with k.forever() as end:
                 index = position.value
                 k.leave(end, index >= run.entries)
@@ -152,89 +155,89 @@ class _TeamCode:
                 kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
                 with b.if_else(run.wants(condition).ir) as (wanted, skipped):
                     with wanted:
-                        self._take_tickets(run, index, kernel, [args.ir, run.step.ir], scratch)
-                        with k.when(self._look(k, run.gate) <= run.base + index):
+                        self._execute_items(run, index, kernel, [args.ir, run.step.ir], scratch)
+                        with k.when(self._load(k, run.gate) <= run.base + index):
                             with k.when(Int(k, leads).equals(0)):
                                 b.ret_void()
                             b.call(wait, [run.gate.ir, (run.base + index).ir])
-                        position.value = self._look(k, run.gate) - run.base
+                        position.value = self._load(k, run.gate) - run.base
                     with skipped:
                         position.value = index + 1
         return function
 
-    def _take_tickets(self, run: _Run, index: Int, kernel: Int, front: list[Any], scratch: Any) -> None:
+    def _execute_items(self, run: _Run, index: Int, kernel: Int, front: list[Any], scratch: Any) -> None:
         k, b = run.k, run.k.builder
         counter = Ptr(k, (run.counters + index * COUNTER_STRIDE).ir)
         function = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
         with k.forever() as none_left:
-            ticket = self._add(k, counter + _TICKETS, 1)
-            k.leave(none_left, ticket >= run.threads)
-            b.call(function, [*front, counter.ir, scratch, ticket.ir, run.threads.ir])
+            item = self._add(k, counter + _DRAWN, 1)
+            k.leave(none_left, item >= run.threads)
+            b.call(function, [*front, counter.ir, scratch, item.ir, run.threads.ir])
             done = self._add(k, counter + _DONE, 1) + 1
             with k.when(done.equals(run.threads)):
                 self._move(k, run.gate, run.base + index + 1)
-            k.leave(none_left, (ticket + 1).equals(run.threads))
+            k.leave(none_left, (item + 1).equals(run.threads))
 
     def main(self, wait: Any, work: Any) -> None:
-        """main(thread line): a helper's life."""
+        """main(thread line): waits for runs and works on them until the pool stops."""
         with self._function(MAIN, 1, _I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
-            team_address, scratch = (k.load_int(line + place) for place in (TEAM, SCRATCH))
-            team = Ptr(k, team_address.ir)
+            pool_address, scratch = (k.load_int(line + place) for place in (POOL, SCRATCH))
+            pool = Ptr(k, pool_address.ir)
             self._set_arithmetic(k)
             seen = k.variable(k.int(0))
             with k.forever() as end:
-                b.call(wait, [(team + GATE).ir, seen.value.ir])
-                seen.value = self._look(k, team + GATE)
-                k.leave(end, self._look(k, team + (DOOR + _STOP)) > 0)
+                b.call(wait, [(pool + GATE).ir, seen.value.ir])
+                seen.value = self._load(k, pool + GATE)
+                k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
                 self._swap(k, line + ACTIVE, 1)
-                with k.when(self._look(k, team + (DOOR + OPEN)) > 0):
-                    b.call(work, [team.ir, scratch.ir, _I64(0)])
+                with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
+                    b.call(work, [pool.ir, scratch.ir, _I64(0)])
                 self._swap(k, line + ACTIVE, 0)
 
     def run(self, work: Any) -> None:
-        """run(team, program, entries, step): the leader's part of a step. Fewer than 0 entries end the helpers."""
-        with self._function(RUN, 4, _I64) as (_, k, (team_address, program, entries, step)):
-            b, team = k.builder, Ptr(k, team_address)
-            base = self._look(k, team + GATE) + 1
+        """run(pool, program, entries, step): the leader's work on a step. Negative ``entries`` end the helpers."""
+        with self._function(RUN, 4, _I64) as (_, k, (pool_address, program, entries, step)):
+            b, pool = k.builder, Ptr(k, pool_address)
+            base = self._load(k, pool + GATE) + 1
             for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
-                k.store_int(team + place, Int(k, value))
-            counters = Ptr(k, k.load_int(team + COUNTERS).ir)
+                k.store_int(pool + place, Int(k, value))
+            counters = Ptr(k, k.load_int(pool + COUNTERS).ir)
             with k.range(Int(k, entries)) as index:
-                for word in (0, _TICKETS, _DONE):
+                for word in (0, _DRAWN, _DONE):
                     k.store_int(counters + (index * COUNTER_STRIDE + word), 0)
             stopping = Int(k, entries) < 0
             with b.if_else(stopping.ir) as (stop, go):
                 with stop:
-                    self._swap(k, team + (DOOR + _STOP), 1)
+                    self._swap(k, pool + (DOOR + _STOP), 1)
                 with go:
-                    self._swap(k, team + (DOOR + OPEN), 1)
-            self._move(k, team + GATE, base)
+                    self._swap(k, pool + (DOOR + OPEN), 1)
+            self._move(k, pool + GATE, base)
             with k.when(stopping):
                 b.ret(_I64(0))
             before = self._set_arithmetic(k)
-            scratch = k.load_int(team + (FIRST_THREAD_LINE + SCRATCH))
-            b.call(work, [team.ir, scratch.ir, _I64(1)])
+            scratch = k.load_int(pool + (FIRST_THREAD_LINE + SCRATCH))
+            b.call(work, [pool.ir, scratch.ir, _I64(1)])
             self._set_arithmetic(k, before)
-            self._swap(k, team + (DOOR + OPEN), 0)
-            with k.range(k.load_int(team + THREADS), 1) as thread:
-                self._until_out(k, team + thread * LINE_BYTES + FIRST_THREAD_LINE)
+            self._swap(k, pool + (DOOR + OPEN), 0)
+            with k.range(k.load_int(pool + THREADS), 1) as thread:
+                self._wait_until_out(k, pool + thread * LINE_BYTES + FIRST_THREAD_LINE)
 
-    def _until_out(self, k: Kernel, line: Ptr) -> None:
-        looks = k.variable(k.int(0))
-        looks.value = k.int(0)
+    def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
+        polls = k.variable(k.int(0))
+        polls.value = k.int(0)
         with k.forever() as out:
-            k.leave(out, self._look(k, line + ACTIVE).equals(0))
-            looks.value = looks.value + 1
-            with k.builder.if_else((looks.value < LOOKS).ir) as (soon, late):
+            k.leave(out, self._load(k, line + ACTIVE).equals(0))
+            polls.value = polls.value + 1
+            with k.builder.if_else((polls.value < POLLS).ir) as (soon, late):
                 with soon:
                     self._pause(k)
                 with late:
                     k.builder.call(k.function("usleep", _I32, [_I32]), [_I32(_NAP_US)])
 
-    # -- what the language of the kernels does not have
+    # -- instructions that the kernels' language does not have
 
-    def _look(self, k: Kernel, ptr: Ptr) -> Int:
+    def _load(self, k: Kernel, ptr: Ptr) -> Int:
         return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
 
     def _add(self, k: Kernel, ptr: Ptr, amount: int) -> Int:
@@ -245,11 +248,11 @@ class _TeamCode:
 
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
         k.builder.atomic_rmw("max", _word(k, gate + _VALUE), value.ir, "seq_cst")
-        with k.when(self._look(k, gate + _SLEEPERS) > 0):
+        with k.when(self._load(k, gate + _SLEEPERS) > 0):
             self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, _I64(_ALL))
 
     def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any) -> None:
-        """The kernel compares 32 bits: on little-endian machines the low ones of the word, which change first."""
+        """Linux compares 32 bits: on little-endian machines the low half of the word, which changes first."""
         name = "syscall"
         function = self.module.globals.get(name)
         if function is None:
@@ -265,10 +268,10 @@ class _TeamCode:
             k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [_I32]), [_I32(15)])
 
     def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
-        """Sets how this thread rounds, to the plain way or to ``value``; gives how it was.
+        """Sets this thread's floating-point state, to the plain one or to ``value``; returns the state before.
 
-        Libraries change this for the threads they meet (denormals to zero, for one), and a result must not depend on
-        the thread that computed it.
+        Libraries change that state for threads that call them (denormals to zero, for instance), and a result must not
+        depend on the thread that computed it.
         """
         b = k.builder
         if self.isa.machine == "x86_64":

@@ -1,20 +1,28 @@
-"""What requests did, for the metrics: when tokens came, where the prompt's KV came from, how it all ended.
+"""What requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how it all ended.
 
 RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
-GatewayMeter (one)                   refused at the edge; keeps the cells, by model and operation
+GatewayMeter (one)                   counts refused requests; makes the meters of the others
+begin_span ... describe_span         the request's trace span; a Generation ends it, or end_refused_span
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from opentelemetry import trace
+from opentelemetry.context import Context
+
 from pillion.errors import Cancelled, Overloaded, PillionError
+from pillion.gateway.request.job import Job
 from pillion.observability import metric_catalog as names
+from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Reading
-from pillion.types import Timings, Usage
+from pillion.types import GenerateRequest, Timings, Usage
 
 CHAT, TEXT = "chat", "text_completion"
 CANCELLED = "cancelled"
+# Characters of the model's name as the client wrote it; it may be no model at all.
+MAX_NAME_CHARS = 100
 
 
 class GatewayMeter:
@@ -137,3 +145,40 @@ def readings(running: int, waiting: int, index_available: bool) -> Iterator[Read
     yield names.REQUESTS_NOW, ("running",), running - waiting
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)
+
+
+def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:
+    """Starts the request's span under the client's ``parent``, as soon as the request is here."""
+    name = f"generate {request.model[:MAX_NAME_CHARS]}".rstrip()
+    return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER)
+
+
+def describe_span(span: trace.Span, job: Job, is_chat: bool) -> None:
+    """Adds what the request asks for, by OpenTelemetry's conventions for generative AI. Never its content."""
+    if not span.is_recording():
+        return
+    sampling = job.resolved.sampling
+    span.update_name(f"generate {job.model}")
+    attributes = {
+        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+        "gen_ai.provider.name": "pillion",
+        "gen_ai.request.model": job.model,
+        "gen_ai.response.model": job.model,
+        "gen_ai.response.id": job.request_id,
+        "gen_ai.request.max_tokens": job.resolved.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stream": True,
+        # The convention has it only where it is not 1.
+        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
+    }
+    span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+
+
+def end_refused_span(span: trace.Span, error: BaseException) -> None:
+    """Ends the span of a request that was refused."""
+    span.set_attribute("error.type", type(error).__name__)
+    span.set_status(trace.StatusCode.ERROR, str(error))
+    span.end()

@@ -1,9 +1,9 @@
-"""A step's program: the table of kernels that the team walks, and the step's record, checked before every walk.
+"""A step's program: the table of kernels that the thread pool runs, and the step's record, checked before every run.
 
-    made from operations --bind--> walked, walked, ... --grow: more rows than ever--> bound again to larger buffers
+    Program(operations) --bind--> run, run, ... --a step with more rows than any before--> bind to larger buffers
 
-Kernels trust addresses. What they will read and write follows from the batch's arrays, so these are checked here once
-per step, and from the shapes of weights and buffers, which do not change.
+Kernels trust addresses. Which memory they read and write follows from the batch's arrays, which :func:`check_batch`
+checks once per step, and from the shapes of weights and buffers, which do not change.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy.typing as npt
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.language.records import STEP, Words
-from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
+from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS, LINE_BYTES
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
-LINE_BYTES = 64
-# Buffers grow in steps of this many rows, so that they seldom do.
+# Buffers grow in steps of this many rows, so that they seldom grow.
 ROWS_STEP = 64
 _INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for each of a ``unit``."""
+    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...)."""
 
     name: str
     width: int
@@ -39,13 +39,13 @@ class Buffer:
 
     @property
     def stride(self) -> int:
-        """Bytes from row to row: whole cache lines."""
+        """Bytes from row to row, a multiple of a cache line."""
         return -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES) * LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class HeadStride:
-    """A number that grows with the rows of a buffer: bytes of ``row_bytes`` for each row that it holds."""
+    """A number of bytes that grows with a buffer: ``row_bytes`` for each row that the buffer holds."""
 
     row_bytes: int
     unit: str = "tokens"
@@ -61,14 +61,8 @@ class Operation:
     when: str = ""
 
 
-class Addresses(Protocol):
-    """Where kernels are; :class:`pillion.kernels.cpu.language.compiler.CompiledKernels`."""
-
-    def address(self, name: str) -> int: ...
-
-
 class Workspace:
-    """The buffers of a program, zeroed when they are made: padding behind a row's values stays zero for good."""
+    """The buffers of a program, zeroed when they are allocated: the padding behind a row's values stays zero."""
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
@@ -76,7 +70,7 @@ class Workspace:
         self._canary = np.uint8(0xA5)
 
     def reserve(self, unit: str, rows: int) -> bool:
-        """Have room for ``rows`` of a unit. True where it had to grow: buffers are new, programs must bind again."""
+        """Makes room for ``rows`` rows of a unit. True where it grew: buffers are new, and programs must bind again."""
         if rows <= self.rows.get(unit, 0):
             return False
         self.rows[unit] = rows if rows == 1 else -(-rows // ROWS_STEP) * ROWS_STEP
@@ -84,7 +78,7 @@ class Workspace:
         return True
 
     def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
-        """The bytes of a buffer, on a line's edge, with a line of canaries behind them."""
+        """The bytes of a buffer, aligned to a cache line, with a line of canaries behind them."""
         found = self._arrays.get(buffer.name)
         if found is None:
             size = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride
@@ -95,11 +89,11 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Size of all buffers in bytes."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def check_integrity(self) -> None:
-        """Raises Internal for a buffer behind whose end somebody wrote."""
+        """Raises Internal where a kernel wrote behind the end of a buffer."""
         for name, array in self._arrays.items():
             whole = array.base
             assert isinstance(whole, np.ndarray)
@@ -109,9 +103,9 @@ class Workspace:
 
 
 class Program:
-    """Operations, bound to addresses."""
+    """Operations bound to addresses: ``entries`` [n, ENTRY_WORDS] is the table that a thread pool runs."""
 
-    def __init__(self, operations: Sequence[Operation], kernels: Addresses, workspace: Workspace) -> None:
+    def __init__(self, operations: Sequence[Operation], kernels: CompiledKernels, workspace: Workspace) -> None:
         self._operations = tuple(operations)
         self._kernels = kernels
         self._workspace = workspace
@@ -120,7 +114,7 @@ class Program:
         self.bind()
 
     def bind(self) -> None:
-        """Writes the records anew: after the workspace has grown."""
+        """Writes all records and entries; to be repeated when the workspace has grown."""
         begin = 0
         for number, (entry, operation) in enumerate(zip(self.entries, self._operations, strict=True)):
             layout = operation.spec.layout
@@ -138,33 +132,33 @@ class Program:
         return value
 
 
-class StepRecord:
-    """The record that all kernels of a step read. It keeps the step's arrays alive."""
+class CpuStepRecord:
+    """The record that all kernels of a step read; it keeps the step's arrays alive."""
 
     def __init__(self) -> None:
         self.words: Words = np.zeros(STEP.num_words, np.int64)
         self._alive: dict[str, Any] = {}
 
     def point(self, field: str, array: npt.NDArray[Any]) -> None:
-        """Have a pointer field point to an array of int32."""
+        """Points a field to an array of int32."""
         place = STEP.place[field]
         self.words[place] = array.__array_interface__["data"][0]
         self.words[place + 1] = array.nbytes
         self._alive[field] = array
 
     def point_pool(self, address: int, size: int) -> None:
-        """Have ``pool`` point to memory that the caller keeps."""
+        """Points ``pool`` to memory that the caller keeps alive."""
         self.words[STEP.place["pool"]] = address
         self.words[STEP.place["pool"] + 1] = size
 
     def count(self, field: str, value: int) -> None:
-        """Set a number."""
+        """Sets a number."""
         self.words[STEP.place[field]] = value
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a batch's values must stay below."""
+    """Upper bounds of a batch's values."""
 
     vocab_size: int
     num_slots: int
@@ -173,7 +167,7 @@ class Bounds:
 
 
 class BatchArrays(RaggedBatch, Protocol):
-    """The arrays of a step; ``pillion.engine.backends.batch.StepBatch`` has them and explains them."""
+    """The arrays of a step; ``pillion.engine.backends.batch.StepBatch`` documents them."""
 
     @property
     def token_ids(self) -> Int32: ...
@@ -182,7 +176,7 @@ class BatchArrays(RaggedBatch, Protocol):
 
 
 def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
-    """Raises Internal unless no kernel can leave its memory with this batch."""
+    """Raises Internal where a kernel could leave its memory with this batch."""
     ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
     starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
     for array in (ids, positions, starts, lengths, tables, samples):
@@ -194,7 +188,7 @@ def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
     counts = starts[1:] - starts[:-1]
     if starts[0] != 0 or starts[-1] != tokens or int(counts.min()) < 1:
         raise Internal("a batch's sequences do not divide its rows")
-    # Positions follow from lengths: a kernel may take either. Most steps run one token of each sequence.
+    # Positions follow from lengths, so kernels may use either. Most steps run one token of each sequence.
     first = expected = lengths - counts
     if tokens != seqs:
         expected = np.arange(tokens, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
@@ -212,12 +206,12 @@ def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
 
 
 def _greatest(array: Int32) -> int:
-    """The greatest of the values, taken as unsigned: one that is negative is above every bound."""
+    """The greatest value, compared as unsigned: a negative value is above every bound."""
     return int(np.maximum.reduce(array.view(np.uint32), axis=None))
 
 
 def aligned_bytes(size: int, alignment: int = LINE_BYTES) -> npt.NDArray[np.uint8]:
-    """Zeroed memory that begins on a multiple of ``alignment``."""
+    """``size`` bytes of zeroed memory at a multiple of ``alignment``."""
     raw = np.zeros(size + alignment, np.uint8)
     first = -raw.ctypes.data % alignment
     return raw[first : first + size]

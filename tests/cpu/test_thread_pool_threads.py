@@ -1,4 +1,4 @@
-"""The threads of a team: how they begin and end, what they burn, and that several teams can share cores."""
+"""The threads of a pool: how they begin and end, what they cost, and that several pools can share cores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import time
 import numpy as np
 import pytest
 
+from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.cpu.language.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from pillion.kernels.cpu.program.thread_pool import MAX_TEAM_THREADS, Team
-from tests.support.small_kernels import CONDITION, Scale, Table, Uneven, WhoAmI, chain, step_with
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+from tests.support.small_kernels import CONDITION, ProgramTable, Scale, Uneven, WhoAmI, chain, step_with
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +28,10 @@ def fast():
     )
 
 
-@pytest.mark.parametrize("threads", [0, -1, MAX_TEAM_THREADS + 1])
+@pytest.mark.parametrize("threads", [0, -1, MAX_CPU_THREADS + 1])
 def test_numbers_of_threads_that_cannot_be(fast, threads):
-    with pytest.raises(ConfigError, match="a team has"):
-        Team(fast, threads)
+    with pytest.raises(ConfigError, match="a thread pool has"):
+        ThreadPool(fast, threads)
 
 
 def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
@@ -40,8 +41,8 @@ def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
     found = {}
 
     def lead():
-        team = Team(fast, 2, bound)
-        team.run(Table(fast).program, step_with())
+        pool = ThreadPool(fast, 2, bound)
+        pool.run(ProgramTable(fast).program, step_with())
         found["leader"] = os.sched_getaffinity(0)
         (helper,) = {task for task in os.listdir("/proc/self/task") if name_of(task).startswith("pillion-")} - before
         found["helper"] = os.sched_getaffinity(int(helper))
@@ -49,7 +50,7 @@ def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
         while signal.SIGSEGV in blocked_signals(helper) and time.monotonic() < give_up:
             time.sleep(0.001)
         found["blocked"] = blocked_signals(helper)
-        team.close()
+        pool.close()
 
     thread = threading.Thread(target=lead)  # The test's own thread stays free.
     thread.start()
@@ -78,81 +79,89 @@ def test_affinity_must_fit(fast):
     allowed = sorted(os.sched_getaffinity(0))
     for affinity in ([allowed[0]], [allowed[0], 100_000]):
         with pytest.raises(ConfigError, match="affinity"):
-            Team(fast, 2, affinity)
+            ThreadPool(fast, 2, affinity)
 
 
 def helpers():
-    """How many there are. A thread that was joined is listed a moment longer."""
-    time.sleep(0.02)
+    """The number of helper threads in this process."""
     return sum(name_of(task).startswith("pillion-") for task in os.listdir("/proc/self/task"))
+
+
+def assert_helpers(expected):
+    """Waits for this number of helpers: the system lists a thread that was joined a moment longer."""
+    give_up = time.monotonic() + 10
+    while helpers() != expected and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert helpers() == expected
 
 
 def test_close_joins_and_may_be_repeated(fast):
     before = helpers()
-    team = Team(fast, 4)
-    assert helpers() == before + 3
-    team.run(Table(fast).program, step_with())
-    team.close()
-    team.close()
-    assert helpers() == before
+    pool = ThreadPool(fast, 4)
+    assert_helpers(before + 3)
+    pool.run(ProgramTable(fast).program, step_with())
+    pool.close()
+    pool.close()
+    assert_helpers(before)
     with pytest.raises(Internal, match="closed"):
-        team.run(Table(fast).program, step_with())
+        pool.run(ProgramTable(fast).program, step_with())
 
 
-def test_a_team_that_is_forgotten_ends(fast):
+def test_a_pool_that_is_forgotten_ends(fast):
     before = helpers()
-    team = Team(fast, 3)
-    assert helpers() == before + 2
-    del team
-    assert helpers() == before
+    pool = ThreadPool(fast, 3)
+    assert_helpers(before + 2)
+    del pool
+    assert_helpers(before)
 
 
 def test_close_waits_for_a_run(fast):
-    team = Team(fast, 2)
+    pool = ThreadPool(fast, 2)
     out, waste = np.zeros(2, np.int64), np.zeros((2, 16), np.float32)
-    table = Table(fast).add(WhoAmI(), out=out, waste=waste, turns=50_000_000)
-    thread = threading.Thread(target=lambda: team.run(table.program, step_with()))
+    table = ProgramTable(fast).add(WhoAmI(), out=out, waste=waste, turns=50_000_000)
+    thread = threading.Thread(target=lambda: pool.run(table.program, step_with()))
     thread.start()
-    time.sleep(0.02)
-    team.close()
+    while not waste.all() and thread.is_alive():  # Each call of the kernel writes there when it begins.
+        time.sleep(0.001)
+    pool.close()
     thread.join()
     assert out.tolist() == [1, 1001]
 
 
-def test_a_forked_child_is_told(fast):
-    team = Team(fast, 2)
+def test_a_run_in_a_forked_child_is_refused(fast):
+    pool = ThreadPool(fast, 2)
     pid = os.fork()
     if not pid:
         try:
-            team.run(Table(fast).program, step_with())
+            pool.run(ProgramTable(fast).program, step_with())
         except Internal as error:
-            team.close()
+            pool.close()
             os._exit(17 if "fork" in error.message else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
-    team.run(Table(fast).program, step_with())
-    team.close()
+    pool.run(ProgramTable(fast).program, step_with())
+    pool.close()
 
 
-def test_an_idle_team_burns_nothing(fast):
-    team = Team(fast, 3)
+def test_an_idle_pool_burns_nothing(fast):
+    pool = ThreadPool(fast, 3)
     table, _, _ = chain(fast)
     for _ in range(20):
-        team.run(table.program, step_with())
+        pool.run(table.program, step_with())
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.02
-    team.close()
+    pool.close()
 
 
-# A child's program of so many entries, each of which adds ``factor`` to ``out``; what it does with it stands behind.
+# The beginning of a child's script: ``program`` has entries that each add ``factor`` to ``out``.
 CHILD = """
 import sys, time
 import numpy as np
-from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.records import STEP
-from pillion.kernels.cpu.program.thread_pool import Team
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 from tests.support.small_kernels import Scale
 
 kernels = compile_kernels([Scale()], choose_isa("auto", host_features()))
@@ -165,10 +174,10 @@ def program(entries, factor):
 """
 
 CROWD = """
-team, table = Team(kernels, 8), program(3, 0.0)
+pool, table = ThreadPool(kernels, 8), program(3, 0.0)
 end = time.monotonic() + 4
 while time.monotonic() < end:
-    team.run(table, step)
+    pool.run(table, step)
 print("done", flush=True)
 """
 
@@ -189,28 +198,28 @@ def test_many_more_threads_than_cores_never_hang(fast):
 
 
 def test_a_leader_that_waits_sleeps_behind_an_entry_that_was_left_out(fast):
-    """Its own call is short, its helper's is long: it must not spin until that has ended."""
-    team, waste = Team(fast, 2), np.zeros((2, 16), np.float32)
+    """The leader's call is short and the helper's long: the leader must not spin until the helper has ended."""
+    pool, waste = ThreadPool(fast, 2), np.zeros((2, 16), np.float32)
     x, y = np.ones((1, 16), np.float32), np.zeros((1, 16), np.float32)
-    table = Table(fast).add(Scale(), CONDITION, x=x, out=y, items=1, factor=1.0)
+    table = ProgramTable(fast).add(Scale(), CONDITION, x=x, out=y, items=1, factor=1.0)
     table.add(Uneven(), waste=waste, turns=2_000_000, more=40)
     shares = []
     for _ in range(6):
         begin, mine = time.monotonic(), time.thread_time()
-        team.run(table.program, step_with())
+        pool.run(table.program, step_with())
         shares.append((time.thread_time() - mine) / (time.monotonic() - begin))
     # Where the helper came late, the leader did its call as well; it does not come late every time.
     assert min(shares) < 0.5
-    team.close()
+    pool.close()
 
 
 def test_whoever_leads_is_bound(fast):
-    """The first run is often a warm-up on a thread that does nothing else afterwards."""
+    """The first run is often a warm-up, on a thread that never leads again."""
     core = sorted(os.sched_getaffinity(0))[-1]
-    team, table, found = Team(fast, 1, [core]), Table(fast), []
+    pool, table, found = ThreadPool(fast, 1, [core]), ProgramTable(fast), []
 
     def lead():
-        team.run(table.program, step_with())
+        pool.run(table.program, step_with())
         found.append(os.sched_getaffinity(0))
 
     for _ in range(2):
@@ -218,28 +227,38 @@ def test_whoever_leads_is_bound(fast):
         thread.start()
         thread.join()
     assert found == [{core}, {core}]
-    team.close()
+    pool.close()
 
 
 WORKER = """
-team, table, runs = Team(kernels, 2), program(20, 1.0), int(sys.argv[1])
+pool, table, runs = ThreadPool(kernels, 2), program(20, 1.0), int(sys.argv[1])
 for _ in range(runs):
-    team.run(table, step)
+    pool.run(table, step)
 assert (out == 20.0 * runs).all()
 print("done")
 """
 
 
-def test_two_processes_with_teams_on_the_same_cores_both_get_on(fast):
-    """And both leave their team open: the interpreter's exit ends it."""
+def test_two_processes_with_pools_on_the_same_cores_both_get_on(fast):
+    """Both leave their pool open: the interpreter's exit ends it."""
     workers = [child(WORKER, 4000), child(WORKER, 4000)]
     for process in workers:
         assert process.communicate(timeout=60)[0] == "done\n"
         assert process.returncode == 0
 
 
+ENDLESS = """
+pool, table = ThreadPool(kernels, 2), program(20, 1.0)
+pool.run(table, step)
+print("running", flush=True)
+while True:
+    pool.run(table, step)
+"""
+
+
 def test_a_worker_can_be_killed_in_the_middle(fast):
-    process = child(WORKER, 10**9)
-    time.sleep(1.0)
+    process = child(ENDLESS)
+    assert process.stdout.readline() == "running\n"
     process.terminate()
     assert process.wait(timeout=10) == -15
+    process.stdout.close()
