@@ -46,7 +46,7 @@ INTERPRETED = (
 
 @pytest.mark.parametrize("family", FAMILIES if NATIVE else INTERPRETED)
 def test_families(family, tmp_path):
-    """A text in chunks, and in a batch beside another one's decodes."""
+    """Runs a text in chunks, and in a batch with decodes of another text."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(PROMPT_TOKENS, 2), tokens_of(PROMPT_TOKENS, 3)

@@ -1,4 +1,4 @@
-"""Weights cut out of one piece of memory: the same tensors as the loader's, and a plan that needs no weights."""
+"""Weights in one piece of memory equal those of the loader, and their plan needs no weights."""
 
 from __future__ import annotations
 

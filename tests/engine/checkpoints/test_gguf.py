@@ -1,4 +1,4 @@
-"""GGUF files of families that transformers can de-quantize, and what it passes over in them."""
+"""GGUF files of families that transformers can de-quantize, and metadata that transformers ignores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
 PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
 GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}
 
-# Overrides of a tiny model, and what llama.cpp's converter writes about them beside the sizes.
+# Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2": ({}, {}),
     "qwen3": ({"head_dim": 32}, {"attention.key_length": 32}),
@@ -68,7 +68,7 @@ def write_gguf(path, architecture: str, tensors: dict[str, np.ndarray], metadata
 
 
 def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """What llama.cpp's converter makes of a model in these families: other names, and Gemma's norms plus 1."""
+    """Converts tensors like llama.cpp's converter: other names, and 1 added to Gemma's norms."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
     found = {}

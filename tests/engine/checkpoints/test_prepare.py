@@ -1,4 +1,4 @@
-"""Finding, converting and fingerprinting a model, and refusing what cannot work in one line."""
+"""Finding, converting and fingerprinting a model, and one-line refusals of models that cannot work."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bad_paths_are_refused_in_one_line(folder, tmp_path):
     assert "'mamba' is not supported" in refused(flags(folder))
 
 
-def test_a_hub_id_that_is_not_to_be_had(monkeypatch, tmp_path):
+def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path))
     import huggingface_hub
 
@@ -239,7 +239,7 @@ def test_a_pool_that_does_not_fit_is_refused(folder):
     memory.clear()  # Raises BufferError while somebody still holds the memory.
 
 
-def test_a_died_conversion_leaves_nothing_half(tmp_path):
+def test_a_failed_conversion_leaves_nothing_behind(tmp_path):
     cache = ModelCache(tmp_path)
 
     def die(into):
@@ -256,7 +256,7 @@ def test_a_died_conversion_leaves_nothing_half(tmp_path):
 
 
 def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
-    """The type of the file and the type of the arithmetic are two things."""
+    """The type of the file and the type of the arithmetic are independent."""
     exact = BackendDriver(prepare(flags(folder)))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     narrow = save_model(folder.with_name("narrow"))
@@ -273,7 +273,7 @@ def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
 
 
 def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
-    """Mistral's repositories hold all weights once more, in a format of their own."""
+    """Mistral's repositories hold all weights a second time, in a format of their own."""
     listing = ["config.json", "model.safetensors.index.json", "tokenizer.json", "consolidated.safetensors"]
     listing += [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     request = {}
