@@ -1,4 +1,4 @@
-"""Reading config.json: old and new spellings, what is left out, options, and what is refused."""
+"""Reading config.json: old and new spellings, missing keys, options, and refused values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_served_is_refused(change, words):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_what_a_config_leaves_out_is_what_transformers_assumes(name):
+def test_missing_keys_have_the_defaults_of_transformers(name):
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shape = {**BASE, "num_attention_heads": 8}
     given = {key: shape[key] for key in required if not name.startswith("gemma")} | {"model_type": name}
@@ -101,7 +101,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(name):
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
     rope = theirs.rope_parameters
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
-    assert [rope.theta for rope in ours.ropes] == [said["rope_theta"] for said in by_type]
+    assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "sliding_window", None) or 0
     assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
@@ -117,7 +117,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(name):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_a_config_that_transformers_saved_says_the_same_as_one_that_leaves_all_out(name, tmp_path):
+def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, tmp_path):
     given = {**BASE, "model_type": name, "num_key_value_heads": 2, "head_dim": 16}
     AutoConfig.for_model(**given).save_pretrained(tmp_path)
     saved = dataclasses.asdict(load_config(tmp_path))
@@ -151,7 +151,7 @@ def test_names_that_phi3_had_for_longrope(name):
     assert config.ropes[0].original_max_position == 4096  # The family's own says more than the scaling's.
 
 
-def test_old_gemma3_says_its_two_rotary_embeddings_otherwise():
+def test_old_gemma3_has_other_keys_for_its_two_rotary_embeddings():
     old = {"rope_theta": 1e5, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {
         "rope_parameters": {
@@ -167,8 +167,8 @@ def test_old_gemma3_says_its_two_rotary_embeddings_otherwise():
     assert config.max_position_embeddings == 256  # Said as stretched already.
 
 
-def test_options_of_other_families_are_passed_over():
-    """As transformers does: a key means something only where the family has it."""
+def test_options_of_other_families_are_ignored():
+    """A key counts only for families that have it, as in transformers."""
     strange = {"attention_bias": True, "sliding_window": 8, "num_experts_per_tok": 2, "logits_scaling": 3.0}
     config = parse_config({**BASE, **strange, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 3})
     assert config == dataclasses.replace(parse_config(BASE), qkv_bias=True, o_bias=True)
@@ -177,8 +177,14 @@ def test_options_of_other_families_are_passed_over():
 
 
 def test_which_layers_have_experts():
-    said = {**BASE, "model_type": "qwen3_moe", "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert parse_config(said).moe.layers == (False, True, False, False, False, True)
+    config = {
+        **BASE,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    assert parse_config(config).moe.layers == (False, True, False, False, False, True)
 
 
 ROPES = [
@@ -198,14 +204,14 @@ ROPES = [
 @pytest.mark.parametrize("served", [32, 64, 65, 256, 257, 1000])
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_frequencies_are_those_of_transformers_at_the_served_length(rope, served):
-    said = {**BASE, "rope_parameters": {"rope_theta": 1000.0, **rope}}
-    theirs, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**said), torch.device("cpu"), seq_len=served)
-    (ours,) = make_ropes(parse_config(said), served)
+    config = {**BASE, "rope_parameters": {"rope_theta": 1000.0, **rope}}
+    theirs, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**config), torch.device("cpu"), seq_len=served)
+    (ours,) = make_ropes(parse_config(config), served)
     torch.testing.assert_close(ours.frequencies, theirs, atol=0, rtol=1e-6)
     assert ours.scales.tolist() == pytest.approx([scale] * 8)
 
 
-def test_how_long_a_text_scaling_allows():
+def test_the_longest_text_with_scaling():
     def longest(**rope):
         return parse_config({**BASE, "rope_parameters": rope}).max_position_embeddings
 
@@ -251,7 +257,7 @@ def test_partial_rotation_is_whole_rotation_of_reordered_heads():
     torch.testing.assert_close(whole, torch.cat((first, heads[..., 12:]), -1)[..., order])
 
 
-def test_files_that_are_no_config_are_refused(tmp_path):
+def test_files_that_are_not_a_config_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no model folder"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -266,7 +272,7 @@ def test_files_that_are_no_config_are_refused(tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_scaling_that_is_added_by_hand_counts(key: str) -> None:
-    """As model cards say it, in a config that transformers 5 saved; that goes by rope_scaling where both are said."""
+    """rope_scaling wins, which users add by hand, as model cards tell them, to a config that transformers 5 saved."""
     saved = {
         "model_type": "qwen3",
         "hidden_size": 64,

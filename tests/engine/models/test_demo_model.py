@@ -1,4 +1,4 @@
-"""The demo model, for real: de-quantized once, then token for token what transformers says."""
+"""The real demo model, de-quantized once: its tokens are those of transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def exact():
-    """In fp32, from the user's own cache: converting takes half a minute, once."""
+    """Prepares the model in fp32 in the user's own cache, because converting takes half a minute."""
     return prepare(ModelFlags(model="demo", dtype="float32"))
 
 

@@ -1,4 +1,4 @@
-"""GGUF files of families that transformers can de-quantize, and what it passes over in them."""
+"""GGUF files of families that transformers can de-quantize, and metadata that transformers ignores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import pillion.engine.checkpoints.convert
 from pillion.config import ModelFlags
+from pillion.engine.checkpoints import convert
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config, parse_config
 from pillion.errors import ConfigError
@@ -25,7 +25,7 @@ SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
 PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
 GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}
 
-# Overrides of a tiny model, and what llama.cpp's converter writes about them beside the sizes.
+# Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2": ({}, {}),
     "qwen3": ({"head_dim": 32}, {"attention.key_length": 32}),
@@ -53,9 +53,9 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def write_gguf(path, architecture: str, tensors: dict[str, np.ndarray], said: dict[str, Any]) -> None:
+def write_gguf(path, architecture: str, tensors: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in said.items():
+    for key, value in metadata.items():
         key = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(key, value)
@@ -68,7 +68,7 @@ def write_gguf(path, architecture: str, tensors: dict[str, np.ndarray], said: di
 
 
 def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """What llama.cpp's converter makes of a model in these families: other names, and Gemma's norms plus 1."""
+    """Converts tensors like llama.cpp's converter: other names, and 1 added to Gemma's norms."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
     found = {}
@@ -111,7 +111,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatch):
-    overrides, said = FILES[name]
+    overrides, metadata = FILES[name]
     folder = save_model(tmp_path / "model", **{"model_type": name, **overrides})
     perturb_vectors(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -120,14 +120,14 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatc
         tensors |= {
             f"rope_factors_{key}.weight": np.array(PHI3_ROPE[f"{key}_factor"], np.float32) for key in ("short", "long")
         }
-    write_gguf(tmp_path / "a.gguf", name, tensors, sizes(model.config) | said)
+    write_gguf(tmp_path / "a.gguf", name, tensors, sizes(model.config) | metadata)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     prepared = prepare(ModelFlags(model=str(tmp_path / "a.gguf"), dtype="float32", max_model_len=100))
     assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and in the chat template.
     plain = load_config(folder)
     eps = load_config(prepared.folder).rms_norm_eps
-    assert eps == pytest.approx(plain.rms_norm_eps)  # A GGUF file says it in float32.
+    assert eps == pytest.approx(plain.rms_norm_eps)  # A GGUF file has it in float32.
     assert (
         dataclasses.replace(load_config(prepared.folder), eos_token_ids=(1,), rms_norm_eps=plain.rms_norm_eps) == plain
     )
@@ -138,37 +138,35 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatc
     torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [33]), wanted, atol=1e-4, rtol=1e-4)
 
 
-def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | None = None, **said: Any) -> Any:
-    write_gguf(path / "a.gguf", architecture, tensors or {}, {key.replace("__", "."): said[key] for key in said})
+def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | None = None, **metadata: Any) -> Any:
+    write_gguf(
+        path / "a.gguf", architecture, tensors or {}, {key.replace("__", "."): value for key, value in metadata.items()}
+    )
     return gguf.GGUFReader(path / "a.gguf")
 
 
 def test_rope_scaling_is_not_lost(tmp_path):
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
     config = {"rope_parameters": {"rope_theta": 5.0}}
-    pillion.engine.checkpoints.convert._add_rope(
-        config, read(tmp_path, **{f"rope__scaling__{key}": scaling[key] for key in scaling})
-    )
+    convert.add_rope(config, read(tmp_path, **{f"rope__scaling__{key}": scaling[key] for key in scaling}))
     wanted = {"rope_theta": 5.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert config["rope_parameters"] == wanted
 
 
 def test_rope_factors_are_not_lost(tmp_path):
     config: dict[str, Any] = {}
-    pillion.engine.checkpoints.convert._add_rope(
-        config, read(tmp_path, tensors={"rope_freqs.weight": np.array([1, 2, 8], np.float32)})
-    )
+    convert.add_rope(config, read(tmp_path, tensors={"rope_freqs.weight": np.array([1, 2, 8], np.float32)}))
     assert config["rope_parameters"]["rope_type"] == "longrope"
     assert config["rope_parameters"]["long_factor"] == [1.0, 2.0, 8.0]
 
 
 def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
     config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
-    pillion.engine.checkpoints.convert._add_ignored_metadata(config, read(tmp_path, "gemma2"))
+    convert.add_ignored_metadata(config, read(tmp_path, "gemma2"))
     assert config["query_pre_attn_scalar"] == 144
 
 
-def test_the_end_of_a_turn_is_what_the_file_says(tmp_path):
+def test_the_file_names_the_end_of_a_turn(tmp_path):
     class Plain:
         chat_template = None
 
@@ -176,7 +174,7 @@ def test_the_end_of_a_turn_is_what_the_file_says(tmp_path):
             return {"<|eot_id|>": 7, "<|end|>": 8}
 
     reader = read(tmp_path, tokenizer__ggml__eot_token_id=9)
-    assert pillion.engine.checkpoints.convert._ends_of_turn({"eos_token_id": 2}, reader, Plain()) == [2, 9]
+    assert convert.turn_ends({"eos_token_id": 2}, reader, Plain()) == [2, 9]
 
 
 def test_experts_that_would_be_lost_are_refused(tmp_path):
@@ -184,4 +182,4 @@ def test_experts_that_would_be_lost_are_refused(tmp_path):
     config["num_attention_heads"] = 1
     assert parse_config(config).moe is None
     with pytest.raises(ConfigError, match="experts"):
-        pillion.engine.checkpoints.convert._refuse_lost_experts(config, read(tmp_path, expert_count=8))
+        convert.refuse_lost_experts(config, read(tmp_path, expert_count=8))

@@ -1,4 +1,4 @@
-"""The decoder's small pieces against transformers' modules, bit for bit in bfloat16 where rounding has an order."""
+"""The decoder's operations against transformers' modules, bit for bit in bfloat16 where roundings have an order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_norms(theirs, offset, wide, dtype):
 
 
 class CountedLinear:
-    """An expert that writes down how many rows each of its calls had."""
+    """An expert that records the number of rows of each call."""
 
     def __init__(self, expert: GatedMLP, calls: list[int]) -> None:
         self.expert, self.calls = expert, calls

@@ -1,4 +1,4 @@
-"""A checkpoint whose config ties the head to the embedding and that holds a head nevertheless."""
+"""A checkpoint that holds a head although its config ties the head to the embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding, converting and fingerprinting a model, and refusing what cannot work in one line."""
+"""Finding, converting and fingerprinting a model, and one-line refusals of models that cannot work."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def edit_tensors(path, change):
 
 def test_a_complete_folder_is_used_as_it_is(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
-    said = []
-    prepared = prepare(flags(folder), said.append)
+    progress = []
+    prepared = prepare(flags(folder), progress.append)
     assert prepared.folder == folder
     assert prepared.name == "a-model"
     assert (prepared.dtype, prepared.max_model_len, prepared.vocab_size) == ("float32", 4096, 258)
     assert (prepared.eos_token_ids, prepared.bos_token_id) == ((1, 7), 0)
-    assert said
+    assert progress
     layout = kv_layout(prepared, 16)
     assert layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert layout == TorchBackend(prepared, 16, 0).layout
@@ -76,10 +76,10 @@ def test_a_complete_folder_is_used_as_it_is(folder):
 
 def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):
     first = prepare(flags(folder))
-    monkeypatch.setattr(prepare_module, "_examine", lambda *_: pytest.fail("examined again"))
-    said = []
-    assert prepare(flags(folder), said.append) == first
-    assert not said
+    monkeypatch.setattr(prepare_module, "digest_file", lambda *_: pytest.fail("fingerprinted again"))
+    progress = []
+    assert prepare(flags(folder), progress.append) == first
+    assert not progress
     program = f"""
         import sys
         from pillion.engine.backends.backend import kv_layout
@@ -135,22 +135,22 @@ def test_bad_paths_are_refused_in_one_line(folder, tmp_path):
     assert "'mamba' is not supported" in refused(flags(folder))
 
 
-def test_a_hub_id_that_is_not_to_be_had(monkeypatch, tmp_path):
+def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path))
     import huggingface_hub
 
-    asked = {}
+    request = {}
 
-    def fail(model, **how):
-        asked.update(how, model=model)
+    def fail(model, **options):
+        request.update(options, model=model)
         raise OSError("no route to host\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     message = refused(ModelFlags(model="owner/name", revision="v2"))
     assert "owner/name (v2)" in message
     assert "no route to host" in message
-    assert asked["revision"] == "v2"
-    assert not [pattern for pattern in asked["allow_patterns"] if pattern.endswith((".bin", ".pt", ".py"))]
+    assert request["revision"] == "v2"
+    assert not [pattern for pattern in request["allow_patterns"] if pattern.endswith((".bin", ".pt", ".py"))]
 
 
 def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):
@@ -202,10 +202,10 @@ def test_sharded_weights(folder):
 def test_unfused_weights_are_views_of_the_mapped_file(folder):
     config = load_config(folder)
     weights = load_weights(folder, config, torch.float32)
-    for tensor in (weights.embedding, weights.layers[0].o._weight, weights.layers[1].mlp.down._weight):
+    for tensor in (weights.embedding, weights.layers[0].o.weight, weights.layers[1].mlp.down.weight):
         with open("/proc/self/maps") as maps:
-            spans = [line.split()[0] for line in maps if "a-model/model.safetensors" in line]
-        bounds = [tuple(int(end, 16) for end in span.split("-")) for span in spans]
+            ranges = [line.split()[0] for line in maps if "a-model/model.safetensors" in line]
+        bounds = [tuple(int(end, 16) for end in addresses.split("-")) for addresses in ranges]
         assert any(low <= tensor.data_ptr() < high for low, high in bounds)
 
 
@@ -239,7 +239,7 @@ def test_a_pool_that_does_not_fit_is_refused(folder):
     memory.clear()  # Raises BufferError while somebody still holds the memory.
 
 
-def test_a_died_conversion_leaves_nothing_half(tmp_path):
+def test_a_failed_conversion_leaves_nothing_behind(tmp_path):
     cache = ModelCache(tmp_path)
 
     def die(into):
@@ -256,27 +256,31 @@ def test_a_died_conversion_leaves_nothing_half(tmp_path):
 
 
 def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
-    """The type of the file and the type of the arithmetic are two things."""
+    """The type of the file and the type of the arithmetic are independent."""
     exact = BackendDriver(prepare(flags(folder)))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     narrow = save_model(folder.with_name("narrow"))
     model.save_pretrained(narrow)
-    rounded = BackendDriver(prepare(flags(narrow)))
-    wide = rounded.backend._weights.layers[0].qkv._weight
+    wide, whole = (
+        load_weights(path, load_config(path), torch.float32).layers[0].qkv.weight for path in (narrow, folder)
+    )
     assert wide.dtype is torch.float32
-    assert torch.equal(wide, exact.backend._weights.layers[0].qkv._weight.bfloat16().float())
+    assert torch.equal(wide, whole.bfloat16().float())
+    assert len(BackendDriver(prepare(flags(narrow))).greedy([5, 6], 4)) == 4
     assert dataclasses.replace(exact.backend.layout, dtype="bfloat16") == kv_layout(
         prepare(flags(narrow, dtype="bfloat16")), 16
     )
 
 
 def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
-    """Mistral's repositories hold all weights once more, in a format of their own."""
+    """Mistral's repositories hold all weights a second time, in a format of their own."""
     listing = ["config.json", "model.safetensors.index.json", "tokenizer.json", "consolidated.safetensors"]
     listing += [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
-    said = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **more: said.update(more) or str(tmp_path))
+    request = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda model, **options: request.update(options) or str(tmp_path)
+    )
     locate("mistralai/Mistral-7B-Instruct-v0.3", "main", lambda line: None)
-    allowed = {key: said[key] for key in ("allow_patterns", "ignore_patterns")}
+    allowed = {key: request[key] for key in ("allow_patterns", "ignore_patterns")}
     fetched = set(filter_repo_objects(listing, **allowed))
     assert fetched == set(listing) - {"consolidated.safetensors"}

@@ -1,4 +1,4 @@
-"""The random numbers: Random123's vectors, their definition in plain Python, and the distribution they claim."""
+"""The random numbers against Random123's vectors, a definition in plain Python, and the promised distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORD = 0xFFFFFFFF
 
 
 def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Salmon et al., 2011, figure 2, on Python's own integers."""
+    """Philox of Salmon et al., 2011, figure 2, on Python's own integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -25,7 +25,7 @@ def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, .
 
 
 def plain_noise(seed: int, position: int, token: int) -> float:
-    """The module docstring of pillion.engine.sampling.gumbel, word for word."""
+    """Computes noise as the module docstring of pillion.engine.sampling.gumbel defines it."""
 
     def words(index: int, stream: int) -> tuple[int, ...]:
         return plain_philox((position & WORD, position >> 32, index, stream), (seed & WORD, seed >> 32))
@@ -80,7 +80,7 @@ def test_noise_depends_on_every_bit_of_seed_and_position() -> None:
 
 
 def test_waits_are_independent_exponential_numbers() -> None:
-    """Of tokens of one group and of several: mean, variance and every covariance, within five standard errors."""
+    """Checks mean, variance and every covariance within and across groups, within five standard errors."""
     draws, tokens = 4000, GROUP_TOKENS + 32
     waits = np.stack([np.exp(-all_noise(seed, 3, tokens).astype(np.float64)) for seed in range(draws)])
     error = 1 / math.sqrt(draws)
@@ -89,6 +89,6 @@ def test_waits_are_independent_exponential_numbers() -> None:
     # The variance of an exponential number's square: E(x - 1)^4 - 1 = 8.
     assert np.abs(np.diag(covariance) - 1).max() < 5 * error * math.sqrt(8)
     assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 5 * error
-    # And their tails: as many as should be are below 1/100 and above 5.
+    # The tails: the shares below 1/100 and above 5.
     for share, truth in ((waits < 0.01).mean(), -math.expm1(-0.01)), ((waits > 5).mean(), math.exp(-5)):
         assert abs(share - truth) < 5 * math.sqrt(truth / waits.size)

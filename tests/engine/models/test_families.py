@@ -33,7 +33,7 @@ class FamilyCase:
 
     @property
     def block_sizes(self) -> tuple[int, int]:
-        """The kernels have 16 lanes, and blocks of whole vectors."""
+        """Block sizes to test: the CPU kernels have 16 lanes and need blocks of whole vectors."""
         return (4, 16) if self.kernels == "torch" else (16, 32)
 
     def driver(self, block_size: int = 16, num_slots: int = 64) -> BackendDriver:
@@ -44,7 +44,7 @@ class FamilyCase:
 
     @torch.inference_mode()
     def logits(self, text: list[int]) -> torch.Tensor:
-        """Of each token of a text; it is filled up, because some rotary embeddings go by the length of the text."""
+        """Returns the logits of each token of a text, padded because some rotary embeddings depend on its length."""
         filled = text + [3] * (PROMPT_TOKENS - len(text))
         return self.model(torch.tensor([filled])).logits[0, : len(text)].float()
 
@@ -107,7 +107,7 @@ def test_mixed_batches(case, smaller):
 
 
 def test_greedy_continuation(case):
-    """Against transformers' own cache, which rolls windows; models whose rotary embedding grows there have none."""
+    """Compares with transformers' generation over its cache, except if its rotary embedding grows there."""
     rope = case.prepared.max_model_len
     if "rope-" in kv_layout(case.prepared, 16).version:
         pytest.skip(f"transformers changes frequencies below {rope} tokens")
@@ -117,7 +117,7 @@ def test_greedy_continuation(case):
 
 
 def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
-    """Gemma 3 above 1B: the text model's config and tensors lie inside others, whose names changed once."""
+    """In Gemma 3 above 1B the text model's config and tensors are nested in others, whose names changed once."""
     folder, flags = make_model(tmp_path / "text", FAMILIES["gemma3"])
     text = tokens_of(PROMPT_TOKENS, 2)
     driver = BackendDriver(prepare(flags))
@@ -142,7 +142,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
     "name", ["qwen3-qk-norm", "gemma2", "gemma3", "olmo2", "granite", "phi3-partial-rope", "mixtral", "qwen3-moe"]
 )
 def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, name, kernels):
-    """Summed over several models where a rounding can choose another expert: each of them is lucky or not."""
+    """Errors are summed over several models if a rounding can choose another expert, which is a matter of luck."""
     text, ours, theirs = tokens_of(PROMPT_TOKENS, 2), 0.0, 0.0
     for seed in range(4 if "num_experts_per_tok" in FAMILIES[name] else 1):
         folder, flags = make_model(tmp_path / str(seed), {**FAMILIES[name], "seed": seed})

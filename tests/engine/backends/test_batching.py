@@ -1,4 +1,4 @@
-"""From plans to arrays: rows, positions, histories and seeds of decodes, drafts and forks."""
+"""Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and forks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from pillion.types import SamplingParams
 BLOCK = 4
 
 
-def sequence(seq_id: int, tokens: Seq[int], *, prompt: int | None = None, span: bool = False, **said: Any) -> Sequence:
+def sequence(
+    seq_id: int, tokens: Seq[int], *, prompt: int | None = None, span: bool = False, **overrides: Any
+) -> Sequence:
     params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
     spec = SequenceSpec(
         seq_id=seq_id,
         token_ids=np.array(tokens, np.int32),
         parent_hash=b"\7" * 32,
         prompt_tokens=len(tokens) if prompt is None else prompt,
-        sampling=None if span else SamplingParams(**params | said),
+        sampling=None if span else SamplingParams(**params | overrides),
         stop_token_ids=frozenset({9, 11}),
         max_tokens=50,
         max_model_len=100,
@@ -35,7 +37,7 @@ def sequence(seq_id: int, tokens: Seq[int], *, prompt: int | None = None, span: 
 
 
 def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
-    stream._tokens[stream.num_tokens : stream.num_tokens + len(drafts)] = drafts
+    stream.draft(np.array(drafts, np.int32))
     return stream
 
 
@@ -80,10 +82,10 @@ def test_rows_of_a_plain_step() -> None:
     assert len(build_sampling(nothing)) == 0
 
 
-def test_parameters_and_what_stands_for_those_not_said() -> None:
-    said = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
+def test_parameters_and_their_defaults() -> None:
+    tuned = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
     bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
-    rows = build_sampling(StepPlan((SequencePiece(said, 0, 1, 1), SequencePiece(bare, 0, 1, 1))))
+    rows = build_sampling(StepPlan((SequencePiece(tuned, 0, 1, 1), SequencePiece(bare, 0, 1, 1))))
     assert rows.temperature.tolist() == [0.5, 1.0]
     assert rows.top_p.tolist() == [0.25, 1.0]
     assert rows.top_k.tolist() == [0, 0]
@@ -93,22 +95,22 @@ def test_parameters_and_what_stands_for_those_not_said() -> None:
 
 
 def test_edits_know_their_history() -> None:
-    """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees what stands before the token it chooses."""
-    said = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
-    stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **said), [6, 7])
+    """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees the tokens before the one it chooses."""
+    params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
+    stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **params), [6, 7])
     plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
     rows = build_sampling(StepPlan((SequencePiece(plain, 1, 1, 1), SequencePiece(stream, 4, 3, 3))))
     assert [edit.row for edit in rows.edits] == [1, 2, 3]
     assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
     assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
-    # Two are generated: the third and the fourth token may not end it, the fifth may.
+    # Two tokens are generated; with min_tokens 4, the third and fourth must not end the answer and the fifth may.
     assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[9, 11], [9, 11], []]
     for edit in rows.edits:
         assert dict(zip(edit.biased.tolist(), edit.bias.tolist(), strict=True)) == {8: 1.0, 1: -2.0}
         assert (edit.repetition, edit.presence, edit.frequency) == (2.0, 0.0, 0.5)
 
 
-def test_only_what_a_row_asked_for_is_gathered() -> None:
+def test_only_histories_that_a_row_needs_are_gathered() -> None:
     only = {
         "presence_penalty": ("answered", [3]),
         "repetition_penalty": ("seen", [1, 2, 3]),
@@ -121,13 +123,13 @@ def test_only_what_a_row_asked_for_is_gathered() -> None:
             assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
 
 
-def test_guesses_are_judged_as_single_steps_would_choose() -> None:
-    """A row of a lengthened piece chooses what a step of its own would: drafts change no token (I6)."""
-    said = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
+def test_drafts_are_judged_as_single_steps_would_choose() -> None:
+    """Each row of a piece with drafts chooses the token of a step without drafts (I6)."""
+    params = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
     history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    drafted = with_drafts(sequence(1, history, prompt=3, **said), [5, 6])
+    drafted = with_drafts(sequence(1, history, prompt=3, **params), [5, 6])
     together = sample(logits, build_sampling(StepPlan((SequencePiece(drafted, 3, 3, 3),)))).token_ids
     for row in range(3):
-        alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **said)
+        alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **params)
         plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
         assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]

@@ -26,7 +26,7 @@ def chosen(logits: torch.Tensor, *all_params: RowParameters) -> list[int]:
 
 
 def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
-    """Which tokens [V] of one row may be drawn."""
+    """Marks the tokens [V] of one row that may be drawn."""
     table = padded(logits[None])
     return logits.numpy() >= cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
 
@@ -34,7 +34,7 @@ def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
 @pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("vocab_size", [97, 1280])
 def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
-    """A step of nothing but greedy rows takes a short way to the same tokens."""
+    """A step of greedy rows alone takes a shortcut to the same tokens."""
     logits, greedy = random_logits(4, vocab_size, spread=0.1), RowParameters(temperature=0.0)
     logits[1, [9, 40, 90]] = odd
     logits[2] = odd
@@ -59,7 +59,7 @@ def test_greedy_is_the_argmax(vocab_size: int) -> None:
         RowParameters(temperature=100.0, top_k=1, seed=3),
     ):
         assert chosen(logits, *[params] * 5) == wanted
-    # In mixed company too, where greedy rows take another way.
+    # Greedy rows in a batch with drawn rows take another path.
     assert chosen(logits, *[RowParameters(temperature=0.0)] * 4, RowParameters())[:4] == wanted[:4]
 
 
@@ -83,7 +83,7 @@ def test_tokens_are_distributed_as_the_softmax_says(params: RowParameters, vocab
 
 
 def test_a_flat_and_a_steep_distribution() -> None:
-    """Flat: nearly every winner is the first of its group. Steep: nearly none is."""
+    """In a flat distribution nearly every winner is the first of its group, in a steep one nearly none is."""
     draws = 8_000
     for logits in (torch.zeros(640), torch.tensor([0.0, -1.0, *[-9.0] * 500])):
         tokens = sample(logits.expand(draws, -1), draws_of(RowParameters(), draws)).token_ids
@@ -135,7 +135,7 @@ def test_what_may_be_drawn_is_what_transformers_leaves(
     logits = random_logits(size, seed=seed, spread=spread)
     params = RowParameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     ours = kept(logits, params)
-    # transformers adds up from the small end in fp32; in float64 the two ways meet.
+    # transformers sums from the smallest in fp32; in float64 both orders agree.
     wide = logits[None].double()
     unsure = ours != (warp(wide, params)[0].numpy() > -np.inf)
     if unsure.any():
@@ -153,7 +153,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     assert kept(logits, RowParameters(top_p=0.5)).tolist() == [True, True, True, True, False]
     assert kept(logits, RowParameters(top_p=0.3)).tolist() == [True, False, False, False, False]
     assert kept(logits, RowParameters(top_k=5)).all()
-    # A whole vocabulary of equals: no short head to find, and each token may win.
+    # All logits are equal: there is no short head, and each token may win.
     flat = torch.zeros(50_000)
     assert kept(flat, RowParameters(top_k=3)).all()
     assert len({*chosen(flat.expand(20, -1), *[RowParameters(top_k=3, top_p=0.5, seed=n) for n in range(20)])}) > 10
@@ -162,7 +162,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 def test_a_long_nucleus(temperature: float, top_p: float) -> None:
-    """Thousands of tokens hold the mass: the cut is found by ranges of logits."""
+    """With the mass spread over thousands of tokens, the cut is found by ranges of logits."""
     logits = random_logits(60_000)
     params = RowParameters(temperature=temperature, top_p=top_p)
     probabilities = (logits.double() / temperature).softmax(-1).numpy()
@@ -174,8 +174,8 @@ def test_a_long_nucleus(temperature: float, top_p: float) -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    """The same logits, parameters, seed and position give the same token and log probabilities alone, in any company
-    and in any place (I6)."""
+    """The same logits, parameters, seed and position give the same token and log probabilities alone and in
+    any batch and row (I6)."""
     random, count, vocab_size = np.random.default_rng(0), 24, 20_003
     logits = random_logits(count, vocab_size)
     batch = [
@@ -228,19 +228,19 @@ ODD = [-torch.inf, torch.inf, torch.nan, 0.0, 1.0, 3e38, -3e38]
     logprobs=st.sampled_from([-1, 0, 20]),
     greedy=st.booleans(),
 )
-def test_logits_that_are_no_numbers_neither_raise_nor_win(
+def test_logits_that_are_not_numbers_neither_raise_nor_win(
     values: list[float], params: RowParameters, logprobs: int, greedy: bool
 ) -> None:
     logits = torch.tensor([values, [0.0] * len(values)])
     params = replace(params, logprobs=logprobs, temperature=0.0 if greedy else params.temperature)
-    said = sample(logits, rows_of([params, params]))
-    value = values[said.token_ids[0]]
+    sampled = sample(logits, rows_of([params, params]))
+    value = values[sampled.token_ids[0]]
     numbers = [v for v in values if v > -torch.inf]
-    assert value in numbers or (not numbers and said.token_ids[0] == 0)
+    assert value in numbers or (not numbers and sampled.token_ids[0] == 0)
     if numbers and (greedy or torch.inf in numbers):
         assert value == max(numbers)
-    for entry in said.logprobs:
+    for entry in sampled.logprobs:
         assert entry is not None
         assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
-    # What the other row says is not touched by it.
-    assert said.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]
+    # The other row is not affected.
+    assert sampled.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]

@@ -56,7 +56,7 @@ def test_float32_is_never_packed() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_layer_works_on_a_processor_without_avx512(dtype: str) -> None:
-    """oneDNN and torch are held to AVX2, as on a machine that has nothing wider; the layer stays plain and correct."""
+    """With oneDNN and torch limited to AVX2, the layer stays plain and is correct."""
     narrow = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     command = [sys.executable, "-c", ONE_LAYER.format(dtype=dtype)]
     done = subprocess.run(command, env=narrow, capture_output=True, text=True, timeout=120, check=False)

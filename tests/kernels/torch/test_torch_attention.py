@@ -1,4 +1,4 @@
-"""The fast CPU attention against the reference, and the reference against a dense softmax written out."""
+"""Torch's attention by tiles against the reference, and the reference against a dense softmax."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_large_head_count_takes_smaller_tiles():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the bytes of the greatest tensor that an operation made; views of the pool are not made."""
+    """Records the bytes of the largest tensor that an operation makes; views of the pool do not count."""
 
     def __init__(self, pool):
         super().__init__()
@@ -165,8 +165,9 @@ def test_what_a_step_allocates_does_not_grow_with_the_context(window, softcap):
     gather_blocks=st.sampled_from([1, 4, 1000]),
 )
 def test_a_plan_holds_what_is_seen_and_no_more(parts, block_size, window, tile, gather_blocks):
-    """Every pair of query and visible key once; no tile above the bound, none that a query sees nothing of; and what
-    is gathered of a sequence reaches no further than what some query of the call sees."""
+    """Every pair of query and visible key is planned once. No tile exceeds the bound, each query sees a key in each of
+    its tiles, and a call gathers only tokens that one of its queries sees.
+    """
     shape = torch.Size((1, 1, 2, 1, block_size, 8))
     block_bytes = 2 * block_size * 8 * 4
     slots = sum(-(-(before + now) // block_size) for before, now in parts) + 2

@@ -26,7 +26,7 @@ def logits_of(rows: int = 1, seed: int = 5, spread: float = 3.0) -> torch.Tensor
 
 
 def after(logits: torch.Tensor, *all_params: RowParameters) -> torch.Tensor:
-    """The edited logits."""
+    """Returns the edited logits."""
     table = logits.numpy().copy()
     with edited(table, rows_of(all_params).edits):
         inside = table.copy()
@@ -55,12 +55,12 @@ def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
         torch.zeros(1, 5, dtype=torch.long), logits.clone()
     )
     assert torch.equal(after(logits, RowParameters(banned=ends)), wanted)
-    # A tokenizer may know end tokens that the model has no logits for.
+    # A tokenizer may have end tokens without a logit in the model.
     assert torch.equal(after(logits, RowParameters(banned=[*ends, VOCAB, 99_999])), wanted)
 
 
 def plain(logits: list[float], params: RowParameters) -> list[float]:
-    """All edits in float64, token by token, in the order that pillion.engine.sampling.penalties gives."""
+    """Applies all edits in float64, token by token, in the order of pillion.engine.sampling.penalties."""
     values, answered = list(logits), Counter(params.answered)
     for token in range(len(values)):
         values[token] += params.bias.get(token, 0.0)
@@ -135,7 +135,7 @@ def test_greedy_rows_are_edited_too() -> None:
         (RowParameters(temperature=0.0, banned=[0, 1]), 2),
         (RowParameters(temperature=0.0, answered=[0, 0, 1], frequency=1.0, presence=0.5), 2),
         (RowParameters(temperature=0.0, seen=[0, 1, 2], repetition=10.0), 3),
-        # All that is left by a bias that leaves one, at any temperature.
+        # The bias leaves one token, which wins at any temperature.
         (RowParameters(temperature=100.0, banned=[t for t in range(VOCAB) if t != 250], seed=9), 250),
     ):
         assert sample(logits, rows_of([params])).token_ids == (token,)
@@ -165,11 +165,11 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(
 ) -> None:
     logits = torch.randn(len(all_params), vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
     truth = logits.double().log_softmax(-1)
-    said = sample(logits, rows_of(all_params))
+    sampled = sample(logits, rows_of(all_params))
     if all(params.logprobs < 0 for params in all_params):
-        assert said.logprobs == ()
+        assert sampled.logprobs == ()
         return
-    for row, (params, token, entry) in enumerate(zip(all_params, said.token_ids, said.logprobs, strict=True)):
+    for row, (params, token, entry) in enumerate(zip(all_params, sampled.token_ids, sampled.logprobs, strict=True)):
         if params.logprobs < 0:
             assert entry is None
             continue
