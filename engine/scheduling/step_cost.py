@@ -112,7 +112,7 @@ class StepCost:
 
 
 def _not_negative(squares: Float64, products: Float64) -> Float64:
-    """Solves squares @ weights = products with weights >= 0: negative weights are dropped, and the rest solved again."""
+    """Solves squares @ weights = products with weights >= 0: negative ones are dropped, and the rest solved again."""
     kept = np.ones(len(products), dtype=bool)
     weights: Float64 = np.zeros(len(products))
     while kept.any():

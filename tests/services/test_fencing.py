@@ -12,7 +12,7 @@ import pytest
 
 from pillion.config import WorkerFlags
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.heartbeat import Heartbeat, Lease
+from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
@@ -207,7 +207,7 @@ class SlowNode:
 
 async def test_an_answer_to_an_old_question_renews_nothing() -> None:
     lease, held, failures = Lease(0.2), list[bool](), list[object]()
-    heartbeat = Heartbeat(
+    heartbeat = Heartbeats(
         WorkerFlags(heartbeat_ms=10, heartbeat_timeout_ms=200),
         SlowNode(),  # type: ignore[arg-type]
         1,
