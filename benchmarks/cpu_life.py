@@ -1,4 +1,4 @@
-"""How the CPU engine starts, idles and shares: cold and warm code, the time of an idle team, two teams at once."""
+"""How the CPU engine starts, idles and shares: cold and warm code, the cost of an idle pool, two pools at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.cpu_steps import kernels_bench
 from benchmarks.report import save
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
 
 IDLE_S = 3.0
 TURN_S = 5.0

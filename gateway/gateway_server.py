@@ -229,7 +229,7 @@ async def _listen(
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
     """Keeps the health at the probes' address: whether a request would be served now."""
     while True:
-        await probe.tell(not gateway.not_ready())
+        await probe.set_serving(not gateway.not_ready())
         await asyncio.sleep(READY_POLL_S)
 
 

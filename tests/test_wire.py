@@ -183,7 +183,7 @@ def test_protocols_of_neighbours() -> None:
     for protocol in (PROTOCOL, PROTOCOL + 1):
         assert check_hello(common_pb2.Hello(protocol=protocol, component_id="x")) == "x"
     for protocol in (0, PROTOCOL + 2):
-        with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this part speaks {PROTOCOL}"):
+        with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this component speaks {PROTOCOL}"):
             check_hello(common_pb2.Hello(protocol=protocol, component_id="x"))
     assert hello_to_pb("y").protocol == PROTOCOL
 

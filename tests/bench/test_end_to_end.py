@@ -111,7 +111,7 @@ def test_the_load_test_passes_and_notices_what_is_wrong(cluster):
 @pytest.mark.parametrize(
     ("argv", "status", "complaint"),
     [
-        ([], 2, "say --rate"),
+        ([], 2, "give --rate"),
         (["run", "--rate", "0"], 2, "not above 0"),
         (["--rate", "1", "--slo", "speed=1"], 2, "--slo: objective"),
         (["--rate", "1", "--input-len", "many"], 2, "length 'many'"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from pillion.config import WorkerFlags
-from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.heartbeat import Heartbeat, Lease
 from pillion.engine.worker.worker import Worker
@@ -312,16 +312,46 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_workers() as workers:
-        heard: list[int] = []
-        monkeypatch.setattr(Scheduler, "recall", lambda scheduler, blocks, now: heard.append(blocks))
-        real = workers.decode.worker.node.heartbeat
+    """A call that waits for memory at the node makes a decode worker return slots of its stock while a stream runs."""
+    async with running_workers() as workers, connected(workers) as connection:
+        slow_steps(workers)
+        pool, returned, recalls = workers.kvnode.pool, list[int](), list[int]()
+        give_back, heartbeat = pool.give_back, pool.heartbeat
 
-        async def wanting(epoch: int, **said: Any) -> HeartbeatReply:
-            return HeartbeatReply((await real(epoch, **said)).fenced, 7)
+        def record_slots(epoch: int, slots: Sequence[int]) -> None:
+            give_back(epoch, slots)
+            returned.extend(slots)
 
-        monkeypatch.setattr(workers.decode.worker.node, "heartbeat", wanting)
-        await until(lambda: 7 in heard, "the recall")
+        def record_recall(epoch: int) -> HeartbeatReply:
+            reply = heartbeat(epoch)
+            if reply.recall_blocks and epoch == workers.decode.worker.epoch.number:
+                recalls.append(reply.recall_blocks)
+            return reply
+
+        monkeypatch.setattr(pool, "give_back", record_slots)
+        monkeypatch.setattr(pool, "heartbeat", record_recall)
+        answers = []
+        for key in (1, 2, 3, 4):
+            prompt = [key, *PROMPT]
+            ticket = await workers.ticket(prompt)
+            answers.append(await connection.submit(submit_of(key, ticket, prompt, 900)))
+            await until(lambda: answers[-1].token_ids, "the first token")
+            await workers.release(ticket)
+        # Slots of streams that end go to the stock, and the stock keeps them for others as long as nobody recalls them.
+        workers.decode_backend.gate.clear()
+        for key in (2, 3, 4):
+            await connection.cancel(key)
+        assert not returned
+        waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
+        await until(lambda: len(recalls) >= 2, "a heartbeat's answer with a recall that has arrived")
+        workers.decode_backend.gate.set()
+        await until(lambda: returned, "slots of the stock")
+        assert answers[0].last is None, "the stream still runs"
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await connection.cancel(1)
+        await workers.quiet()
 
 
 class SlowToWarm(FakeBackend):
