@@ -70,14 +70,14 @@ class ServedCluster:
         return None
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to the part; returns its pid."""
+        """Sends a signal to the component; returns its pid."""
         process = self.component(role)
         assert process is not None, f"no {role} lives"
         process.send_signal(number)
         return process.pid
 
     def node_status(self) -> NodeStatus:
-        """The KV node's own word, after it proved its integrity."""
+        """The KV node's status, after it proved its integrity."""
 
         async def ask() -> NodeStatus:
             path = next(self.folder.rglob("kvnode*.sock"))
@@ -123,7 +123,7 @@ class ServedCluster:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Runs, and is no zombie."""
+    """Whether it runs and is no zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
