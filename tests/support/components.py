@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
@@ -43,6 +44,15 @@ class Components:
             await component.stop()
 
 
+async def until_known(gateway: Any, names: set[str]) -> None:
+    """Returns when a gateway knows all components of these names: it is ready without a prefill worker, too."""
+    from pillion.gateway.admission.tenants import OPEN
+
+    async with asyncio.timeout(20):
+        while not names <= {one.component_id for one in gateway.status(OPEN).components}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 @contextlib.asynccontextmanager
 async def running_components(
     folder: pathlib.Path,
@@ -82,5 +92,6 @@ async def running_components(
         chosen = DISAGGREGATED | (gateway or {})
         edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **chosen))
         stack.push_async_callback(edge.stop)
+        await until_known(edge.gateway, {"prefill-0", "decode-0"})
         client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
         yield Components(kvnode, first, second, edge, client, folder, common, model)
