@@ -37,7 +37,7 @@ time.sleep(60)
 """
 
 
-class Node:
+class AttachNode:
     """The node's side without gRPC."""
 
     def __init__(self, folder: str) -> None:
@@ -52,9 +52,9 @@ class Node:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[Node]:
+async def node() -> AsyncIterator[AttachNode]:
     with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
-        made = Node(folder)
+        made = AttachNode(folder)
         made.server.start()
         try:
             yield made
@@ -81,7 +81,7 @@ def child(path: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-async def test_a_killed_worker_frees_its_slots(node: Node) -> None:
+async def test_a_killed_worker_frees_its_slots(node: AttachNode) -> None:
     with child(node.path) as process:
         assert process.stdout is not None
         words = (await asyncio.to_thread(process.stdout.readline)).split()
@@ -98,7 +98,7 @@ async def test_a_killed_worker_frees_its_slots(node: Node) -> None:
     assert epoch not in node.pool.ledger.holders
 
 
-async def test_the_worker_sees_the_nodes_end(node: Node) -> None:
+async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
     attachment = await asyncio.to_thread(
         attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
     )
@@ -115,7 +115,7 @@ async def test_the_worker_sees_the_nodes_end(node: Node) -> None:
     assert not node.pool.ledger.holders
 
 
-async def test_closing_is_the_end_of_the_epoch(node: Node) -> None:
+async def test_closing_is_the_end_of_the_epoch(node: AttachNode) -> None:
     attachment = await asyncio.to_thread(
         attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
     )
@@ -131,7 +131,7 @@ async def test_closing_is_the_end_of_the_epoch(node: Node) -> None:
     ("block_bytes", "why"),
     [(2 * BLOCK_BYTES, "restart the node"), (POOL_BYTES + 1, "--kv-pool-bytes"), (0, "at least one byte")],
 )
-async def test_refusals_are_one_line(node: Node, block_bytes: int, why: str) -> None:
+async def test_refusals_are_one_line(node: AttachNode, block_bytes: int, why: str) -> None:
     if block_bytes == 2 * BLOCK_BYTES:
         node.pool.attach(AttachHello(component_id="first", role="prefill", block_bytes=BLOCK_BYTES))
     with pytest.raises(ConfigError, match=why) as caught:
@@ -141,7 +141,7 @@ async def test_refusals_are_one_line(node: Node, block_bytes: int, why: str) -> 
     assert "\n" not in caught.value.message
 
 
-async def test_a_foreign_protocol_is_refused(node: Node) -> None:
+async def test_a_foreign_protocol_is_refused(node: AttachNode) -> None:
     reply = await asyncio.to_thread(speak, node.path, b'{"protocol":9,"component_id":"w","role":"x","block_bytes":1}\n')
     assert b"upgrade one version at a time" in reply
 
@@ -152,7 +152,7 @@ async def test_a_foreign_protocol_is_refused(node: Node) -> None:
     MAX_LINE_BYTES,
      b'{"component_id":"w","role":"x","block_bytes":true}\n'],
 )  # fmt: skip
-async def test_nonsense_is_refused(node: Node, line: bytes) -> None:
+async def test_nonsense_is_refused(node: AttachNode, line: bytes) -> None:
     assert b'"error":"' in await asyncio.to_thread(speak, node.path, line)
     assert not node.pool.ledger.holders
 
@@ -170,7 +170,7 @@ def speak(path: str, line: bytes) -> bytes:
         return sock.recv(MAX_LINE_BYTES)
 
 
-async def test_the_socket_is_private_and_not_taken_over(node: Node) -> None:
+async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> None:
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
     with pytest.raises(ConfigError, match="another KV node"):

@@ -29,7 +29,7 @@ NUM_SLOTS = 64
 # Reads everything over and over until it is killed.
 READER = """
 import asyncio, sys
-from tests.kvstore.test_plane_life import reading_side
+from tests.kvstore.transfer.test_plane_life import reading_side
 
 async def main():
     async with reading_side(sys.argv[1]) as (peers, plane, memory):

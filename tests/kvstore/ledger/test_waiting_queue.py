@@ -17,7 +17,7 @@ SLOTS = 8
 MAX_WAITING = 16
 
 
-class Line:
+class QueueDriver:
     """A pool that somebody holds whole, and the line before it."""
 
     def __init__(self) -> None:
@@ -54,21 +54,21 @@ class Line:
 
 
 def test_first_come_first_served() -> None:
-    line = Line()
+    line = QueueDriver()
     for nonce in (2, 3, 4):
         line.ask(nonce, blocks=8 - nonce)
     assert line.admitted() == [2, 3, 4]
 
 
 def test_who_is_read_already_comes_before_new_prompts_however_urgent() -> None:
-    line = Line()
+    line = QueueDriver()
     line.ask(2, priority=-5)
     line.ask(3, resume=True, priority=5, at_s=1.0)
     assert line.admitted() == [3, 2]
 
 
 def test_the_urgent_one_comes_first_until_the_other_has_waited_long_enough() -> None:
-    line = Line()
+    line = QueueDriver()
     line.ask(2, priority=1)
     line.ask(3, priority=0, at_s=0.9 * PRIORITY_AGING_S)
     line.ask(4, priority=0, at_s=1.1 * PRIORITY_AGING_S)
@@ -76,7 +76,7 @@ def test_the_urgent_one_comes_first_until_the_other_has_waited_long_enough() -> 
 
 
 def test_who_goes_away_leaves_the_others_in_order() -> None:
-    line = Line()
+    line = QueueDriver()
     for nonce, priority in ((2, 0), (3, -1), (4, 0), (5, 1)):
         line.ask(nonce, priority=priority)
     assert line.line.withdraw((line.epoch, 4))
@@ -85,7 +85,7 @@ def test_who_goes_away_leaves_the_others_in_order() -> None:
 
 
 def test_an_epoch_that_is_gone_takes_its_waiters_along() -> None:
-    line = Line()
+    line = QueueDriver()
     for nonce in (2, 3):
         line.ask(nonce)
     assert line.line.withdraw_epoch(line.epoch) == [(line.epoch, 2), (line.epoch, 3)]
@@ -93,13 +93,13 @@ def test_an_epoch_that_is_gone_takes_its_waiters_along() -> None:
 
 
 def test_what_never_fits_is_refused_at_once() -> None:
-    line = Line()
+    line = QueueDriver()
     with pytest.raises(Overloaded, match="9 KV blocks, the pool has 8"):
         line.ask(2, blocks=9)
 
 
 def test_new_prompts_do_not_shut_out_a_preempted_stream() -> None:
-    line = Line()
+    line = QueueDriver()
     for nonce in range(2, 2 + MAX_WAITING):
         line.ask(nonce)
     with pytest.raises(Overloaded, match="wait for KV memory"):

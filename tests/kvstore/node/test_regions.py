@@ -40,7 +40,7 @@ KEY, OTHER = hashlib.sha256(b"weights").hexdigest(), hashlib.sha256(b"others").h
 # Asks for the region, fills it when told to on its standard input, says so, and waits to be killed.
 CHILD = """
 import sys
-from pillion.kvstore.client.region_client import share_region
+from pillion.kvstore.client.attachment import share_region
 from testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.client.attachment import share_region
 from testbed.fake_cuda import DeviceBytes
@@ -105,7 +105,7 @@ def test_bounds_are_met_with_words() -> None:
     regions.check_integrity()
 
 
-class Model:
+class RegionsModel:
     """Who lives, who may fill what, and what is full: nothing else is known of the books."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Model:
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "filled", "gone", "idle"]), st.integers(0, 30), st.integers(0, 3))))
 def test_one_fills_and_nobody_sees_less_than_all(steps: list[tuple[str, int, int]]) -> None:
-    regions, model = Regions(max_regions=2, max_waiters=2), Model()
+    regions, model = Regions(max_regions=2, max_waiters=2), RegionsModel()
     for number, (what, pick, name) in enumerate(steps):
         user = list(model.living)[pick % len(model.living)] if model.living else -1
         key = model.living.get(user, "")
@@ -280,7 +280,7 @@ async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str)
         with children(short_folder, 1) as (first,):
             assert await first.line() == "fill"
             waiting = {asyncio.create_task(shared(short_folder)) for _ in range(2)}
-            await until(lambda: len(node.regions._waiting) == 3)
+            await until(lambda: node.regions.waiting == 3)
             node.regions.regions.check_integrity()
             assert not any(task.done() for task in waiting)
             first.kill()
@@ -298,7 +298,7 @@ async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str)
             second.close()
             second.close()
             third.close()
-            await until(lambda: not node.regions._waiting)
+            await until(lambda: not node.regions.waiting)
         # Who filled it may go; whoever comes later has it at once.
         with children(short_folder, 1) as (late,):
             assert await late.line() == "ready"
@@ -336,8 +336,8 @@ async def test_refusals_are_one_line(short_folder: str, kind: str) -> None:
         with pytest.raises(ConfigError, match="no answer in time"):
             await shared(short_folder, timeout_s=0.3)
         first.close()
-        await until(lambda: not node.regions._waiting)
-        assert not node.regions._segments, "its memory went with its filler"
+        await until(lambda: not node.regions.waiting)
+        assert not node.regions.keys, "its memory went with its filler"
 
 
 async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: str) -> None:
@@ -350,7 +350,7 @@ async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: st
                 assert b'"fill"' in await asyncio.to_thread(sock.recv, 4096)
                 sock.sendall(answer)
                 assert b'"error"' in await asyncio.to_thread(sock.recv, 4096)
-            await until(lambda: not node.regions._segments)
+            await until(lambda: not node.regions.keys)
 
 
 async def test_nobody_waits_for_ever(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ async def test_nobody_waits_for_ever(short_folder: str, monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match="not filled within"):
             await shared(short_folder)
         first.close()
-        await until(lambda: not node.regions._waiting)
+        await until(lambda: not node.regions.waiting)
 
 
 @pytest.mark.skipif(NATIVE, reason="a real GPU is larger")
@@ -372,14 +372,14 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
         with pytest.raises(ConfigError, match="cannot make"):
             await shared(short_folder, OTHER, 4 * MIB)
         first.filled()
-        await until(lambda: node.regions.regions._regions[KEY].filler is None)
+        await until(lambda: node.regions.regions.state(KEY) == "ready")
         first.close()
-        await until(lambda: not node.regions.regions._regions[KEY].users)
+        await until(lambda: node.regions.regions.state(KEY) == "idle")
         second = await shared(short_folder, OTHER, 4 * MIB)
         assert second.must_fill
-        assert set(node.regions._segments) == {OTHER}
+        assert node.regions.keys == {OTHER}
         second.close()
-        await until(lambda: not node.regions._waiting)
+        await until(lambda: not node.regions.waiting)
 
 
 def test_no_node_no_region(tmp_path: pathlib.Path) -> None:

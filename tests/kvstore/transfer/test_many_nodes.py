@@ -20,7 +20,7 @@ from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.kvnode import NodeStatus, PrefetchReply
 from testbed.redis import RedisServer
-from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, hosts, prompt
+from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, hosts, prompt
 from tests.support.redis_nodes import Chain
 
 
@@ -138,7 +138,7 @@ async def test_a_flipped_bit_is_computed_again(short_folder: str, redis: RedisSe
         assert a.node is not None
         block = a.node.pool.ledger.tree.by_hash[split_hashes(hashes)[6]]
         a.slot(block.slot)[100] ^= 1
-        c = Host("c", short_folder, redis.url, {"kv_transport": transport})
+        c = KVHost("c", short_folder, redis.url, {"kv_transport": transport})
         await c.start()
         try:
             assert (await c.serve(hashes, "a")).fetched_blocks == 6
@@ -197,7 +197,7 @@ async def test_another_node_gets_what_is_only_on_a_disk(
 ) -> None:
     async with hosts(short_folder, redis, "b", kv_transport="grpc") as (b,):
         disk = {"disk_path": str(tmp_path_factory.mktemp("disk")), "kv_transport": "grpc", **EAGER}
-        a = Host("a", short_folder, redis.url, disk)
+        a = KVHost("a", short_folder, redis.url, disk)
         await a.start()
         try:
             hashes = prompt(*range(10))
@@ -224,7 +224,7 @@ async def test_random_lives(
     draw = random.Random(seed)
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         disk = {"disk_path": str(tmp_path_factory.mktemp("disk")), "kv_transport": transport, **EAGER}
-        c = Host("c", short_folder, redis.url, disk)
+        c = KVHost("c", short_folder, redis.url, disk)
         await c.start()
         everybody = [a, b, c]
         try:
@@ -238,7 +238,7 @@ async def test_random_lives(
             await c.stop()
 
 
-async def _request(draw: random.Random, everybody: list[Host]) -> None:
+async def _request(draw: random.Random, everybody: list[KVHost]) -> None:
     host = draw.choice(everybody)
     length = draw.randrange(1, 14)
     # Few stems, so that prefixes are shared.
@@ -250,7 +250,7 @@ async def _request(draw: random.Random, everybody: list[Host]) -> None:
             await host.serve(hashes, *sources)
 
 
-async def _mischief(draw: random.Random, everybody: list[Host], redis: RedisServer) -> None:
+async def _mischief(draw: random.Random, everybody: list[KVHost], redis: RedisServer) -> None:
     host, kind = draw.choice(everybody), draw.random()
     if kind < 0.05:
         await host.stop()

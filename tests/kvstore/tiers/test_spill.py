@@ -21,7 +21,7 @@ from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.spill import Spiller
 from pillion.kvstore.tiers.spill_plan import IndexFilter, Watermarks
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
-from tests.kvstore.test_eviction import Node, prompt
+from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 
 BLOCK_BYTES = 256
 NUM_SLOTS = 20
@@ -29,7 +29,7 @@ LOW, HIGH = 20, 40
 DEADLINE_S = 10.0
 
 
-class FakeTier:
+class ScriptedTier:
     """Memory that can hang, refuse and forget."""
 
     name = "fake"
@@ -74,7 +74,7 @@ class FakeTier:
     async def close(self) -> None: ...
 
 
-class Memory(HostMemory):
+class ScriptedMemory(HostMemory):
     """Threads that read it say so, and may have to wait."""
 
     def __init__(self) -> None:
@@ -90,13 +90,13 @@ class Memory(HostMemory):
         return super().block(slot)
 
 
-class Host:
+class SpillHost:
     """A pool with memory, a spiller and an index that believes what it is told."""
 
     def __init__(self, tiers: Sequence[Tier], policy: str = "lru") -> None:
-        self.node = Node(make_policy(policy), NUM_SLOTS)
+        self.node = LedgerDriver(make_policy(policy), NUM_SLOTS)
         self.ledger = self.node.ledger
-        self.memory = Memory()
+        self.memory = ScriptedMemory()
         self.index: set[bytes] = set()
         self.spiller = Spiller(self.ledger, self.memory, tiers, LOW, HIGH, self.forgotten, self.changed)
         self.news = IndexFilter(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
@@ -146,8 +146,8 @@ async def until(condition: object) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(*tiers: Tier, policy: str = "lru") -> AsyncIterator[Host]:
-    host = Host(tiers, policy)
+async def running(*tiers: Tier, policy: str = "lru") -> AsyncIterator[SpillHost]:
+    host = SpillHost(tiers, policy)
     task = asyncio.create_task(host.spiller.run())
     yield host
     host.go_on.set()
@@ -169,7 +169,7 @@ def test_watermarks_are_checked(low: int, high: int) -> None:
 
 
 def test_watermarks_count_in_percent_of_the_pool() -> None:
-    node = Node(LruEviction(), NUM_SLOTS)
+    node = LedgerDriver(LruEviction(), NUM_SLOTS)
     marks = Watermarks(20, 33)
     node.open(prompt(*range(16)))
     assert not marks.reached(node.ledger), "four of twenty are free: that is not below 20 %"
@@ -194,11 +194,11 @@ async def test_without_tiers_the_front_goes() -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 async def test_victims_are_kept_below(policy: str) -> None:
     """Bytes, parent and segment as they were, tails before heads, and the index hears of nothing gone."""
-    tier = FakeTier()
+    tier = ScriptedTier()
     async with running(tier, policy=policy) as host:
         host.serve(*range(9))
         host.serve(*range(9, 17))
-        await until(lambda: len(tier) == 5 and not host.spiller._moving)
+        await until(lambda: len(tier) == 5 and not host.spiller.busy)
         assert host.free == 8
         assert list(tier.kept) == prompt(*range(9))[:3:-1]
         assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
@@ -210,7 +210,7 @@ async def test_victims_are_kept_below(policy: str) -> None:
 
 
 async def test_what_is_below_already_is_not_copied() -> None:
-    tier = FakeTier()
+    tier = ScriptedTier()
     async with running(tier) as host:
         tier.kept = {prompt(token)[0]: content(prompt(token)[0]) for token in range(30)}
         for token in range(17):
@@ -222,7 +222,7 @@ async def test_what_is_below_already_is_not_copied() -> None:
 
 
 async def test_what_is_used_while_it_is_copied_stays() -> None:
-    tier = FakeTier()
+    tier = ScriptedTier()
     async with running(tier) as host:
         for token in range(16):
             host.serve(token)
@@ -231,7 +231,7 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
         await until(host.read.is_set)
         ticket = host.open(0)
         host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller._moving)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
         assert host.node.has(0)
         assert prompt(0)[0] not in tier
         assert len(tier) == 5
@@ -240,7 +240,7 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
 
 async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
     """The slot gets other bytes, even the same block again: the copy is not trusted, nothing wrong goes down."""
-    tier = FakeTier()
+    tier = ScriptedTier()
     async with running(tier) as host:
         for token in range(16):
             host.serve(token)
@@ -253,7 +253,7 @@ async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
         tickets.append(host.open(0))
         assert host.node.block(0) is not first
         host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller._moving)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
         assert prompt(0)[0] not in tier
         assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
         for ticket in tickets:
@@ -261,30 +261,30 @@ async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
 
 
 async def test_what_a_tier_refuses_is_told_as_gone() -> None:
-    tier = FakeTier()
+    tier = ScriptedTier()
     tier.refuses = True
     async with running(tier) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8 and not host.spiller._moving)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
         assert len(host.index) == 12
 
 
 async def test_a_tier_that_raises_loses_its_blocks_only(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(FakeTier):
+    class Broken(ScriptedTier):
         async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
             raise ValueError("broken")
 
     async with running(Broken()) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8 and not host.spiller._moving)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
         assert len(host.index) == 12
     assert "a lower tier failed" in caplog.text
 
 
 async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
-    tier = FakeTier()
+    tier = ScriptedTier()
     tier.room = BLOCK_BYTES - 1
     async with running(tier) as host:
         for token in range(17):
@@ -300,7 +300,7 @@ async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     """What is under way is bounded; leases go on and evict for themselves."""
     monkeypatch.setattr(spill, "MAX_UNDER_WAY_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(spill, "BATCH_BYTES", BLOCK_BYTES)
-    tier = FakeTier()
+    tier = ScriptedTier()
     tier.gate.clear()
     async with running(tier) as host:
         for token in range(17):
@@ -317,20 +317,20 @@ async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
 async def test_two_tiers_both_get_it() -> None:
     """A block is gone only when neither has it."""
-    fast, slow = FakeTier(), FakeTier()
+    fast, slow = ScriptedTier(), ScriptedTier()
     fast.refuses = True
     async with running(fast, slow) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8 and not host.spiller._moving)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
         assert len(slow) == 5
         assert len(host.index) == 17
 
 
 async def test_close_waits_for_the_last_bytes() -> None:
-    tier = FakeTier()
+    tier = ScriptedTier()
     tier.gate.clear()
-    host = Host([tier])
+    host = SpillHost([tier])
     task = asyncio.create_task(host.spiller.run())
     for token in range(17):
         host.serve(token)
@@ -346,7 +346,7 @@ async def test_close_waits_for_the_last_bytes() -> None:
 
 async def test_a_cancelled_copy_is_waited_for() -> None:
     """The pool's memory must not be unmapped under it."""
-    host = Host([FakeTier()])
+    host = SpillHost([ScriptedTier()])
     task = asyncio.create_task(host.spiller.run())
     host.go_on.clear()
     for token in range(17):

@@ -23,7 +23,7 @@ def prompt(*tokens: int) -> list[bytes]:
     return split_hashes(chain_hashes(bytes(32), tokens, 1))
 
 
-class Node:
+class LedgerDriver:
     """A ledger with one caller, which serves prompts whole."""
 
     def __init__(self, policy: EvictionPolicy, num_slots: int) -> None:
@@ -83,7 +83,7 @@ STEPS = st.lists(
 def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) -> None:
     """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
     protects is known, and the order that is shown is the order in which blocks go."""
-    node, tickets = Node(make_policy(name), 12), []
+    node, tickets = LedgerDriver(make_policy(name), 12), []
     for what, value in steps:
         policy = node.ledger.tree.policy
         if what in ("serve", "open"):
@@ -116,7 +116,7 @@ def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_remembered_of_what_is_gone(name: str) -> None:
     policy = make_policy(name)
-    node = Node(policy, 8)
+    node = LedgerDriver(policy, 8)
     for first in range(100):
         node.serve(first, 1, 2)
     for block in list(policy):
@@ -129,7 +129,7 @@ def test_nothing_is_remembered_of_what_is_gone(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_only_a_cached_leaf_leaves_out_of_turn(name: str) -> None:
-    node = Node(make_policy(name), 8)
+    node = LedgerDriver(make_policy(name), 8)
     node.serve(1, 2)
     held = node.open(prompt(3))
     for tokens in ((1,), (3,)):
@@ -148,7 +148,7 @@ def test_what_was_used_twice_outlives_a_scan() -> None:
     """LRU's weakness: a long document that is read once pushes everything else out."""
     policies: list[tuple[EvictionPolicy, bool]] = [(LfuEviction(), True), (LruEviction(), False)]
     for policy, stays in policies:
-        node = Node(policy, 8)
+        node = LedgerDriver(policy, 8)
         node.serve(1, 2, 3)
         node.serve(1, 2, 3)
         for page in range(8):
@@ -159,7 +159,7 @@ def test_what_was_used_twice_outlives_a_scan() -> None:
 def test_a_parent_counts_the_uses_of_all_its_children() -> None:
     """Even of those that ended while another ticket still protected it."""
     policy = LfuEviction()
-    node = Node(policy, 16)
+    node = LedgerDriver(policy, 16)
     held = node.open(prompt(1))
     for child in (2, 3, 4):
         node.serve(1, child)
@@ -170,7 +170,7 @@ def test_a_parent_counts_the_uses_of_all_its_children() -> None:
 
 def test_lfu_forgets_old_fame() -> None:
     """However often it was used once: after enough others went by, it goes."""
-    node = Node(LfuEviction(), 4)
+    node = LedgerDriver(LfuEviction(), 4)
     for _ in range(1000):
         node.serve(1)
     for other in range(2, 5 + 4 * MAX_USES):

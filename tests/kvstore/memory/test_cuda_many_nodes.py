@@ -23,7 +23,7 @@ from pillion.wire.kvnode import NodeStatus, PrefetchReply
 from testbed import fake_cuda
 from testbed.fake_cuda import NATIVE, DeviceBytes
 from testbed.redis import RedisServer
-from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, Host, content, hosts, prompt
+from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, content, hosts, prompt
 
 CUDA: dict[str, Any] = {"kv_device": "cuda", "kv_transport": "grpc"}
 HOST_BLOCKS = 16
@@ -41,14 +41,14 @@ def spilled(status: NodeStatus) -> bool:
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.host_blocks + status.disk_blocks >= status.spilled_blocks
 
 
-def host_tier(host: Host) -> HostTier:
+def host_tier(host: KVHost) -> HostTier:
     assert host.node is not None
     assert host.node._storage is not None
     (tier,) = [tier for tier in host.node._storage._tiers if isinstance(tier, HostTier)]
     return tier
 
 
-async def settled(host: Host) -> None:
+async def settled(host: KVHost) -> None:
     """Every buffer of its host memory is back, and in exactly one state."""
     tier = host_tier(host)
     async with asyncio.timeout(10):
@@ -57,7 +57,7 @@ async def settled(host: Host) -> None:
     tier.check_integrity()
 
 
-async def checked(*nodes: Host) -> None:
+async def checked(*nodes: KVHost) -> None:
     for host in nodes:
         await host.idle()
         await host.check()
@@ -96,7 +96,7 @@ async def test_a_copy_to_host_memory_is_the_only_one(short_folder: str, redis: R
         assert all(kept)
 
 
-async def started(host: Host) -> Host:
+async def started(host: KVHost) -> KVHost:
     async with asyncio.timeout(10):
         while not (host.node and host.node._storage and host.node._storage._tiers):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -118,7 +118,7 @@ async def test_host_memory_first_and_the_disk_for_the_rest(short_folder: str, re
         await settled(a)
         await a.stop()
         await a.start()
-        # Host memory is gone with the process, the disk is not.
+        # KVHost memory is gone with the process, the disk is not.
         await a.until(lambda status: status.disk_blocks > 0)
         assert (await a.serve(chains[0])).restored_blocks > 0
         await checked(a)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from pillion.kvstore.tiers.host_tier import HostTier
-from tests.kvstore.test_eviction import prompt
-from tests.kvstore.test_spill import BLOCK_BYTES, NUM_SLOTS, Host, running, until
+from tests.kvstore.ledger.test_eviction import prompt
+from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, running, until
 
 
 def host_tier() -> HostTier:
@@ -23,7 +23,7 @@ async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
         await until(host.read.is_set)
         ticket = host.open(0)
         host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller._moving)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
         await until(lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
         assert prompt(0)[0] not in tier
         assert len(tier) == 5
@@ -33,7 +33,7 @@ async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
 
 async def test_a_spiller_that_is_stopped_gives_its_buffers_back() -> None:
     tier = host_tier()
-    host = Host([tier])
+    host = SpillHost([tier])
     task = asyncio.create_task(host.spiller.run())
     host.go_on.clear()
     for token in range(17):

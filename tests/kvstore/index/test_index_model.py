@@ -42,7 +42,7 @@ steps = st.lists(
 )
 
 
-class Model:
+class IndexModel:
     """``blocks``: what each node that lives has; a chain's blocks are there from the first to an end."""
 
     def __init__(self, url: str) -> None:
@@ -96,7 +96,7 @@ def _end(chain: Chain, has: set[bytes]) -> int:
 
 
 async def play(url: str, script: list[tuple[str, str, int, int]]) -> None:
-    model = Model(url)
+    model = IndexModel(url)
     for what, name, chain, length in script:
         await model.run(what, name, CHAINS[chain], length)
         await model.check()

@@ -8,7 +8,7 @@ import pytest
 
 from pillion.errors import Cancelled, InvalidRequest
 from pillion.wire.kvnode import CommitRun
-from tests.kvstore.test_node import NUM_SLOTS, hashes, running
+from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
 
 
 async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:

@@ -36,7 +36,7 @@ def content(block_hash: bytes) -> bytes:
 class FakeSource:
     """Another node with some of the chain. Reads wait for ``gate``, fail after ``fail_after``, and spoil ``flip``."""
 
-    def __init__(self, node: Node, name: str, blocks: int) -> None:
+    def __init__(self, node: FetchingNode, name: str, blocks: int) -> None:
         self.node, self.node_id, self.blocks = node, name, blocks
         self.gate = asyncio.Event()
         self.gate.set()
@@ -80,7 +80,7 @@ class FakeSource:
             self.node.memory.block(here)[:] = data
 
 
-class FakeTier:
+class ListedTier:
     name = "fake"
 
     def __init__(self, kept: Iterable[bytes]) -> None:
@@ -111,10 +111,10 @@ class FakeTier:
     async def close(self) -> None: ...
 
 
-class Node:
+class FetchingNode:
     """A pool of 24 slots whose fetcher meets the fakes."""
 
-    def __init__(self, tier: FakeTier | None = None, verify: bool = True, timeout_s: float = 5.0) -> None:
+    def __init__(self, tier: ListedTier | None = None, verify: bool = True, timeout_s: float = 5.0) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(NUM_SLOTS)
         self.gateway = self.ledger.attach("g", SESSION)
@@ -160,7 +160,7 @@ class Node:
 
 
 async def test_all_of_a_chain_comes_and_is_pinned():
-    node = Node()
+    node = FetchingNode()
     node.add("a", 10)
     ticket_id = node.ticket()
     assert await node.bring(ticket_id, "a") == 10
@@ -177,7 +177,7 @@ async def test_all_of_a_chain_comes_and_is_pinned():
 
 
 async def test_what_one_source_lacks_comes_from_the_next():
-    node = Node()
+    node = FetchingNode()
     node.add("gone", -1)
     node.add("short", 3)
     node.add("long", 7)
@@ -187,7 +187,7 @@ async def test_what_one_source_lacks_comes_from_the_next():
 
 
 async def test_own_tiers_come_first_and_a_source_goes_on():
-    node = Node(FakeTier(PROMPT[:4]))
+    node = FetchingNode(ListedTier(PROMPT[:4]))
     source = node.add("a", 10)
     brought = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ["a"])
     assert (brought.blocks, brought.restored_blocks, brought.fetched_blocks) == (10, 4, 6)
@@ -196,15 +196,15 @@ async def test_own_tiers_come_first_and_a_source_goes_on():
 
 
 async def test_a_broken_file_ends_in_a_shorter_chain():
-    tier = FakeTier(PROMPT)
+    tier = ListedTier(PROMPT)
     tier.broken = {PROMPT[6]}
-    node = Node(tier)
+    node = FetchingNode(tier)
     assert await node.bring(node.ticket()) == 6
     node.check()
 
 
 async def test_a_flipped_bit_is_found_counted_and_not_committed():
-    node = Node()
+    node = FetchingNode()
     source = node.add("a", 10)
     source.flip = {PROMPT[4]}
     assert await node.bring(node.ticket(), "a") == 4
@@ -214,13 +214,13 @@ async def test_a_flipped_bit_is_found_counted_and_not_committed():
 
 
 async def test_checks_can_be_turned_off():
-    node = Node(verify=False)
+    node = FetchingNode(verify=False)
     node.add("a", 10).flip = {PROMPT[4]}
     assert await node.bring(node.ticket(), "a") == 10
 
 
 async def test_another_source_mends_what_came_broken():
-    node = Node()
+    node = FetchingNode()
     node.add("a", 10).flip = {PROMPT[4]}
     node.add("b", 10)
     assert await node.bring(node.ticket(), "a", "b") == 10
@@ -229,14 +229,14 @@ async def test_another_source_mends_what_came_broken():
 
 async def test_a_source_that_is_lost_in_the_middle(monkeypatch):
     monkeypatch.setattr(fetch_module, "BATCH_BYTES", 3 * BLOCK_BYTES)
-    node = Node()
+    node = FetchingNode()
     node.add("a", 10).fail_after = 2
     assert await node.bring(node.ticket(), "a") == 6
     node.check()
 
 
 async def test_two_fetches_of_one_chain_are_one_transfer():
-    node = Node()
+    node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
     calls = [asyncio.create_task(node.bring(node.ticket(), "a")) for _ in range(2)]
@@ -248,7 +248,7 @@ async def test_two_fetches_of_one_chain_are_one_transfer():
 
 
 async def test_bytes_and_slots_are_bounds():
-    node = Node()
+    node = FetchingNode()
     node.add("a", 10)
     ticket_id = node.ticket()
     assert await node.bring(ticket_id, "a", max_bytes=4 * BLOCK_BYTES) == 4
@@ -262,7 +262,7 @@ async def test_bytes_and_slots_are_bounds():
 
 
 async def test_no_slots_no_blocks():
-    node = Node()
+    node = FetchingNode()
     node.add("a", 10)
     worker = node.ledger.attach("w", "decode")
     node.ledger.lease(worker, NUM_SLOTS)
@@ -273,7 +273,7 @@ async def test_no_slots_no_blocks():
 
 
 async def test_a_late_read_keeps_its_slots_until_it_ends():
-    node = Node(timeout_s=0.05)
+    node = FetchingNode(timeout_s=0.05)
     source = node.add("a", 10)
     source.gate.clear()
     ticket_id = node.ticket()
@@ -290,7 +290,7 @@ async def test_a_late_read_keeps_its_slots_until_it_ends():
 
 
 async def test_a_caller_that_goes_away_leaves_nothing():
-    node = Node()
+    node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
     ticket_id = node.ticket()
@@ -309,7 +309,7 @@ async def test_a_caller_that_goes_away_leaves_nothing():
 
 async def test_a_released_ticket_stops_its_fetch(monkeypatch):
     monkeypatch.setattr(fetch_module, "BATCH_BYTES", 3 * BLOCK_BYTES)
-    node = Node()
+    node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
     ticket_id = node.ticket()
@@ -325,7 +325,7 @@ async def test_a_released_ticket_stops_its_fetch(monkeypatch):
 
 async def test_a_worker_that_computes_the_same_meanwhile():
     """Both end with one copy; the fetched slots that lost go back."""
-    node = Node()
+    node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
     call = asyncio.create_task(node.bring(node.ticket(), "a"))
@@ -356,7 +356,7 @@ def test_whatever_happens_the_books_add_up(
     has: list[int], tier: set[int], flips: set[int], fail_after: int, calls: int, batch: int, cancel: bool
 ) -> None:
     async def live() -> None:
-        node = Node(FakeTier(PROMPT[index] for index in tier))
+        node = FetchingNode(ListedTier(PROMPT[index] for index in tier))
         node.fetcher._batch_blocks = batch
         for number, blocks in enumerate(has):
             source = node.add(str(number), blocks)
@@ -381,7 +381,7 @@ def test_whatever_happens_the_books_add_up(
 
 
 async def test_the_time_is_for_all_sources_together():
-    node = Node(timeout_s=0.2)
+    node = FetchingNode(timeout_s=0.2)
     for name in "abcd":
         node.add(name, 10).pin_takes_s = 10.0
     begin = asyncio.get_running_loop().time()
@@ -391,7 +391,7 @@ async def test_the_time_is_for_all_sources_together():
 
 
 async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing():
-    node = Node()
+    node = FetchingNode()
     node.add("a", 10)
     twice = [*PROMPT[:3], PROMPT[1], *PROMPT[3:5]]
     ticket = node.ledger.pin_chain(node.gateway, 99, twice)

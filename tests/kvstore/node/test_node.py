@@ -52,7 +52,7 @@ def flags_in(folder: str, **more: object) -> KVNodeFlags:
 
 
 @dataclass
-class Cluster:
+class NodeHarness:
     node: KVNode
     client: NodeClient
     session: NodeSession
@@ -78,11 +78,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(folder: str, **more: object) -> AsyncIterator[Cluster]:
+async def running(folder: str, **more: object) -> AsyncIterator[NodeHarness]:
     node = await start_kvnode(flags_in(folder, **more))
     client = NodeClient(node.address, "gateway-0")
     try:
-        cluster = Cluster(node, client, await client.open_session(), folder)
+        cluster = NodeHarness(node, client, await client.open_session(), folder)
         yield cluster
         await client.check_integrity()
         await cluster.session.aclose()
@@ -96,7 +96,7 @@ async def running(folder: str, **more: object) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def cluster(short_folder: str) -> AsyncIterator[Cluster]:
+async def cluster(short_folder: str) -> AsyncIterator[NodeHarness]:
     async with running(short_folder) as made:
         yield made
 
@@ -109,7 +109,7 @@ def attachments() -> Iterator[list[Attachment]]:
         attachment.close()
 
 
-async def test_a_prompt_from_hand_to_hand(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     prefill, decode = await cluster.worker("prefill"), await cluster.worker("decode")
     attachments += [prefill, decode]
@@ -132,7 +132,7 @@ async def test_a_prompt_from_hand_to_hand(cluster: Cluster, attachments: list[At
     assert again.pinned_blocks == 3
 
 
-async def test_waiting_in_line(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_waiting_in_line(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
@@ -150,7 +150,7 @@ async def test_waiting_in_line(cluster: Cluster, attachments: list[Attachment]) 
     assert (await client.heartbeat(attachments[0].epoch)).recall_blocks == 0
 
 
-async def test_a_resumed_stream_goes_first(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_a_resumed_stream_goes_first(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
@@ -164,7 +164,7 @@ async def test_a_resumed_stream_goes_first(cluster: Cluster, attachments: list[A
     new.cancel()
 
 
-async def test_cancelled_in_line(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_cancelled_in_line(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
@@ -179,7 +179,7 @@ async def test_cancelled_in_line(cluster: Cluster, attachments: list[Attachment]
     assert not cluster.node.pool.ledger.tickets
 
 
-async def test_cancel_and_grant_at_once_leak_nothing(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_cancel_and_grant_at_once_leak_nothing(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     """The caller goes away at every possible moment around the grant."""
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
@@ -222,7 +222,7 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
 
 
 async def test_an_answer_that_is_lost_leaves_no_ticket(
-    cluster: Cluster, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch
+    cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = cluster.client
     attachments.append(await cluster.worker())
@@ -239,7 +239,7 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
     await cluster.until(lambda: not cluster.node.pool.ledger.tickets)
 
 
-async def test_a_nonce_ends_a_granted_call(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     """The answer was lost on the way: only the caller's own name for the call is left to free the ticket."""
     attachments.append(await cluster.worker())
     epoch = cluster.session.epoch
@@ -257,7 +257,7 @@ async def test_a_nonce_ends_a_granted_call(cluster: Cluster, attachments: list[A
     assert not cluster.node.pool.ledger.tickets
 
 
-async def test_the_end_of_a_session_frees_all_of_it(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_the_end_of_a_session_frees_all_of_it(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client = cluster.client
     worker = await cluster.worker()
     attachments.append(worker)
@@ -279,7 +279,7 @@ async def test_the_end_of_a_session_frees_all_of_it(cluster: Cluster, attachment
     assert (await client.status()).reserved_blocks == 0
 
 
-async def test_a_dead_worker_lets_go(cluster: Cluster) -> None:
+async def test_a_dead_worker_lets_go(cluster: NodeHarness) -> None:
     client = cluster.client
     worker = await cluster.worker()
     ticket = await client.open_ticket(cluster.session.epoch, hashes(1, 2, 3), 4)
@@ -311,7 +311,7 @@ async def test_a_silent_worker_is_fenced(short_folder: str, attachments: list[At
         await cluster.until(lambda: cluster.node.pool.status().free_blocks == NUM_SLOTS)
 
 
-async def test_a_node_that_slept_judges_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, now = cluster.node.pool, 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     worker = await cluster.worker()
@@ -327,7 +327,7 @@ async def test_a_node_that_slept_judges_nobody(cluster: Cluster, monkeypatch: py
     worker.close()
 
 
-async def test_bad_calls(cluster: Cluster, attachments: list[Attachment]) -> None:
+async def test_bad_calls(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     with pytest.raises(Conflict, match="no worker has attached"):
         await client.open_ticket(epoch, b"", 1)
@@ -377,7 +377,7 @@ async def test_a_node_that_cannot_start_leaves_nothing(short_folder: str) -> Non
     await node.stop(0.1)
 
 
-async def test_a_task_that_dies_is_reported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_dies_is_reported(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = asyncio.create_task(cluster.node.wait_failed())
 
     def broken(interval_s: float) -> None:
