@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.split_load import Request, Seen
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
@@ -26,7 +27,6 @@ from pillion.engine.scheduling.step_plan import (
     ChunkDone,
     CommitOrder,
     Outcome,
-    Sampled,
     SchedulerLoad,
     StepPlan,
     Update,

@@ -1,4 +1,4 @@
-"""Calls to prefill workers: one span, acknowledged chunk by chunk."""
+"""Calls to prefill workers: each runs one span, which is acknowledged chunk by chunk."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class PrefillLink:
 
     @property
     def alive(self) -> bool:
-        """Whether something runs on it."""
+        """Whether a span runs on it."""
         return bool(self._calls)
 
     async def run_span(self, span: Span, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
-        """Acknowledgements in order. Leaving the iteration cancels the call. Raises PillionError."""
+        """Yields the acknowledgements in order. Leaving the iteration cancels the call. Raises PillionError."""
         request = span_to_pb(span, self._gateway_id)
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls.add(call)
@@ -48,8 +48,8 @@ class PrefillLink:
             call.cancel()
 
     async def aclose(self) -> None:
-        """Cancels what is under way; whoever iterates gets Unavailable."""
-        # Closing the channel alone would leave them waiting for a worker that is paused and never answers.
+        """Cancels the spans under way, whose iterations raise Unavailable."""
+        # Closing the channel alone would let them wait for a worker that is paused and never answers.
         for call in tuple(self._calls):
             call.cancel()
         await self._channel.close()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
 from pillion import errors
-from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.engine.worker.step_meter import IDLE, StepMeter, load_readings
 from pillion.gateway.request.request_telemetry import CHAT, GatewayMeter, RequestMeter
 from pillion.gateway.request.request_telemetry import readings as under_way
