@@ -1,4 +1,4 @@
-"""Converters: what goes in comes out, "not said" stays apart from zero, and neighbours in protocol understand."""
+"""Converters: what goes in comes out, "not set" stays apart from zero, and neighbours in protocol understand."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_deltas(delta: Delta) -> None:
 
 @given(st.lists(DELTAS, max_size=4))
 def test_deltas_of_one_stream(deltas: list[Delta]) -> None:
-    writer, told = DeltaWriter("r"), [dataclasses.replace(delta, request_id="r") for delta in deltas]
-    sent = [gateway_pb2.GenerateResponse.FromString(writer.to_pb(delta).SerializeToString()) for delta in told]
-    assert [delta_from_pb(message) for message in sent] == told
+    writer, deltas_sent = DeltaWriter("r"), [dataclasses.replace(delta, request_id="r") for delta in deltas]
+    sent = [gateway_pb2.GenerateResponse.FromString(writer.to_pb(delta).SerializeToString()) for delta in deltas_sent]
+    assert [delta_from_pb(message) for message in sent] == deltas_sent
 
 
 @given(SUBMITS)
@@ -190,12 +190,12 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
 
     violations = (FieldViolation("sampling.top_p", "must be positive"),)
     quotas = (QuotaViolation("max_inflight_requests", "256 are under way"),)
-    said = {
+    errors = {
         InvalidRequest: InvalidRequest.of(*violations),
         Overloaded: Overloaded("full", 1500, quotas),
         Unavailable: Unavailable("stopping", 1500),
     }
-    status = to_status(said.get(cls, cls("words")))
+    status = to_status(errors.get(cls, cls("words")))
     metadata = grpc.aio.Metadata(*status.trailing_metadata)
     back = from_rpc_error(grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, status.details))
     assert type(back) is cls
