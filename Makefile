@@ -42,7 +42,7 @@ test: setup-dev check ## Checks, then all tests
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/test_cuda_driver.py -o timeout=1200 $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/memory/test_cuda_driver.py -o timeout=1200 $(ARGS)
 
 check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff check .

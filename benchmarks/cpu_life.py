@@ -16,7 +16,7 @@ from benchmarks.cpu_steps import kernels_bench
 from benchmarks.report import save
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.kernels.cpu.language.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
 
 IDLE_S = 3.0
 TURN_S = 5.0

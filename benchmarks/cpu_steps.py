@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.cpu_limits import AttentionRead, PeakDots, ReadAll
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.backends.cpu.cpu_model import attention_shape
@@ -17,12 +18,10 @@ from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
-from pillion.kernels.cpu.attention.read_stream import Stream
-from pillion.kernels.cpu.language.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.limits import PeakDots, ReadAll
-from pillion.kernels.cpu.program.program import Operation, aligned_bytes
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.program import Operation, aligned_bytes
 
 BLOCK_SIZE = 16
 SLOTS = 1280
@@ -88,7 +87,7 @@ def kernels_bench(
         raise ConfigError("there are no kernels for this processor")
     model = load_cpu_model(prepared, BLOCK_SIZE, isa, quantization=quantization)
     specs = [operation.spec for operation in model.plan.operations]
-    stream = Stream(attention_shape(model.config, model.layout))
+    stream = AttentionRead(attention_shape(model.config, model.layout))
     limits: list[KernelSpec] = [stream, PeakDots(model.layout.dtype == "bfloat16"), ReadAll()]
     return CpuStepBench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
 
@@ -120,7 +119,7 @@ def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[
     operations = [each for each in backend.model.plan.operations if isinstance(each.spec, Attention | AttentionMerge)]
     # The last layer's attention waits for a sampled row, as the others do not: here all of them run.
     attend = [replace(each, when="" if isinstance(each.spec, Attention) else each.when) for each in operations]
-    stream = Stream(attention_shape(backend.model.config, backend.model.layout))
+    stream = AttentionRead(attention_shape(backend.model.config, backend.model.layout))
     sink = aligned_bytes(64 * SINK_THREADS)
     read = [
         Operation(stream, {name: {**each.values, "sink": sink}[name] for name in stream.layout.place})

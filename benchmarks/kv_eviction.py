@@ -25,7 +25,7 @@ from pillion.kvstore.ledger.records import SESSION, Block
 from pillion.loadgen.traces import TraceRequest, read_trace
 from pillion.wire.kvnode import CommitRun
 
-POLICIES = ("lru", "lfu", "arc")
+POLICIES = ("lru", "lfu")
 COST_BLOCKS, COST_CHAIN = 200_000, 100
 
 

@@ -81,7 +81,7 @@ def complaints(name: str, result: dict[str, Any]) -> list[str]:
     return found
 
 
-def part_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
+def process_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
     """Return the living process of ``role``. Redis shows a title of its own in place of its command line."""
     if role == "redis-server":
         return next((process for process in cluster.processes() if process.name() == role), None)
@@ -90,7 +90,7 @@ def part_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
 
 def pids(cluster: ServedCluster) -> dict[str, int | None]:
     """Return the components' process ids by role."""
-    return {role: component.pid if (component := part_of(cluster, role)) else None for role in ROLES}
+    return {role: component.pid if (component := process_of(cluster, role)) else None for role in ROLES}
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
@@ -100,18 +100,18 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
         while found and time.monotonic() < deadline:
             time.sleep(0.1)
             try:
-                books, status = cluster.node_status(), client.status()
+                node, status = cluster.node_status(), client.status()
             except AssertionError as error:
                 found = [f"the KV node does not prove its integrity: {error}"]
                 continue
             held = {
                 "active requests": status.active_requests,
-                "tickets": books.tickets,
-                "waiting tickets": books.waiting_tickets,
-                "pinned blocks": books.pinned_blocks,
-                "reserved blocks": books.reserved_blocks,
-                "quarantined blocks": books.quarantined_blocks,
-                "corrupt blocks": books.corrupt_blocks,
+                "tickets": node.tickets,
+                "waiting tickets": node.waiting_tickets,
+                "pinned blocks": node.pinned_blocks,
+                "reserved blocks": node.reserved_blocks,
+                "quarantined blocks": node.quarantined_blocks,
+                "corrupt blocks": node.corrupt_blocks,
             }
             found = [f"when all was over: {count} {what}" for what, count in held.items() if count]
     return found
@@ -124,7 +124,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
     if status_run.returncode:
         return [f"pillion status ends with {status_run.returncode}: {status_run.stderr.strip()}"]
     status = json.loads(status_run.stdout)
-    roles = {component["role"] for component in status["parts"]}
+    roles = {component["role"] for component in status["components"]}
     missing = [f"pillion status shows no {role}" for role in ("kvnode", "prefill", "decode") if role not in roles]
     return missing + ([] if status["index_available"] else ["pillion status: the index does not answer"])
 

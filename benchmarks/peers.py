@@ -103,7 +103,7 @@ def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
 
 
 def about_kernels(log: str) -> str:
-    """Return the kernels that the workers' log names: figures of the fallback are no figures of the CPU engine."""
+    """Return the kernels that the workers' log names: figures of the fallback are not the CPU engine's."""
     lines = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
     return "; ".join(dict.fromkeys(lines))
 

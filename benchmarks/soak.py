@@ -35,8 +35,8 @@ from benchmarks.load_test import (
     add_flags,
     complaints,
     idle_complaints,
-    part_of,
     pids,
+    process_of,
     run_stage,
     stages,
 )
@@ -92,7 +92,7 @@ class Watch:
         sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
         self._node = NodeClient(f"unix:{next(path for path in sockets if path.name.startswith('kvnode'))}", "soak")
         self._redis = Redis(unix_socket_path=str(next(path for path in sockets if path.name.startswith("redis"))))
-        self._components = {role: component for role in ROLES if (component := part_of(cluster, role))}
+        self._components = {role: component for role in ROLES if (component := process_of(cluster, role))}
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:
@@ -157,7 +157,9 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
     for (kind, component), points in sorted(series.items()):
         grew, allowed = verdict(kind, points)
         last = points[-1][1]
-        rows.append({"part": component, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points})
+        rows.append(
+            {"component": component, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points}
+        )
         if grew > allowed:
             wrong.append(f"{component}: {kind} grew by {grew:.1f} to {last:.1f}, allowed are {allowed:.1f}")
     return rows, wrong
@@ -166,10 +168,10 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title="growth after the warm-up")
-    for heading in ("part", "series", "last", "grew by", "allowed"):
-        table.add_column(heading, justify="left" if heading in ("part", "series") else "right")
+    for heading in ("component", "series", "last", "grew by", "allowed"):
+        table.add_column(heading, justify="left" if heading in ("component", "series") else "right")
     for row in rows:
-        table.add_row(row["part"], row["kind"], *(f"{row[name]:,.1f}" for name in ("last", "grew", "allowed")))
+        table.add_row(row["component"], row["kind"], *(f"{row[name]:,.1f}" for name in ("last", "grew", "allowed")))
     show_table(table)
 
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.split_load import ClientRecord, Request
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
@@ -26,14 +27,14 @@ from pillion.engine.scheduling.step_plan import (
     ChunkDone,
     CommitOrder,
     Outcome,
-    Sampled,
     SchedulerLoad,
     StepPlan,
     Update,
 )
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand
-from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan, parse_policy
+from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.types import SamplingParams
 from pillion.wire.registry import ComponentRecord
 

@@ -1,8 +1,19 @@
-"""Pillion's SDK: clients, the values they take and give, and the errors they raise; and :class:`LLM`, the engine in the
-caller's process, which imports the servers when it is made. Importing this imports no torch and no numpy.
+"""Pillion's SDK: clients, their values and errors, and :class:`LLM`, the engine in the caller's process.
 
-Clients and LLM are imported when they are first used: kernels and engine import errors and types from here, and run
-where gRPC and OpenTelemetry are not installed.
+Importing it imports no torch and no numpy. The clients and LLM are imported when they are first used, because kernels
+and engine import errors and types from here and run where gRPC and OpenTelemetry are not installed.
+
+What the SDK's user meets:
+- `types`, `errors`: the values and errors of the public API. Open them first.
+- `client`: the clients. `offline`: LLM.
+
+What all components share:
+- `net`: servers, channels, TLS. `wire`, `v1`: converters and the generated messages. `observability`: metrics, traces.
+- `priority`, `sampling_ranges`, `config`, `cores`, `served_models`: rules that several packages must agree on.
+
+What an operator meets: `cli`, `supervisor`, `top`, `loadgen`. The servers themselves (`gateway`, `prefill_service`,
+`decode_service`, `engine`, `kvstore`, `kernels`) are links to folders at the root of the repository; nothing here but
+`cli`, `supervisor`, `top` and `offline` imports them, and those do so inside functions.
 """
 
 from importlib import import_module

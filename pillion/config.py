@@ -27,7 +27,9 @@ CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
+EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
+ALSO_MODEL = "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more."
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -85,6 +87,11 @@ def flag(
     return field(default=default, metadata=about)
 
 
+def size_flag(default: int, help: str) -> Any:  # noqa: A002
+    """A flag that :func:`parse_size` reads."""
+    return flag(default, help, kind=parse_size)
+
+
 def other_default(cls: type, name: str, default: Any) -> Any:
     """The flag ``name`` of ``cls`` with another default: everything else about it is declared there."""
     return field(default=default, metadata=next(one.metadata for one in fields(cls) if one.name == name))
@@ -119,57 +126,29 @@ class ModelFlags:
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
     dtype: str = flag("auto", "Type of weights and KV.", choices=DTYPE_CHOICES)
-    max_model_len: int = flag(
-        0, "Longest prompt plus answer, in tokens. 0: what the model allows, at most 8192.", kind=parse_size
-    )
+    max_model_len: int = size_flag(0, "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192.")
     block_size: int = flag(16, "Tokens per KV block.")
-    load_format: str = flag(
-        "auto", "Where weights come from; dummy: random ones, on a GPU, to measure.", choices=("auto", "dummy")
-    )
+    load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeFlags(ModelFlags):
     """How the model is computed. All workers of a cluster must agree on these."""
 
-    device: str = flag(
-        "auto",
-        "Where the model is computed and KV blocks lie: a GPU or the CPU; auto: a GPU where there is one.",
-        choices=DEVICE_CHOICES,
-    )
-    kv_cache_dtype: str = flag(
-        "auto",
-        "Type of KV on a GPU; fp8: 8 bits with a scale for each token and head. auto: the weights' type.",
-        choices=("auto", "fp8"),
-    )
+    device: str = flag("auto", "Computes and holds KV blocks; auto: a GPU where there is one.", choices=DEVICE_CHOICES)
+    kv_cache_dtype: str = flag("auto", "KV on a GPU; fp8: 8 bits; auto: the weights' type.", choices=("auto", "fp8"))
     enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
-    cpu_kernels: str = flag(
-        "auto",
-        "Kernels of the forward pass on a CPU, by instruction set; auto: the best it has, torch: torch's own.",
-        choices=CPU_KERNEL_CHOICES,
-    )
-    quantization: str = flag(
-        "none",
-        "int8 keeps the weights of linear layers in 8 bits, with a scale for each output.",
-        choices=QUANTIZATION_CHOICES,
-    )
+    cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
+    quantization: str = flag("none", "int8: linear layers' weights in 8 bits.", choices=QUANTIZATION_CHOICES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFlags:
     """The KV pool's memory."""
 
-    kv_pool_bytes: int = flag(
-        0,
-        "Memory for KV blocks. 0: 1 GiB of a host's memory, or by --gpu-memory-utilization on a GPU.",
-        kind=parse_size,
-    )
-    gpu_memory_utilization: float = flag(
-        0.9, "Share of the GPU's memory that weights, workspaces and the KV pool may take together."
-    )
-    host_bytes: int = flag(
-        0, "Pinned host memory for blocks that leave a pool on a GPU, before the disk. 0: none.", kind=parse_size
-    )
+    kv_pool_bytes: int = size_flag(0, "Memory for KV blocks. 0: 1 GiB; on a GPU, by --gpu-memory-utilization.")
+    gpu_memory_utilization: float = flag(0.9, "Share of the GPU's memory for weights, workspaces and KV pool together.")
+    host_bytes: int = size_flag(0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.")
     decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
 
 
@@ -178,27 +157,16 @@ class ThreadFlags:
     """The threads of a forward pass on a CPU."""
 
     cpu_threads: int = flag(0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.")
-    cpu_affinity: str = flag(
-        "", "Cores of those threads, one after the other, such as 0,1 or 4-7. Empty: the system chooses."
-    )
+    cpu_affinity: str = flag("", "Cores of those threads in order, such as 0,1 or 4-7. Empty: the system chooses.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags:
     """The budgets of a decode worker's step."""
 
-    max_num_batched_tokens: int = flag(256, "Token budget of a decode step (I5).", kind=parse_size)
+    max_num_batched_tokens: int = size_flag(256, "Token budget of a decode step (I5).")
     max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.")
-    num_speculative_tokens: int = flag(
-        0, "Most tokens that a step guesses for a sequence, by looking back in its text. 0: none."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkedPrefillFlags:
-    """Whether prompts are cut."""
-
-    enable_chunked_prefill: bool = flag(True, "Cut prompts into chunks. Without it a prompt runs whole, in one step.")
+    num_speculative_tokens: int = flag(0, "Most tokens a step guesses for a sequence from its own text. 0: none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,37 +177,34 @@ class PrefixCachingFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComponentNameFlags:
-    """The name of a worker or gateway."""
+class ChunkedPrefillFlags:
+    """Whether prompts are cut."""
 
-    component_id: str = flag(
-        "", "Name of this process, unique in the cluster. Default: one made of its role and process id.", placement=True
-    )
+    enable_chunked_prefill: bool = flag(True, "Cut prompts into chunks. Without it a prompt runs whole, in one step.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainFlags:
-    """How a process that serves streams stops."""
+class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
+    """Flags of workers and gateways."""
 
+    component_id: str = flag("", "Unique name of this process. Default: one made of role and pid.", placement=True)
     drain_timeout_s: float = flag(2.0, "Time that requests have to finish when the process is told to stop.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternalServerFlags:
-    """How a KV node and its workers are reached: all of it is placement."""
+class InternalServerFlags(CommonFlags):
+    """Flags of KV nodes and workers, which only components reach."""
 
     insecure_internal: bool = flag(
-        False,
-        "Listen on another address than loopback without TLS: whoever reaches it may read every prompt.",
-        placement=True,
+        False, "Listen beyond loopback without TLS: all who reach it may read every prompt.", placement=True
     )
     attach_socket: str = flag(
-        "/run/pillion/kvnode.sock", "Unix socket of the KV node over which workers map its pool.", placement=True
+        "/run/pillion/kvnode.sock", "Unix socket over which workers map the pool.", placement=True
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVNodeFlags(PoolFlags, InternalServerFlags, CommonFlags):
+class KVNodeFlags(PoolFlags, InternalServerFlags):
     """``pillion kvnode``: the owner of one memory domain's pool."""
 
     node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.", placement=True)
@@ -249,21 +214,19 @@ class KVNodeFlags(PoolFlags, InternalServerFlags, CommonFlags):
     node_advertise: str = flag("", ADVERTISE, placement=True)
     kv_device: str = flag("cpu", "Where the KV pool is: cpu, cuda or cuda:N.", placement=True)
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
-    eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=("lru", "lfu"))
+    eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
     low_watermark_percent: int = flag(2, "Free share of the pool below which blocks are evicted ahead of need.")
     high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.")
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(True, "Check the checksum of every block that comes from another node or from disk.")
     fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.")
-    max_fetch_bytes: int = flag(2**30, "Most bytes that one fetch may bring.", kind=parse_size)
+    max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.")
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
-    disk_bytes: int = flag(10 * 2**30, "Most bytes that this folder may hold.", kind=parse_size)
+    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFlags(
-    ThreadFlags, ChunkedPrefillFlags, ComponentNameFlags, DrainFlags, InternalServerFlags, CommonFlags, ComputeFlags
-):
+class WorkerFlags(ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeFlags):
     """Flags of both kinds of workers."""
 
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).", placement=True)
@@ -274,7 +237,7 @@ class WorkerFlags(
 class PrefillFlags(WorkerFlags):
     """``pillion prefill``: turns spans of chunks into committed blocks."""
 
-    max_num_batched_prefill_tokens: int = flag(512, "Token budget of a prefill step.", kind=parse_size)
+    max_num_batched_prefill_tokens: int = size_flag(512, "Token budget of a prefill step.")
     max_waiting_spans: int = flag(256, "Most spans that wait or run on a prefill worker.")
 
 
@@ -282,47 +245,33 @@ class PrefillFlags(WorkerFlags):
 class DecodeFlags(StepFlags, WorkerFlags):
     """``pillion decode``: prompt tails and decodes under one token budget."""
 
-    target_itl_ms: float = flag(
-        0.0, "Inter-token latency to aim at; --max-num-batched-tokens is then the most a step may take. 0: off."
-    )
+    target_itl_ms: float = flag(0.0, "Inter-token latency to aim at, within --max-num-batched-tokens. 0: off.")
     max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(ChunkedPrefillFlags, PrefixCachingFlags, ComponentNameFlags, DrainFlags, CommonFlags, ModelFlags):
+class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
     """``pillion gateway``: the public edge."""
 
-    also_model: tuple[str, ...] = flag(
-        (),
-        "Another model that is served: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more.",
-        kind=str,
-    )
+    also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
     host: str = flag("127.0.0.1", "Address of the public ports.")
     http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
     grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.")
     split_policy: str = flag("auto", "Where prefill ends: auto, disaggregated, colocated or fraction:x.")
-    chunk_size: int = flag(512, "Tokens per prefill chunk; a multiple of the block size.", kind=parse_size)
+    chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.")
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
-    max_inflight_tokens: int = flag(2_000_000, "Most prompt tokens in the gateway at once.", kind=parse_size)
-    max_running_requests: int = flag(
-        0, "Most requests that a model's workers are given at once; 0: as many as run on them (--max-num-seqs)."
-    )
+    max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.")
+    max_running_requests: int = flag(0, "Most requests that a model's workers get at once; 0: by their --max-num-seqs.")
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
-    tls_ca: str = flag(
-        "", "PEM of authorities; every client must show a certificate of theirs. Empty: none is asked for."
-    )
+    tls_ca: str = flag("", "PEM of the authorities that sign clients' certificates. Empty: clients need none.")
     max_attempts: int = flag(4, "Times a request is tried over when components are lost under it.")
-    max_message_bytes: int = flag(16 * 2**20, "Largest gRPC message that is taken or sent.", kind=parse_size)
-    drain_timeout_s: float = other_default(DrainFlags, "drain_timeout_s", 30.0)
+    max_message_bytes: int = size_flag(16 * 2**20, "Largest gRPC message that is received or sent.")
+    drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)
     gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.")
-    probe_listen: str = flag(
-        "",
-        "Another address (host:port or unix:path) whose gRPC health says whether the gateway is ready.",
-        placement=True,
-    )
-    share_ports: bool = flag(False, "Let other processes of this user listen on the same public ports.", placement=True)
+    probe_listen: str = flag("", "Another address whose gRPC health says whether the gateway is ready.", placement=True)
+    share_ports: bool = flag(False, "Let this user's other processes listen on the same public ports.", placement=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,14 +279,12 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     """``pillion serve``: the whole cluster on this machine. Placement flags stay at their defaults here."""
 
     fence_kill_after_s: float = flag(30.0, "A worker that stays fenced for longer is killed and started again.")
-    prefill_workers: int = flag(
-        -1, "Prefill workers to start. -1: one on a CPU; on a GPU none, there one process does both."
-    )
+    prefill_workers: int = flag(-1, "Prefill workers to start. -1: one on a CPU, none on a GPU, which does both.")
     decode_workers: int = flag(1, "Decode workers to start.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineFlags(StepFlags, PoolFlags, ThreadFlags, ChunkedPrefillFlags, PrefixCachingFlags, ComputeFlags):
+class OfflineFlags(StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, ComputeFlags):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 
     max_num_batched_tokens: int = other_default(StepFlags, "max_num_batched_tokens", 512)

@@ -1,4 +1,4 @@
-"""Which of the machine's cores this process may use."""
+"""Which of the machine's cores there are for us."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
-# The most threads of a pool (kernels/cpu/program/thread_pool.py).
+# The most threads that a pool of the CPU kernels can have.
 MAX_CPU_THREADS = 512
 
 
@@ -30,15 +30,15 @@ def usable_cores() -> int:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Reads "0,2-4" as (0, 2, 3, 4). Raises ConfigError for any other text, and for cores that this process lacks."""
+    """ "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a list that is none, or of cores that this process lacks."""
     cores: list[int] = []
-    for item in filter(None, text.replace(" ", "").split(",")):
-        first, dash, last = item.partition("-")
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"--cpu-affinity {text!r} is not a list of cores; write 0,1 or 4-7")
         begin, end = int(first), int(last or first)
         if end < begin or end - begin >= MAX_CORES:
-            raise ConfigError(f"--cpu-affinity {text!r}: {item} is not a range of cores")
+            raise ConfigError(f"--cpu-affinity {text!r}: {part} is not a range of cores")
         cores += range(begin, end + 1)
     allowed = allowed_cores()
     missing = [core for core in cores if core not in allowed]

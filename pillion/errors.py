@@ -5,16 +5,16 @@
     +-- NotFound             a ticket, slot or model that is not there   NOT_FOUND
     +-- Conflict             a state that forbids the call               FAILED_PRECONDITION
     +-- Overloaded           a named bound was met                       RESOURCE_EXHAUSTED
-    +-- Unavailable          a part that is needed does not live         UNAVAILABLE
+    +-- Unavailable          a component that is needed does not answer  UNAVAILABLE
     +-- DeadlineExceeded     the caller's time is over                   DEADLINE_EXCEEDED
     +-- Cancelled            the caller went away                        CANCELLED
-    +-- PermissionDenied     not for this caller                         PERMISSION_DENIED
-    +-- Unauthenticated      who the caller is was not shown             UNAUTHENTICATED
-    +-- Internal             a defect of ours                            INTERNAL
+    +-- PermissionDenied     the caller may not do this                  PERMISSION_DENIED
+    +-- Unauthenticated      no API key, or an unknown one               UNAUTHENTICATED
+    +-- Internal             a defect of Pillion                         INTERNAL
     +-- ConfigError          a flag or model that cannot work (start-up only)
 
-Servicers raise these; one interceptor (:mod:`pillion.net.rpc`) turns them into rich gRPC statuses, and the client turns
-statuses back into them. Nothing else maps errors.
+Servicers raise these errors; one interceptor (:mod:`pillion.net.rpc`) turns them into rich gRPC statuses, and the
+client turns statuses back into them. Nothing else maps errors.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """One bound that was met: whose it is or what it is called, and in words by how much."""
+    """One bound that was met: whose bound it is or its name, and by how much, in words."""
 
     subject: str
     description: str
 
 
 class PillionError(Exception):
-    """Root of the tree. ``code`` is a google.rpc.Code."""
+    """The base of all errors. ``code`` is a google.rpc.Code."""
 
     code: int = _INTERNAL
 
@@ -74,7 +74,7 @@ class NotFound(PillionError):  # noqa: N818
 
 
 class Conflict(PillionError):  # noqa: N818
-    """The state of the called part forbids it, for instance a fenced epoch."""
+    """The state of the called component forbids the call, for instance a fenced epoch."""
 
     code = _PRECONDITION
 
@@ -91,7 +91,7 @@ class Overloaded(PillionError):  # noqa: N818
 
 
 class Unavailable(PillionError):  # noqa: N818
-    """A part that the call needs does not live; the message names it.
+    """A component that the call needs does not answer; the message names it.
 
     ``retry_after_ms``: when to send the call again, 0 where the server has tried all it could itself.
     """
@@ -110,13 +110,13 @@ class DeadlineExceeded(PillionError):  # noqa: N818
 
 
 class Cancelled(PillionError):  # noqa: N818
-    """The caller went away, or said stop."""
+    """The caller went away, or cancelled the call."""
 
     code = _CANCELLED
 
 
 class PermissionDenied(PillionError):  # noqa: N818
-    """Not for this caller."""
+    """The caller may not do this."""
 
     code = _DENIED
 
@@ -128,7 +128,7 @@ class Unauthenticated(PillionError):  # noqa: N818
 
 
 class Internal(PillionError):  # noqa: N818
-    """A defect of ours; the log of the part that raised it says more."""
+    """A defect of Pillion; the log of the component that raised it says more."""
 
     code = _INTERNAL
 

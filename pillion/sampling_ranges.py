@@ -1,4 +1,5 @@
-"""What sampling parameters may say. The gateway holds its clients to it, and a decode worker every gateway."""
+"""The ranges of sampling parameters. The gateway checks its clients' requests against them, a decode worker those of
+every gateway."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from pillion.types import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
-# Most tokens that one stream may guess in one step.
+# Most tokens that one stream may speculate in one step.
 MAX_SPECULATIVE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """From ``low`` to ``high``, both inside unless ``above`` says that ``low`` is not."""
+    """The numbers from ``low`` to ``high``, both included; with ``above`` ``low`` itself is not."""
 
     low: float
     high: float
     above: bool = False
 
     def __contains__(self, value: float) -> bool:
-        """NaN, which compares false with everything, is in no range."""
+        """Whether ``value`` is in the range. NaN, which compares false with everything, is in none."""
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
@@ -44,8 +45,8 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[FieldViolation]:
-    """Every field that is out of its range. What was not said is in it; what depends on a request's length or on a
-    model's context is not judged here."""
+    """Every field that is out of its range; a field that is not set is within it. What depends on a request's length or
+    on a model's context is not checked here."""
     for name, allowed in RANGES.items():
         value = getattr(sampling, name)
         if value is not None and value not in allowed:
@@ -55,8 +56,8 @@ def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[Fiel
     if sampling.seed is not None and sampling.seed not in _INT64:
         yield FieldViolation("sampling.seed", "does not fit 64 bits")
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
-        said = f"{len(sampling.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}"
-        yield FieldViolation("sampling.logit_bias", said)
+        count = f"{len(sampling.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}"
+        yield FieldViolation("sampling.logit_bias", count)
         return
     for token_id, bias in sampling.logit_bias.items():
         if not 0 <= token_id < vocab_size:

@@ -1,4 +1,4 @@
-"""What people type and get back: plain frozen values, free of protobuf and of torch."""
+"""The values that callers pass and get back: plain frozen dataclasses, free of protobuf and of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. ``None`` means "not said": the gateway resolves it before any worker sees it.
+    """How tokens are chosen. ``None`` is "not set": the gateway resolves it before any worker sees it.
 
     Attributes:
         temperature: 0 is greedy; default 1.0.
@@ -80,7 +80,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What a client asks for. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt."""
+    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt."""
 
     model: str = ""
     text: str = ""
@@ -94,7 +94,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request; ``cached_tokens`` are those of the prompt whose KV was found."""
+    """Token counts of a request; ``cached_tokens`` are the prompt's tokens whose KV was found."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -124,10 +124,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One message of a stream: text of answer ``index`` that is certain now.
+    """One message of a stream: the next text of answer ``index``, as far as it cannot change any more.
 
-    The last message of an answer has a finish reason, the last one of the stream usage and timings too. ``logprobs``
-    has one entry for each of ``token_ids``, if they were asked for.
+    The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
+    ``logprobs`` has one entry for each of ``token_ids``, if they were asked for.
     """
 
     request_id: str
@@ -151,12 +151,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentStatus:
-    """One part of the cluster as its last heartbeat described it; block counts are a KV node's.
+    """One component of the cluster as its last heartbeat described it; block counts are a KV node's.
 
     ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch". ``queued_tokens``, ``free_seqs``:
-    prompt tokens that a worker has yet to compute, and seats that are free. ``fenced_components``: workers that a
-    node has
-    fenced.
+    prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
+    ``fenced_components``: workers that a node has fenced.
     """
 
     component_id: str
@@ -181,7 +180,7 @@ class ComponentStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """What ``pillion status`` shows."""
+    """The whole cluster, as ``pillion status`` shows it."""
 
     version: str
     components: tuple[ComponentStatus, ...]

@@ -1,4 +1,4 @@
-"""`pillion serve` as a user starts it: real processes, found again by the role in their command line."""
+"""`pillion serve` as a user starts it: real processes, found by the role in their command line."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class ServedCluster:
         return None
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to the part; returns its pid."""
+        """Sends a signal to the component; returns its pid."""
         process = self.component(role)
         assert process is not None, f"no {role} lives"
         process.send_signal(number)
         return process.pid
 
     def node_status(self) -> NodeStatus:
-        """The KV node's own word, after it proved its integrity."""
+        """The KV node's status, after it proved its integrity."""
 
         async def ask() -> NodeStatus:
             path = next(self.folder.rglob("kvnode*.sock"))
@@ -102,7 +102,7 @@ class ServedCluster:
         return False
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
-        """End it as Ctrl-C does; returns its exit status."""
+        """Ends the cluster as Ctrl-C does; returns its exit status."""
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -123,7 +123,7 @@ class ServedCluster:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Runs, and is no zombie."""
+    """Whether it runs and is no zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -132,9 +132,9 @@ def alive(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def served(folder: pathlib.Path, model: str, *flags: str) -> Iterator[ServedCluster]:
-    """Start `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
+    """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
-    Unless the flags say otherwise every prompt goes the whole way, by a prefill worker.
+    Without --split-policy among the flags, a prefill worker computes every prompt.
     """
     port = free_port()
     temporary = folder / "t"

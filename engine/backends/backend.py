@@ -16,8 +16,7 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rope_config import served_variant
-from pillion.engine.sampling.sampling_rows import SamplingRows
-from pillion.engine.scheduling.step_plan import Sampled
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
 
 # Layout of a (layer, head) piece as one row of head_dim values per token. Part of the namespace (I2).

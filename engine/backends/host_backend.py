@@ -11,8 +11,7 @@ import torch
 from pillion.engine.backends.backend import Backend
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import SamplingRows
-from pillion.engine.scheduling.step_plan import Sampled
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,11 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
 
     Logs the choice and its reason.
     """
-    if resolve_device(flags) == "cuda":
-        return load_on_gpu(flags)
-    prepared = prepare(flags, log.info)
+    device, prepared = resolve_device(flags), prepare(flags, log.info)
+    if device == "cuda":
+        from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
+
+        return LoadedModel(prepared, *load_gpu_backend(flags, prepared, log.info))
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         # Torch that was not requested is worth a warning: the kernels are faster.
@@ -72,15 +74,6 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         model.weights.nbytes / 2**20,
     )
     return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
-
-
-def load_on_gpu(flags: WorkerFlags) -> LoadedModel:
-    """Loads the backend of the Triton kernels, with weights in GPU memory that the workers of a GPU share."""
-    from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
-
-    prepared = prepare(flags, log.info)
-    backend, operators = load_gpu_backend(flags, prepared, log.info)
-    return LoadedModel(prepared, backend, operators)
 
 
 def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | None = None) -> LoadedModel:

@@ -15,7 +15,6 @@ import torch
 
 from pillion.engine.backends.backend import (
     DevicePool,
-    KVLayout,
     checked_copies,
     checked_memory,
     kv_layout,
@@ -46,25 +45,16 @@ class TorchBackend:
         if threads:
             torch.set_num_threads(threads)
         self._config = load_config(prepared.folder)
-        self._layout = kv_layout(prepared, block_size)
+        self.layout = kv_layout(prepared, block_size)
+        self.vocab_size = self._config.vocab_size
         self._dtype = DTYPES[prepared.dtype]
         self._ropes = make_ropes(self._config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self._config, self._dtype)
         self._pool: torch.Tensor | None = None
 
-    @property
-    def layout(self) -> KVLayout:
-        """The layout of this backend's KV."""
-        return self._layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of columns of the logits."""
-        return self._config.vocab_size
-
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses ``memory`` as the paged KV pool. Raises ConfigError for memory that is too small or read-only."""
-        view, needed = checked_memory(memory, num_slots, self._layout)
+        view, needed = checked_memory(memory, num_slots, self.layout)
         flat = torch.frombuffer(view, dtype=torch.uint8, count=needed)
         self._pool = self._shaped(flat.view(self._dtype), num_slots)
 
@@ -94,16 +84,16 @@ class TorchBackend:
 
     def warm_up(self, max_tokens: int) -> None:
         """Touches all weights and lets the allocator see a full step, over scratch memory."""
-        block_size = self._layout.block_size
+        block_size = self.layout.block_size
         blocks = -(-max_tokens // block_size)
         pool = self._shaped(
-            torch.zeros(blocks * self._layout.block_bytes // self._dtype.itemsize, dtype=self._dtype), blocks
+            torch.zeros(blocks * self.layout.block_bytes // self._dtype.itemsize, dtype=self._dtype), blocks
         )
         for batch in warm_up_batches(max_tokens, block_size):
             self._run(pool, batch)
 
     def _shaped(self, values: torch.Tensor, num_slots: int) -> torch.Tensor:
-        layout = self._layout
+        layout = self.layout
         return values.view(num_slots, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:

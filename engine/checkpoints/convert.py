@@ -56,12 +56,12 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         read = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
         config = {k: v for k, v in json.loads(read.to_json_string(use_diff=False)).items() if k not in _PRIVATE_KEYS}
         reader = GGUFReader(source)
-        _add_ignored_metadata(config, reader)
-        _add_rope(config, reader)
-        _refuse_lost_experts(config, reader)
+        add_ignored_metadata(config, reader)
+        add_rope(config, reader)
+        refuse_lost_experts(config, reader)
         progress("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-        config["eos_token_id"] = _ends_of_turn(config, reader, tokenizer)
+        config["eos_token_id"] = turn_ends(config, reader, tokenizer)
         progress("de-quantizing weights")
         tensors = _dequantize(source, read, dtype)
     except ConfigError:
@@ -98,7 +98,7 @@ def _metadata(reader: Any, key: str) -> Any:
     return field.contents() if field else None
 
 
-def _add_ignored_metadata(config: dict[str, Any], reader: Any) -> None:
+def add_ignored_metadata(config: dict[str, Any], reader: Any) -> None:
     name = _metadata(reader, "general.architecture")
     for key, ours in _IGNORED_METADATA.get(name, {}).items():
         value = _metadata(reader, "{}." + key)
@@ -108,7 +108,7 @@ def _add_ignored_metadata(config: dict[str, Any], reader: Any) -> None:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
 
 
-def _refuse_lost_experts(config: dict[str, Any], reader: Any) -> None:
+def refuse_lost_experts(config: dict[str, Any], reader: Any) -> None:
     """Raises ConfigError for models that cannot be served, and for experts lost in conversion.
 
     Mixtral's GGUF files have the architecture of Llama, as which transformers would read them without their experts.
@@ -118,7 +118,7 @@ def _refuse_lost_experts(config: dict[str, Any], reader: Any) -> None:
         raise ConfigError("mixture of experts is read from Hugging Face folders, and from GGUF files of qwen3moe alone")
 
 
-def _add_rope(config: dict[str, Any], reader: Any) -> None:
+def add_rope(config: dict[str, Any], reader: Any) -> None:
     """Adds rope scaling from metadata and tensors that transformers ignores: without it positions would be wrong."""
     rope = config.setdefault("rope_parameters", {})
     rope = rope.get("full_attention", rope)  # Gemma 3 scales only its layers with full attention.
@@ -143,7 +143,7 @@ def _add_rope(config: dict[str, Any], reader: Any) -> None:
         rope["partial_rotary_factor"] = rotary_dim / head_dim
 
 
-def _ends_of_turn(config: dict[str, Any], reader: Any, tokenizer: Any) -> list[int]:
+def turn_ends(config: dict[str, Any], reader: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a text and tokens that end a chat turn, from the file's metadata and from its chat template."""
     ends = {*token_ids(config.get("eos_token_id")), *token_ids(_metadata(reader, "tokenizer.ggml.eot_token_id"))}
     vocabulary, template = tokenizer.get_vocab(), str(tokenizer.chat_template or "")

@@ -3,7 +3,7 @@
 $PILLION_CACHE or ~/.cache/pillion
 |-- prepare.lock          one process prepares at a time
 |-- packed/               weights in the layout of the CPU kernels (engine/backends/cpu/cpu_weights.py)
-|-- kernels/              machine code of the CPU kernels (kernels/cpu/language/code_cache.py)
+|-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
 |-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
 `-- records/<key>.json    a ModelRecord, valid while all files of the source keep their size and time of change
 """

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.language.code_cache import others_could_write
+from pillion.kernels.cpu.runtime.code_cache import others_could_write
 
 _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096

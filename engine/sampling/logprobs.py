@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pillion.engine.sampling.cuts import group_maxima, heads, softmax_mass
-from pillion.engine.sampling.sampling_rows import Float32, Int64, SamplingRows
+from pillion.engine.sampling.sampling_rows import Float32, Int64
 from pillion.types import TokenLogprob
 
 # Reported for a probability of zero, as OpenAI does: JSON has no number for minus infinity.
@@ -19,28 +19,30 @@ class LogprobReport:
     temperature, penalties and bias have no effect.
     """
 
-    def __init__(self, table: Float32, vocab_size: int, rows: SamplingRows) -> None:
-        """``table`` [R, W], C-contiguous, -inf behind the vocabulary."""
+    def __init__(self, table: Float32, vocab_size: int, alternatives: Int64) -> None:
+        """``table`` [R, W] is C-contiguous, with -inf behind the vocabulary; ``alternatives`` is
+        ``SamplingRows.logprobs``.
+        """
         self._table = table
-        self._asked = np.flatnonzero(rows.logprobs >= 0)
-        counts = np.minimum(rows.logprobs[self._asked], vocab_size)
-        maxima = group_maxima(table)[self._asked]
-        values, tokens, _ = heads(table, maxima, self._asked, np.maximum(counts, 1), maxima.shape[1])
+        self._reporting = np.flatnonzero(alternatives >= 0)
+        counts = np.minimum(alternatives[self._reporting], vocab_size)
+        maxima = group_maxima(table)[self._reporting]
+        values, tokens, _ = heads(table, maxima, self._reporting, np.maximum(counts, 1), maxima.shape[1])
         # Tokens rise, so of equals the lower id stays first.
         order = np.argsort(-values, axis=1, kind="stable")[:, : counts.max(initial=0)]
         self._values, self._tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
         self._counts = np.minimum(counts, (self._tokens >= 0).sum(axis=1))
         top, one = maxima.max(axis=1), np.float32(1.0)
-        masses = [softmax_mass(table[row], peak, one) for row, peak in zip(self._asked, top, strict=True)]
+        masses = [softmax_mass(table[row], peak, one) for row, peak in zip(self._reporting, top, strict=True)]
         self._log_mass = top + np.log(np.array(masses))
 
     def of(self, chosen: Int64) -> tuple[TokenLogprob | None, ...]:
         """Returns an entry for each row's token ``chosen`` [R]; None for rows that report nothing."""
         entries: list[TokenLogprob | None] = [None] * len(chosen)
-        tokens = chosen[self._asked]
-        own = _floored(self._table[self._asked, tokens] - self._log_mass)
+        tokens = chosen[self._reporting]
+        own = _floored(self._table[self._reporting, tokens] - self._log_mass)
         alternatives = _floored(self._values - self._log_mass[:, None])
-        for place, row in enumerate(self._asked.tolist()):
+        for place, row in enumerate(self._reporting.tolist()):
             count = self._counts[place]
             entries[row] = TokenLogprob(
                 int(tokens[place]),

@@ -26,8 +26,7 @@ from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_n
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.penalties import edited
-from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Float32, Int64, SamplingRows
-from pillion.engine.scheduling.step_plan import Sampled
+from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Float32, Int64, Sampled, SamplingRows
 
 # In units of scores: far more than the difference in rounding between a bound and what it bounds.
 _SLACK = np.float32(1e-3)
@@ -47,7 +46,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     table = whole_groups(logits)
     # Infinite logits and NaN are legal here.
     with np.errstate(all="ignore"):
-        report = LogprobReport(table, logits.shape[1], rows) if (rows.logprobs >= 0).any() else None
+        report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, rows.edits):
             tokens = _choose(table, rows)
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())

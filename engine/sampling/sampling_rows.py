@@ -1,4 +1,4 @@
-"""The sampling parameters of a step's rows, as arrays. Imports no torch, which planning a step does not need."""
+"""The sampling parameters of a step's rows, as arrays, and the chosen tokens. Imports no torch, for planning's sake."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from pillion.types import TokenLogprob
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -81,3 +83,14 @@ class SamplingRows:
     def __len__(self) -> int:
         """Number of rows, R."""
         return len(self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
+
+    ``logprobs`` is empty if no row of the step reports any, else it has one entry for each token.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()

@@ -30,8 +30,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceState
-from pillion.engine.scheduling.step_plan import Outcome, Sampled, SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
@@ -38,7 +39,7 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
-from pillion.engine.scheduling.step_plan import Outcome, Sampled, SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
 from pillion.errors import ConfigError, NotFound, PillionError
 from pillion.types import TokenLogprob
 
@@ -216,7 +217,7 @@ class Scheduler:
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
-        """What happened since the last outcome."""
+        """The outcome of everything since the last one."""
         decodes = (s for s in self.queues.running if s.decoding)
         out = self._block_manager.finish_outcome(decodes, now, urgent=self._starved)
         if not out.empty:

@@ -28,17 +28,6 @@ class SequencePiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
-
-    ``logprobs`` is empty where no sequence of the step asked for any, else it has one entry for each token.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob | None, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: decodes first, then prompt tails, oldest first.
 

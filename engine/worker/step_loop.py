@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pillion.engine.backends.backend import BackendLost, InFlightStep
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.errors import Internal
 
 log = logging.getLogger("pillion.step")

@@ -1,25 +1,42 @@
-"""The public gRPC service: converters around :class:`pillion.gateway.gateway.Gateway`, no policy."""
+"""The public gRPC service: the check of keys, and converters around the gateway. No policy."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
+
+from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.grpc_api.key_check import authorization
 from pillion.gateway.request.validation import check_counts, check_size, is_request_id
 from pillion.observability import telemetry
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import DeltaWriter, model_to_pb, request_from_pb, status_to_pb
 
-# gRPC says "no deadline" by one that is centuries away.
+# Without a deadline, gRPC gives one that is centuries away.
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
+# Health and reflection are open to everybody.
+_NEEDS_KEY = "/pillion.v1.Gateway/"
+
+
+class KeyCheck(grpc.aio.ServerInterceptor):
+    """Raises Unauthenticated for a call that needs a key and has none, before its message is read. ``tenant_of`` judges
+    an Authorization header."""
+
+    def __init__(self, tenant_of: Callable[[str], Tenant]) -> None:
+        self._tenant_of = tenant_of
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        if details.method.startswith(_NEEDS_KEY):
+            self._tenant_of(_header(details.invocation_metadata, "authorization"))
+        return await continuation(details)
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """pillion.v1.Gateway."""
+    """Serves pillion.v1.Gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -29,8 +46,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Generate(  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        """The stream; the call's end, however it comes, cancels what is left of the request."""
-        tenant = self._gateway.tenant_of(authorization(context.invocation_metadata()))
+        """Streams an answer; the call's end, however it comes, cancels what is left of the request."""
+        metadata = context.invocation_metadata()
+        tenant = self._gateway.tenant_of(_header(metadata, "authorization"))
         sampling = request.sampling
         check_size(request.ByteSize())
         check_counts(
@@ -42,16 +60,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 "sampling.logit_bias": len(sampling.logit_bias),
             }
         )
-        asked = request_from_pb(request)
-        label = asked.request_id or _header(context, "x-request-id") or f"req-{secrets.token_hex(12)}"
+        generate = request_from_pb(request)
+        label = generate.request_id or _header(metadata, "x-request-id") or f"req-{secrets.token_hex(12)}"
         if is_request_id(label):
-            # With every end of the call. A bad one is refused, and repeated nowhere.
+            # It is sent however the call ends. A bad one is refused, and repeated nowhere.
             context.set_trailing_metadata((("x-request-id", label),))
         generation = await self._gateway.generate(
-            replace(asked, request_id=label),
+            replace(generate, request_id=label),
             tenant=tenant,
             timeout_s=_timeout_s(context),
-            parent=telemetry.extract(context.invocation_metadata()),
+            parent=telemetry.extract(metadata),
         )
         self.streams += 1
         context.add_done_callback(lambda _: generation.cancel())
@@ -66,14 +84,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def ListModels(  # noqa: N802
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
-        """Models that live workers serve."""
+        """The models that live workers serve."""
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models()])
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
-        """Parts and totals."""
-        tenant = self._gateway.tenant_of(authorization(context.invocation_metadata()))
+        """Components and totals."""
+        tenant = self._gateway.tenant_of(_header(context.invocation_metadata(), "authorization"))
         return status_to_pb(self._gateway.status(tenant))
 
 
@@ -82,8 +100,9 @@ def _timeout_s(context: Any) -> float | None:
     return None if left is None or left > MAX_DEADLINE_S else float(left)
 
 
-def _header(context: Any, wanted: str) -> str:
-    for name, value in context.invocation_metadata() or ():
+def _header(metadata: Any, wanted: str) -> str:
+    """The first value of ``wanted`` in a call's metadata, "" where there is none."""
+    for name, value in metadata or ():
         if name == wanted:
             return value if isinstance(value, str) else ""
     return ""

@@ -3,12 +3,13 @@
 body --> checked and converted --> first delta --> status and headers --> events ... usage, [DONE]
             | 4xx with a param        | 4xx, 5xx                 | the error as an event
 
-The status waits for the first delta, so that a refusal is a status and not an event; a client that goes away before or
-after it cancels its request (I8).
+The status is sent with the first delta, so that a refusal is a status and not an event. A client that goes away before
+or after cancels its request (I8).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
@@ -29,7 +30,6 @@ from pillion.gateway.http_api.openai_events import (
 )
 from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, TokenizeBody, given, parse, parse_field
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
-from pillion.gateway.http_api.openai_pace import WritePacer
 from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
@@ -42,14 +42,18 @@ from pillion.gateway.request.runner import Generation
 from pillion.gateway.request.validation import MAX_PROMPT_IDS
 from pillion.types import GenerateRequest
 
+# Writes of all streams together: half a core's worth. A write costs more than a token: the wake-up, the framing, the
+# system call.
+MAX_WRITES_PER_S = 12_000
+
 
 class OpenAIApi:
-    """Handlers of calls; what they raise is answered by :class:`pillion.gateway.http_api.http_call.Endpoint`."""
+    """Handlers of calls; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what they raise into responses."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._texts: dict[str, TokenTexts] = {}
-        self._pace = WritePacer()
+        self._pacer = WritePacer()
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
@@ -65,19 +69,19 @@ class OpenAIApi:
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
-        said = parse(await call.body(), TokenizeBody)
-        entry = self._entry(said.model)
-        if (said.prompt is None) is not given(said.messages):
+        body = parse(await call.body(), TokenizeBody)
+        entry = self._entry(body.model)
+        if (body.prompt is None) is not given(body.messages):
             raise refused("prompt", "exactly one of prompt and messages is needed")
-        messages = read_messages(said.messages) if given(said.messages) else ()
-        request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
+        messages = read_messages(body.messages) if given(body.messages) else ()
+        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages)
         try:
-            bare = said.add_special_tokens is False
+            bare = body.add_special_tokens is False
             tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._texts_of(entry)
-        strings = [texts.text_of(token) for token in tokens] if said.return_token_strs else None
+        strings = [texts.text_of(token) for token in tokens] if body.return_token_strs else None
         answer = {
             "count": len(tokens),
             "max_model_len": entry.limits.max_model_len_tokens,
@@ -88,11 +92,11 @@ class OpenAIApi:
 
     async def detokenize(self, call: HttpCall) -> None:
         """POST /detokenize: the text of ids."""
-        said = parse(await call.body(), DetokenizeBody)
-        entry = self._entry(said.model)
-        if bytes(said.tokens).count(b",") >= MAX_PROMPT_IDS:
+        body = parse(await call.body(), DetokenizeBody)
+        entry = self._entry(body.model)
+        if bytes(body.tokens).count(b",") >= MAX_PROMPT_IDS:
             raise refused("tokens", f"more than {MAX_PROMPT_IDS} ids")
-        tokens = tuple(parse_field(said.tokens, list[Int], "tokens"))
+        tokens = tuple(parse_field(body.tokens, list[Int], "tokens"))
         size = entry.limits.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < size:
             raise refused("tokens", f"not all ids are in [0, {size})")
@@ -104,7 +108,7 @@ class OpenAIApi:
         await self._answer(call, asked, entry, tuple(prompts))
 
     async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
-        """For an echo. Ids that the model does not know are refused later, with their place."""
+        """The prompt's text, for an echo. Ids that the model does not know are refused later, with their place."""
         if not request.token_ids:
             return request.text
         known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
@@ -121,7 +125,7 @@ class OpenAIApi:
             batch = await reader.read()
             style = self._style(call, asked, entry, reader, prompts)
             if asked.stream:
-                await _stream(call, asked, reader, style, batch, self._pace)
+                await _stream(call, asked, reader, style, batch, self._pacer)
             else:
                 await _whole(call, asked, reader, style, batch)
         except PillionError as error:
@@ -159,8 +163,33 @@ class OpenAIApi:
             raise unknown_model(error.message) from None
 
 
+class WritePacer:
+    """Bounds how often one process writes; ``with pacer`` is one more stream that writes.
+
+    Each stream writes as soon as it has something, but no sooner after its last write than its share of
+    MAX_WRITES_PER_S; what comes meanwhile goes with the next write. So nothing is held back as long as all streams
+    together bring fewer messages than that, and beyond it the core carries more tokens instead of more system calls.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+
+    def __enter__(self) -> WritePacer:
+        self.streams += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.streams -= 1
+
+    async def rest(self, wrote: float) -> None:
+        """Waits until a stream that wrote at ``wrote`` (monotonic seconds) may write again; mostly that is at once."""
+        left_s = wrote + self.streams / MAX_WRITES_PER_S - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+
+
 def unknown_model(message: str) -> ApiError:
-    """As OpenAI says it: 404."""
+    """OpenAI's error for an unknown model: 404."""
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -180,19 +209,19 @@ async def _stream(
     reader: DeltaReader,
     style: ResponseWriter,
     batch: DeltaBatch,
-    pace: WritePacer,
+    pacer: WritePacer,
 ) -> None:
     answers, continuous = asked.answers, asked.continuous_usage
     await call.start_events()
     try:
-        with pace:
+        with pacer:
             while batch:
                 usage = usage_json(reader.usage()) if continuous else b""
                 events = [style.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
                 wrote = time.monotonic()
                 await call.write(b"".join(events))
                 if batch[-1][1].usage is None:
-                    await pace.rest(wrote)
+                    await pacer.rest(wrote)
                 batch = await reader.read()
     except PillionError as error:
         await call.write(error_event(from_pillion(error, asked.names).body()), last=True)

@@ -24,16 +24,16 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.links.fetching import fetch_blocks
-from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, make_plan
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
+from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Event, TicketHold
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
+from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.decode import DecodeDelta, Fork, Submit
-from pillion.wire.prefill import ChunkAck
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -209,7 +209,7 @@ class ComponentCalls:
             chunk_tokens=job.chunk_tokens,
             own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
-            fetch_block_s=cluster.pace.block_s,
+            fetch_block_s=cluster.fetch_pace.block_s,
             demand_per_s=cluster.demand_per_s(),
             sticky_choice=cluster.sticky_choices.of(job.model, unknown),
             index_available=cluster.index.available,
@@ -265,8 +265,8 @@ class ComponentCalls:
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
-            brought = await fetch_blocks(
-                self._cluster, action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
+            brought = await self._cluster.fetch_blocks(
+                action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
             )
         size = action.plan.block_size
         self.brought_tokens = brought.fetched_blocks * size, brought.restored_blocks * size

@@ -1,11 +1,11 @@
-"""What a request asks of the cluster: its job, and the chain of its prompt's hashes."""
+"""A checked request as the cluster runs it, and the chain of its block hashes."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-from pillion.gateway.planning.planner import SplitPolicy
+from pillion.gateway.planning.cluster_snapshot import SplitPolicy
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.kvstore.hashing import HASH_BYTES
 

@@ -24,7 +24,7 @@ from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.job import Job
 from pillion.gateway.request.outbox import Outbox
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
-from pillion.gateway.request.request_meter import RequestMeter
+from pillion.gateway.request.request_telemetry import RequestMeter
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.types import Delta, FinishReason, Timings, Usage

@@ -1,2 +1,12 @@
-"""The CPU kernels: the whole forward pass as machine code that this package writes through LLVM, without a compiler on
-the user's machine. docs/cpu.md draws the layouts and says how a step runs."""
+"""Map of the CPU kernels: a model's whole forward pass as machine code that LLVM generates, without a compiler on the
+user's machine. docs/cpu.md draws the layouts and explains how a step runs.
+
+    language/     the language in which kernels are written, and the table of instruction sets
+    runtime/      compiles kernels, caches their code on disk, and runs programs of kernels on a pool of threads
+    rows/         kernels over single rows: embedding, norms, rotary embedding and the KV write, logits
+    products/     matrix products with packed weights, int8 weights, mixture of experts
+    attention/    paged attention: the layout of the KV pool, the plan of a step, the kernels
+
+Open ``rows/rows.py`` first: its kernels are the simplest. Models, checkpoints and batches never come in here: a model
+becomes a program of kernels in ``engine/backends/cpu``.
+"""

@@ -39,7 +39,7 @@ def advertised(flag: str, listening: str, redis_url: str) -> str:
     families = (socket.AF_INET,) if wildcard == 4 else (socket.AF_INET, socket.AF_INET6)
     redis = parse(redis_url) if redis_url else None
     if redis is not None and not redis.hosts:
-        # A Unix socket: whoever shares this Redis is on this machine.
+        # A Unix socket: all clients of this Redis are on this machine.
         return f"127.0.0.1:{port}" if wildcard == 4 else f"[::1]:{port}"
     for peers in (redis.hosts if redis else (), SOMEWHERE):
         found = _own_address(peers, families)

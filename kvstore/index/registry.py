@@ -33,7 +33,7 @@ REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class HeartbeatAnswer:
     """The answer to a heartbeat.
 
     Attributes:
@@ -92,7 +92,7 @@ class Registry:
         self._ttl_ms = ttl_ms
         self._link = RedisLink(redis_url, "heartbeat", "leave", "components", "nodes")
 
-    async def heartbeat(self, record: ComponentRecord) -> Heartbeat:
+    async def heartbeat(self, record: ComponentRecord) -> HeartbeatAnswer:
         """Registers ``record`` until its time to live is over."""
         epoch = struct.pack(">I", record.boot_epoch) if record.role == KVNODE else b""
         args: list[bytes | str | int] = [
@@ -124,9 +124,9 @@ class Registry:
         await self._link.aclose()
 
 
-def _read_heartbeat(raw: Any) -> Heartbeat:
+def _read_heartbeat(raw: Any) -> HeartbeatAnswer:
     known, number = raw
-    return Heartbeat(bool(int(known)), as_bytes(number))
+    return HeartbeatAnswer(bool(int(known)), as_bytes(number))
 
 
 def _read_components(raw: Any) -> list[ComponentRecord]:

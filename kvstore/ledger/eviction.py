@@ -153,7 +153,7 @@ def make_policy(name: str) -> EvictionPolicy:
     """Makes the policy that ``--eviction-policy`` names: lru or lfu. Raises ConfigError for another name."""
     policies: dict[str, type[EvictionPolicy]] = {"lru": LruEviction, "lfu": LfuEviction}
     if name == "arc":
-        raise ConfigError("--eviction-policy arc: this policy was removed, it never beat lru; choose lru or lfu")
+        raise ConfigError("--eviction-policy arc: this policy was removed; choose lru or lfu")
     if name not in policies:
         raise ConfigError(f"--eviction-policy {name}: choose {', '.join(policies)}")
     return policies[name]()

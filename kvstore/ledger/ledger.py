@@ -139,7 +139,7 @@ class Ledger:
         return holder
 
     def forgive(self, now: float) -> None:
-        """Restarts everybody's silence at ``now``, because the node itself slept."""
+        """Restarts the silence of all holders at ``now``, because the node itself slept."""
         for holder in self.holders.values():
             if holder.seen_s is not None:
                 holder.seen_s = now
@@ -196,7 +196,7 @@ class Ledger:
         Returns None, with nothing changed, where memory is short.
         """
         holder = self.active(epoch)
-        # The chain is walked only where it can matter: whoever waits for memory is asked after every change.
+        # The chain is walked only where it can matter: the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
             return None
         match = self.tree.longest_prefix(hashes)
@@ -251,7 +251,7 @@ class Ledger:
             if block is None or block.parent is not ticket.tail:
                 break
             if not (block.holds or ticket.reserved or self.unpromised):
-                # Others were promised the slots of what nobody protects.
+                # The slots of all unprotected blocks are promised to others.
                 break
             self._move_pin(ticket, block)
             promised = min(1, ticket.reserved)

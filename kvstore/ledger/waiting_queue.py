@@ -1,12 +1,12 @@
 """The queue of OpenTicket calls that wait for memory. Sans-IO (I9): the node asks, and polls after every change.
 
-    asked --fits, nobody before it--> admitted
+    asked --fits, queue is empty--> admitted
       +-----------> waiting --its turn, and it fits--> admitted
                        +--withdrawn, or its epoch is gone--> (forgotten)
 
 The queue is first come, first served and only its first waiter is ever looked at, so that a big prompt is not overtaken
 for ever. A more urgent waiter counts as having come earlier (:mod:`pillion.priority`). Preempted streams (``resume``)
-stand before new prompts, because somebody is reading them already.
+stand before new prompts, because their readers wait already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pillion.errors import Conflict, InvalidRequest, Overloaded
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.priority import rank
 
-# What a refused caller is told to wait before it tries again.
+# Time after which a refused caller should try again.
 RETRY_AFTER_MS = 1000
 
 

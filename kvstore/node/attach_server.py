@@ -123,7 +123,7 @@ class AttachServer:
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
-            # The ledger first: whoever sees the connection closed may rely on the slots being free.
+            # The ledger first: a peer that sees the connection closed may rely on the slots being free.
             if epoch:
                 self._ended(epoch)
             peer.close()
@@ -193,7 +193,7 @@ def _listen(path: str) -> socket.socket:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _clear_stale(path)
         sock.bind(path)
-        # Nobody can connect before listen(), so there is no moment with wider permissions.
+        # No peer can connect before listen(), so there is no moment with wider permissions.
         os.chmod(path, 0o600)
         sock.listen(LISTEN_BACKLOG)
     except (ConfigError, OSError) as error:

@@ -203,7 +203,7 @@ class Pool:
         """Opens a ticket, and waits in the queue while memory is short.
 
         When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than ``expected_blocks``
-        are here, the index is told that the others are not.
+        are here, the missing ones are taken out of the index.
         """
         now = time.monotonic()
         self.ledger.seen(epoch, now)

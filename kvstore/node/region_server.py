@@ -64,6 +64,16 @@ class RegionServer:
             self._waiting.pop(user, None)
             self._do(self.regions.gone(user))
 
+    @property
+    def waiting(self) -> int:
+        """Number of connections that wait for a region, or have been granted one."""
+        return len(self._waiting)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Regions that have memory."""
+        return frozenset(self._segments)
+
     def close(self) -> None:
         """Closes the memory of all regions; no connection is served any more. Idempotent."""
         for segment in self._segments.values():

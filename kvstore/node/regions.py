@@ -35,7 +35,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Nobody uses the region's memory any more: it can be freed."""
+    """The region has no user any more: its memory can be freed."""
 
     key: str
 
@@ -117,6 +117,13 @@ class Regions:
         if not region.users:
             self._regions.move_to_end(key)
         return []
+
+    def state(self, key: str) -> str:
+        """Returns a region's state: "filling", "ready", "idle", or "gone"."""
+        region = self._regions.get(key)
+        if region is None:
+            return "gone"
+        return "filling" if region.filler is not None else "ready" if region.users else "idle"
 
     def drop_idle(self) -> list[Action]:
         """Drops all idle regions, because memory is short."""

@@ -139,7 +139,8 @@ class BlockFiles:
 
         Args:
             stamp: its place in the order of use.
-            old: a block whose file is reused, as nobody reads that any more; a new file can cost more than its bytes.
+            old: a block whose file is reused, as no thread reads that any more; a new file can cost more than its
+                bytes.
         """
         path = self.path_of(name.hash)
         part = path.removesuffix(SUFFIX) + PART_SUFFIX

@@ -74,6 +74,11 @@ class Spiller:
         if self._marks.reached(self._ledger):
             self._poked.set()
 
+    @property
+    def busy(self) -> bool:
+        """Whether evicted blocks are on their way to a tier."""
+        return bool(self._moving)
+
     def keeps(self, block_hash: bytes) -> bool:
         """Whether a block is in a tier or on its way there."""
         return block_hash in self._moving or any(block_hash in tier for tier in self._tiers)

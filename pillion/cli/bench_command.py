@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pillion.cli.console import table_console
 from pillion.cli.options import CA, CERT, KEY, options
 from pillion.errors import ConfigError
 
@@ -113,7 +114,7 @@ def run(**values: Any) -> int:
         check_plot(picture)
     from pillion.loadgen.run import opened, run_plan, sessions_of, with_environment
 
-    console, sessions = _console(), sessions_of(plan)
+    console, sessions = table_console(TABLE_WIDTH), sessions_of(plan)
     requests = sum(len(session.turns) for session in sessions)
 
     async def measure() -> Any:
@@ -153,7 +154,7 @@ def sweep(**values: Any) -> int:
     from pillion.loadgen.run import check_sweep, opened, run_sweep, with_environment
 
     check_sweep(plan)
-    console = _console()
+    console = table_console(TABLE_WIDTH)
 
     def show(row: dict[str, Any]) -> None:
         goodput, word = row["goodput"], "passed" if row["passed"] else "failed"
@@ -210,15 +211,6 @@ def title_of(plan: BenchPlan) -> str:
     pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"
     pace = f"{load.concurrency} at a time" if load.concurrency else pace
     return f"{plan.server.backend}, {load.workload}, {pace}, seed {load.seed}"
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
-    return console
 
 
 @contextmanager

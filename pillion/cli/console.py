@@ -46,6 +46,16 @@ class Notices:
             yield lambda step: status.update(f"{title}: {step}")
 
 
+def table_console(width: int) -> Console:
+    """A console on standard output for tables: where it is no terminal, at least ``width`` columns wide."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    return console
+
+
 def fail(message: str) -> None:
     """Prints the one line on standard error with which a failed command ends."""
     print(f"pillion: {' '.join(message.split())}", file=sys.stderr)

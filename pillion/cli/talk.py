@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pillion.cli.console import table_console
 from pillion.types import ChatMessage, ClusterStatus, ComponentStatus, Delta, TokenLogprob
 
 PROMPT = "you> "
-# Where the output is no terminal, the table gets the width it needs.
 TABLE_WIDTH = 120
 
 
@@ -116,11 +116,7 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
+    console = table_console(TABLE_WIDTH)
     console.print(status_table(status))
     console.print(summary(status))
 

@@ -2,11 +2,12 @@
 
     load.py    config, seed -> sessions with arrival times        arrivals, lengths, traces: what they are drawn from
        |
-    drive.py   sends each at its time, whatever the server does   target (gRPC), http (OpenAI): who is asked
+    drive.py   sends each at its time, however slow the server    target (gRPC), openai_target (HTTP): what is driven
        |
     records    figures.py: percentiles   slo.py: goodput          sweep.py: the next rate to try
        |
-    report.py  JSON, table               plots.py: pictures
+    report.py  JSON, table               plots.py: pictures       run.py: one run or a sweep, from target to result
 
-Everything but drive, target, http and the writing of files is sans-IO, and follows from the config alone.
+Open `run` first. All modules but drive, run, the targets and the writing of files are sans-IO and follow from the
+config alone. Nothing in here imports a server.
 """

@@ -28,7 +28,7 @@ def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s
     """Seconds from the begin of at most ``count`` arrivals, ``rate`` a second.
 
     Without ``until_s`` the gaps are scaled so that the last one is at ``count / rate``: few arrivals drawn at random
-    would else be of another rate than was asked for. Raises ValueError for a rate that is none.
+    would otherwise have another rate than the requested one. Raises ValueError for a rate that is not positive.
     """
     if not 0 < rate < math.inf:
         raise ValueError(f"a rate of {rate:g} requests a second is not above 0")

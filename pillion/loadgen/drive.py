@@ -1,7 +1,7 @@
-"""Sends sessions at their times and notes what comes back.
+"""Sends sessions at their times and records the answers.
 
-    open loop     a session begins at its time, whatever the server does; a cap may hold its requests back
-    closed loop   so many sessions at any time; the next begins when one ends
+    open loop     a session begins at its time, however slow the server is; a cap may hold its requests back
+    closed loop   a fixed number of sessions at any time; the next begins when one ends
     turns         the next is due a pause after the answer before it ended: a person reads first
 
 The clock's zero is the run's begin. Nothing waits for ever: a request ends with its deadline, and with it its session.
@@ -25,13 +25,13 @@ NO_CAP = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of it.
+    """What happened in one run.
 
     Attributes:
         records: in order of their intended arrival.
         duration_s: from the begin to the end of the last answer.
-        cpu_s: processor time of this process meanwhile.
-        stalls_s: how late a timer of the event loop was, each 50 ms.
+        cpu_s: processor time of this process during the run.
+        stalls_s: how late a timer of the event loop was, sampled each 50 ms.
         unsent: turns that were not sent because the one before them failed.
     """
 
@@ -43,12 +43,12 @@ class Run:
 
 
 class LoadDriver:
-    """One run over one target; use once.
+    """Drives one run over one target; an instance is used once.
 
     Args:
-        concurrency: of a closed loop; None: the sessions' own times.
-        max_concurrency: most requests under way at once; None for no cap.
-        timeout_s: of one request, from when it was sent.
+        concurrency: sessions at any time in a closed loop; None: each begins at its own time.
+        max_concurrency: most requests in flight at once; None for no cap.
+        timeout_s: longest time of one request, from when it was sent.
         as_chat: token ids are sent as a message of words.
         on_done: called after each request.
     """
@@ -75,7 +75,7 @@ class LoadDriver:
         self._begin = 0.0
 
     async def run(self) -> Run:
-        """Returns when every request has ended; cancelling it ends all of them."""
+        """Returns when every request has ended; cancelling it cancels all of them."""
         stalls: list[float] = []
         watching = asyncio.create_task(_watch_loop(stalls))
         cpu, self._begin = time.process_time(), time.perf_counter()
@@ -86,9 +86,9 @@ class LoadDriver:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-        asked = sum(len(session.turns) for session in self._sessions)
+        turns = sum(len(session.turns) for session in self._sessions)
         records = tuple(sorted(self._records, key=lambda record: (record.due_s, record.session, record.turn)))
-        return Run(records, duration_s, cpu_s, tuple(stalls), asked - len(records))
+        return Run(records, duration_s, cpu_s, tuple(stalls), turns - len(records))
 
     async def _open(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -175,12 +175,12 @@ class LoadDriver:
         return time.perf_counter() - self._begin
 
     async def _sleep_until(self, at_s: float) -> None:
-        # Also when it is late: requests that were made are to go out before more are.
+        # A late session yields to the loop too, so that requests go out before more are made.
         await asyncio.sleep(max(0.0, at_s - self._now()))
 
 
 async def _watch_loop(stalls: list[float]) -> None:
-    """Notes how late this timer is: what a message that arrives meanwhile has to wait."""
+    """Records how late a timer is: as long as a message that arrives meanwhile waits to be read."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(STALL_PERIOD_S)

@@ -1,4 +1,4 @@
-"""What one request's client saw, and what many such records say together. Sans-IO.
+"""One request as its client saw it, and the figures of many such records. Sans-IO.
 
     due --- lag, held by the cap ---> sent ------> first token -- gap -- next message ... last token
     |<--------------------- TTFT ---------------------->|<------------- decode ------------>|
@@ -6,7 +6,7 @@
 
 Every latency is counted from ``due``, the intended arrival. A client that is late, or a cap on requests under way,
 lengthens latencies and hides nothing: the omission that Gil Tene calls coordinated cannot happen. How late the client
-itself was is reported beside.
+itself was is reported separately.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Record:
 
     Attributes:
         held_s: how long a cap on requests under way held it back.
-        messages: (time, tokens) of each message that brought tokens; tokens are 1 where the server does not say.
-        prompt_tokens, cached_tokens, output_tokens: as the server counted them, else as asked and as seen.
-        asked_tokens: length of the answer that was asked for.
-        status: "ok", or the kind of failure; ``error`` has its words.
+        messages: (time, tokens) of each message that brought tokens; 1 token where the server does not report it.
+        prompt_tokens, cached_tokens, output_tokens: as the server counted them, else as requested and as received.
+        asked_tokens: the requested length of the answer.
+        status: "ok", or the kind of failure; ``error`` is its message.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Answered, with at least one token."""
+        """Whether the request was answered, with at least one token."""
         return self.status == OK
 
     @property
@@ -67,7 +67,7 @@ class Record:
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between messages. One with several tokens is one gap: its reader waits for all of them at once."""
+        """Gaps between messages. A message of several tokens is one gap: its reader waits for all of them at once."""
         return [after[0] - before[0] for before, after in itertools.pairwise(self.messages)]
 
     @property
@@ -85,7 +85,7 @@ class Record:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the closest ranks, as numpy's default. Raises ValueError for no value."""
+    """The percentile, linear between the closest ranks as numpy's default is. Raises ValueError for no value."""
     if not values:
         raise ValueError("no value has no percentile")
     ordered = sorted(values)
@@ -97,7 +97,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and the greatest, of seconds, in ms; None for no value."""
+    """Mean, percentiles and maximum in ms of values in seconds; None for no value."""
     if not values:
         return None
     found = {f"p{percent}": percentile(values, percent) * 1000 for percent in PERCENTILES}
@@ -134,14 +134,14 @@ def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
 
 
 def errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """How many of each kind, and the words of the first."""
+    """How many errors of each kind there are, and the message of the first."""
     counts = Counter(record.status for record in records if not record.ok)
     first = {record.status: record.error for record in reversed(records)}
     return {status: {"count": count, "first": first[status]} for status, count in counts.most_common()}
 
 
 def client_figures(records: Sequence[Record], cpu_s: float, duration_s: float, stalls_s: Sequence[float]) -> Any:
-    """What the client itself cost and how late it was.
+    """The client's own cost and lateness.
 
     Args:
         cpu_s: processor time of this process during the run.
@@ -159,7 +159,7 @@ def client_figures(records: Sequence[Record], cpu_s: float, duration_s: float, s
     }
 
 
-# From here on a request counts as held back by the cap, and a lag as one that shows in the figures.
+# A request counts as held back by the cap from HELD_S on. Beyond the other bounds the client shows in the figures.
 HELD_S = 0.005
 MAX_LAG_MS = 10.0
 MAX_CPU_SHARE = 0.8
@@ -167,7 +167,7 @@ MAX_LAG_OF_TTFT = 0.1
 
 
 def bottleneck(client: dict[str, Any], ttft_ms: dict[str, float] | None) -> str:
-    """Why the client, not the server, may have been measured; empty where nothing says so."""
+    """Why the figures may show the client's limits instead of the server's; empty where they do not."""
     reasons = []
     if client["cpu_share"] > MAX_CPU_SHARE:
         reasons.append(f"it used {client['cpu_share']:.0%} of one core")

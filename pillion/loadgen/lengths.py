@@ -13,8 +13,8 @@ MAX_TOKENS = 1 << 20
 class Lengths:
     """A distribution over whole numbers in [low, high].
 
-    ``sigma`` None: uniform. Else log-normal, with ``median`` and ``sigma`` those of the logarithm's exponential, and
-    what is beyond the bounds moved to them.
+    ``sigma`` None: uniform. Else log-normal with that median and that standard deviation of the logarithm; draws beyond
+    the bounds are moved to them.
     """
 
     low: int
@@ -23,37 +23,37 @@ class Lengths:
     sigma: float | None = None
 
     def draw(self, random_: random.Random) -> int:
-        """The next one, in tokens."""
+        """The next length, in tokens."""
         if self.sigma is None:
             return random_.randint(self.low, self.high)
         drawn = random_.lognormvariate(math.log(self.median), self.sigma)
         return min(self.high, max(self.low, round(min(drawn, self.high))))
 
 
-def parse_lengths(said: str) -> Lengths:
-    """``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError with what would be right."""
-    kind, colon, rest = said.strip().partition(":")
+def parse_lengths(text: str) -> Lengths:
+    """Reads ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for others."""
+    kind, colon, rest = text.strip().partition(":")
     try:
-        numbers = [float(part) for part in (rest if colon else kind).split(",")]
+        numbers = [float(number) for number in (rest if colon else kind).split(",")]
     except ValueError:
         numbers = []
     match ("fixed" if not colon else kind, numbers):
         case ("fixed", [length]):
-            return _checked(said, Lengths(_whole(said, length), _whole(said, length)))
+            return _checked(text, Lengths(_whole(text, length), _whole(text, length)))
         case ("uniform", [low, high]):
-            return _checked(said, Lengths(_whole(said, low), _whole(said, high)))
+            return _checked(text, Lengths(_whole(text, low), _whole(text, high)))
         case ("lognormal", [median, sigma, *most]) if len(most) <= 1 and median >= 1 and 0 <= sigma <= 10:
-            return _checked(said, Lengths(1, _whole(said, most[0]) if most else MAX_TOKENS, median, sigma))
-    raise ValueError(f"length {said!r} is not N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]")
+            return _checked(text, Lengths(1, _whole(text, most[0]) if most else MAX_TOKENS, median, sigma))
+    raise ValueError(f"length {text!r} is not N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]")
 
 
-def _whole(said: str, number: float) -> int:
+def _whole(text: str, number: float) -> int:
     if not number.is_integer():
-        raise ValueError(f"length {said!r}: {number:g} is not a whole number of tokens")
+        raise ValueError(f"length {text!r}: {number:g} is not a whole number of tokens")
     return int(number)
 
 
-def _checked(said: str, lengths: Lengths) -> Lengths:
+def _checked(text: str, lengths: Lengths) -> Lengths:
     if not 1 <= lengths.low <= lengths.high <= MAX_TOKENS:
-        raise ValueError(f"length {said!r} is not within 1 and {MAX_TOKENS}, the smaller first")
+        raise ValueError(f"length {text!r} is not within 1 and {MAX_TOKENS}, the smaller first")
     return lengths

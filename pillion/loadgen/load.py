@@ -1,4 +1,4 @@
-"""From a config to sessions: who arrives when, and asks what. Everything follows from the seed.
+"""Makes sessions from a config: arrival times and prompts. Everything follows from the seed.
 
 random   one request a session: token ids, no two prompts alike
 trace    one request a session: a row of a recorded trace
@@ -23,7 +23,7 @@ WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
 # Prompts are made before the clock starts, four bytes a token.
 MAX_PREPARED_TOKENS = 200_000_000
-# One token each for the usual vocabularies; what a prompt really has, the server says.
+# One token each in the usual vocabularies; a prompt's true length is the server's count.
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
@@ -35,12 +35,12 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """What is asked for; see `pillion bench run --help`.
+    """The load of one run; see `pillion bench run --help`.
 
     Attributes:
         rate: sessions a second; None for a closed loop, or for a trace's own times.
         concurrency: sessions at any time in a closed loop.
-        requests: at most so many; ``duration_s``: arrivals up to then.
+        requests: most requests; ``duration_s``: no arrivals later than this.
         token_range: ids of random prompts, the second one not included.
         max_model_len: rows of a trace that need more tokens are left out.
     """
@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """``at_s``: its arrival, seconds from the begin. ``system``: a chat's first message."""
+    """One user's requests, one after the other. ``at_s``: arrival after the begin. ``system``: first message."""
 
     at_s: float
     turns: tuple[Turn, ...]
@@ -84,7 +84,7 @@ class LoadSession:
 
 
 def make_sessions(config: LoadConfig) -> list[LoadSession]:
-    """All of them, in order of arrival. Raises ConfigError for a config that cannot be."""
+    """All sessions of the config, in order of arrival. Raises ConfigError for a config that cannot work."""
     try:
         return _make(config)
     except (ValueError, OSError) as error:
@@ -106,7 +106,7 @@ def _make(config: LoadConfig) -> list[LoadSession]:
     if config.workload == "trace":
         return _from_trace(config)
     if config.rate is None and config.concurrency is None:
-        raise ValueError("say --rate for an open loop or --concurrency for a closed one")
+        raise ValueError("give --rate for an open loop or --concurrency for a closed one")
     sessions = list(_chats(config) if config.workload == "chats" else _random(config))
     if config.rate is None:
         return sessions
@@ -167,7 +167,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
         raise ValueError(f"{config.trace} has no request that fits")
     times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
     if config.rate is not None and times[-1]:
-        # The pattern stays, the mean rate is the one that was asked for.
+        # The pattern of arrivals stays; their mean rate becomes the requested one.
         factor = (len(rows) - 1) / times[-1] / config.rate
         times = [at_s * factor for at_s in times]
     maker, sessions, tokens = PromptMaker(config.seed, _vocabulary(config)), [], 0

@@ -1,6 +1,6 @@
-"""OpenAI's HTTP API with streams, over asyncio's own sockets: the client must not be what is measured.
+"""A server with OpenAI's HTTP API under load, over asyncio's own sockets, so that the client costs little.
 
-One HTTP/1.1 connection for each stream under way; it is kept and used again when its answer is complete.
+Each stream in flight has an HTTP/1.1 connection, which is kept and used again when the answer is complete.
 
     take a connection (kept or new) -> send -> read: head | events ... | end -> keep it
                                                      '- anything else -> close it, TargetError
@@ -46,12 +46,12 @@ class EventReader:
         self._chunked = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What ``data`` completes; a whole body as one payload where it is no event stream. Raises ValueError."""
+        """Payloads that ``data`` completes; a body that is no event stream is one payload. Raises ValueError."""
         self._raw += data
         if not self.status and not self._head():
             return
-        for piece in self._body():
-            *lines, self._line = (self._line + piece).split(b"\n")
+        for data in self._body():
+            *lines, self._line = (self._line + data).split(b"\n")
             if len(self._line) > MAX_LINE_BYTES:
                 raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
             yield from (line[len(DATA) :].strip() for line in lines if line.startswith(DATA) or not self._events)
@@ -85,11 +85,11 @@ class EventReader:
 
     def _body(self) -> Iterator[bytes]:
         if not self._chunked:
-            piece, self._raw = self._raw, b""
+            data, self._raw = self._raw, b""
             if self._left is not None:
-                self._left -= len(piece)
+                self._left -= len(data)
                 self.done = self._left <= 0
-            yield piece
+            yield data
         while self._chunked and not self.done:
             size, found, rest = self._raw.partition(BREAK)
             if not found:
@@ -103,13 +103,13 @@ class EventReader:
 
 
 class OpenAITarget:
-    """``/v1/completions`` for token ids, ``/v1/chat/completions`` for conversations.
+    """An OpenAI server: ``/v1/completions`` for token ids, ``/v1/chat/completions`` for conversations.
 
     Args:
         url: such as ``http://host:8000`` or ``https://host/v1``.
         model: as the server calls it; empty: the first one of ``/v1/models``, once :meth:`describe` was called.
-        ignore_eos: is sent where true; OpenAI's own service does not know it.
-        ca, cert, key: files, for https.
+        ignore_eos: sent only where true, because OpenAI's own service does not know it.
+        ca, cert, key: PEM files, for https.
 
     Raises ConfigError.
     """
@@ -138,15 +138,15 @@ class OpenAITarget:
         self._fields = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         self._fields += f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._model = model
-        self._asked = {"temperature": temperature, "stream": True, "stream_options": {"include_usage": True}}
-        self._asked |= {"ignore_eos": True} if ignore_eos else {}
+        self._sampling = {"temperature": temperature, "stream": True, "stream_options": {"include_usage": True}}
+        self._sampling |= {"ignore_eos": True} if ignore_eos else {}
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         kind = {"messages": request.messages} if request.messages else {"prompt": list(request.ids)}
-        said = {"model": self._model, **kind, "max_tokens": request.output_tokens, **self._asked}
+        body = {"model": self._model, **kind, "max_tokens": request.output_tokens, **self._sampling}
         path = "/chat/completions" if request.messages else "/completions"
-        async with contextlib.aclosing(self._exchange("POST", path, json.dumps(said).encode())) as payloads:
+        async with contextlib.aclosing(self._exchange("POST", path, json.dumps(body).encode())) as payloads:
             async for payload in payloads:
                 if payload and payload != DONE:
                     yield message_of(payload)
@@ -193,7 +193,7 @@ class OpenAITarget:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Sends on a kept connection, or on a new one where the server has closed those; gives the first bytes too."""
+        """Sends on a kept connection, or on a new one where the server has closed those. Returns the first bytes."""
         while True:
             kept = bool(self._idle)
             if kept:
@@ -218,25 +218,25 @@ class OpenAITarget:
 
 
 def message_of(payload: bytes) -> AnswerMessage:
-    """One event. Raises TargetError for one that says an error, or is none of OpenAI's."""
+    """The message of one event. Raises TargetError for an error event, or one that is not OpenAI's."""
     try:
         return _message_of(json.loads(payload))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        said = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
-        raise TargetError("bad event", f"{error!r} in {said}") from None
+        text = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
+        raise TargetError("bad event", f"{error!r} in {text}") from None
 
 
-def _message_of(said: dict[str, Any]) -> AnswerMessage:
-    if said.get("error"):
-        error = said["error"]
+def _message_of(event: dict[str, Any]) -> AnswerMessage:
+    if event.get("error"):
+        error = event["error"]
         raise TargetError("error event", str(error.get("message", error) if isinstance(error, dict) else error))
     counts = None
-    if usage := said.get("usage"):
+    if usage := event.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
         counts = TokenCounts(
             usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0, usage.get("completion_tokens", 0)
         )
-    if not (choices := said.get("choices")):
+    if not (choices := event.get("choices")):
         return AnswerMessage("", 0, counts)
     choice = choices[0]
     if (delta := choice.get("delta")) is not None:

@@ -19,12 +19,12 @@ SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
 MAX_DOTS = 20_000
-# A logarithmic axis has no place for nothing.
+# A logarithmic axis has no place for 0.
 LEAST_MS = 0.01
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError, before anything ran, where no picture could be made."""
+    """Raises ConfigError where no picture could be written; called before the run starts."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot {path} does not end in one of {', '.join(SUFFIXES)}")
     try:
@@ -80,7 +80,7 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
 
 
 def _plain_numbers(axis: Axis) -> None:
-    """Of a logarithmic axis: 50, not 5 x 10^1, and few enough to read."""
+    """Labels a logarithmic axis with plain numbers (50, not 5 x 10^1), few enough to read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
@@ -91,7 +91,7 @@ def _plain_numbers(axis: Axis) -> None:
 
 def _cdf(axes: Axes, seconds: Sequence[float], label: str, colour: str, style: str) -> None:
     ordered = sorted(max(value * 1000, LEAST_MS) for value in seconds)
-    # From nothing upwards, so that a single value is a line too.
+    # The line begins at share 0, so that a single value is visible too.
     shares = [rank / len(ordered) for rank in range(len(ordered) + 1)] if ordered else []
     axes.step([*ordered[:1], *ordered], shares, where="post", color=colour, ls=style, label=label)
 

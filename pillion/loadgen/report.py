@@ -28,7 +28,7 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
-    """Everything that one run says, ready for JSON. The key ``warning`` is empty where nothing is to be said."""
+    """The result of one run, ready for JSON. ``warning`` is empty where there is no reason for one."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:
         # In a closed loop the server's pace is the load's.
@@ -54,7 +54,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
 
 
 def environment() -> dict[str, Any]:
-    """Where the client ran."""
+    """The machine and versions of the client."""
     cpuinfo, names = Path("/proc/cpuinfo"), []
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
@@ -70,18 +70,18 @@ def environment() -> dict[str, Any]:
 
 
 def records_of(run: Run) -> list[dict[str, Any]]:
-    """One object for each request, times in seconds since the begin."""
+    """One object for each request, with times in seconds since the run's begin."""
     return [asdict(record) for record in run.records]
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Raises OSError."""
+    """Writes the result as JSON. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def tables(result: dict[str, Any]) -> Group:
-    """What the terminal shows of a run."""
+    """The tables and warnings of a run, for the terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -114,7 +114,7 @@ def _totals(result: dict[str, Any]) -> Table:
         "tokens out": f"{summary['output_tokens']:,}, {summary['output_tokens_per_s']:,.0f} tokens/s",
     }
     if summary["short_answers"]:
-        rows["short answers"] = f"{summary['short_answers']} ended before the length that was asked for"
+        rows["short answers"] = f"{summary['short_answers']} ended before the requested length"
     if goodput["objectives"]:
         single = ", ".join(f"{measure} {count}" for measure, count in goodput["met"].items())
         rows["goodput"] = f"{goodput['requests_per_s']:.2f} requests/s, {goodput['attainment']:.1%} met all ({single})"
@@ -133,7 +133,7 @@ def _totals(result: dict[str, Any]) -> Table:
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One row a run, in order of the rate."""
+    """The table of a sweep: one row a run, in order of the rate."""
     from rich.table import Table
 
     table = Table(title="rate and goodput")

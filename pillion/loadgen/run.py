@@ -19,14 +19,14 @@ from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
 BACKENDS = ("pillion", "openai")
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
-# Of a run: far from those of the seeds beside it.
+# Offsets that keep the seeds of warm-ups and of a sweep's runs apart.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
 MAX_WARM_UP_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Who is asked, and how. ``api_key_variable`` names the environment's variable with the key."""
+    """The server under load, and how to call it. ``api_key_variable`` names the environment's variable with the key."""
 
     backend: str = "pillion"
     target: str = ""
@@ -41,7 +41,7 @@ class Server:
     timeout_s: float = 600.0
 
     def open(self) -> LoadTarget:
-        """Nothing is connected yet. Raises ConfigError."""
+        """Makes the target; the first request connects. Raises ConfigError."""
         where = self.target or DEFAULT_TARGETS[self.backend]
         reach: dict[str, Any] = {"target": where, "ca": self.ca, "cert": self.cert, "key": self.key}
         reach["api_key"] = os.environ.get(self.api_key_variable, "")
@@ -54,7 +54,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """One run: what load, on whom, and what counts as good."""
+    """One run: the load, the server, and the objectives."""
 
     server: Server
     load: LoadConfig
@@ -63,7 +63,7 @@ class BenchPlan:
     warm_up_requests: int = 0
 
     def described(self) -> dict[str, Any]:
-        """For the report."""
+        """The plan as the report shows it."""
         return {
             "server": asdict(self.server),
             "load": asdict(self.load),
@@ -74,22 +74,22 @@ class BenchPlan:
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
-    """The server, and what it says of itself. Raises Unavailable where it does not answer."""
+    """Opens the target and yields it with the server's description. Raises Unavailable where it does not answer."""
     target = server.open()
     try:
         try:
-            said = await target.describe()
+            description = await target.describe()
         except TargetError as error:
             if server.backend == "pillion" or not server.model:
                 raise Unavailable(f"{server.target or DEFAULT_TARGETS[server.backend]}: {error}") from None
-            said = {}
-        yield target, said
+            description = {}
+        yield target, description
     finally:
         await target.aclose()
 
 
 def sessions_of(plan: BenchPlan) -> list[LoadSession]:
-    """What a run sends. Raises ConfigError for a plan that cannot be."""
+    """The sessions that a run sends. Raises ConfigError for a plan that cannot work."""
     if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
         raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
     if plan.max_concurrency is not None and plan.max_concurrency < 1:
@@ -105,11 +105,11 @@ async def run_plan(
     on_done: Callable[[Record], None] = lambda record: None,
     sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """The run and its result; ``sessions`` where they are made already. Raises ConfigError."""
+    """Runs the plan; returns the run and its result. ``sessions``: the plan's, if already made. Raises ConfigError."""
     sessions = sessions_of(plan) if sessions is None else sessions
     common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
     if plan.warm_up_requests:
-        # Its prompts are others: what it leaves in a cache is not found.
+        # Warm-up prompts differ from the run's, so that the run finds none of them in a cache.
         seed = plan.load.seed + WARM_UP_SEED
         warm = replace(plan.load, requests=plan.warm_up_requests, seed=seed, concurrency=None, duration_s=None)
         closed = replace(warm, rate=None, concurrency=1)
@@ -127,7 +127,7 @@ async def run_plan(
 
 
 def check_sweep(plan: BenchPlan) -> float:
-    """The rate to begin with. Raises ConfigError for a plan without a rate or objectives, or that cannot be."""
+    """The rate at which a sweep begins. Raises ConfigError for a plan without rate or objectives, or a wrong one."""
     if plan.load.rate is None or not plan.objectives:
         raise ConfigError("a sweep needs --rate, where it begins, and --slo")
     sessions_of(replace(plan, load=replace(plan.load, requests=1)))
@@ -145,13 +145,13 @@ async def run_sweep(
     on_run: Callable[[float, int], Callable[[Record], None]],
     on_result: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Searches the highest rate at which ``attainment`` of the requests meet all objectives.
+    """Searches for the highest rate at which ``attainment`` of the requests meet all objectives.
 
     Args:
         plan: its rate is the first one; its requests are the fewest of a run.
         run_s: arrivals of each run, at least.
-        on_run: told a run's rate and its number of requests, gives its ``on_done``.
-        on_result: told each run's row.
+        on_run: called with a run's rate and number of requests; returns the run's ``on_done``.
+        on_result: called with each run's row.
 
     Raises ConfigError, as :func:`check_sweep`.
     """
@@ -175,6 +175,6 @@ async def run_sweep(
     }
 
 
-def with_environment(result: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """The result with where it was measured, client and server."""
-    return {**result, "environment": environment(), "server": said}
+def with_environment(result: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
+    """The result with the environment of the client and the server's description."""
+    return {**result, "environment": environment(), "server": description}

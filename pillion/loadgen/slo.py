@@ -30,17 +30,17 @@ class Objective:
     per_answer_token_s: float = 0.0
 
     def bound_s(self, record: Record) -> float:
-        """What this request is given."""
+        """The bound for this request."""
         slopes = self.per_prompt_token_s * record.prompt_tokens + self.per_answer_token_s * record.output_tokens
         return self.fixed_s + slopes
 
     def met(self, record: Record) -> bool:
-        """Whether it was kept to. A request that failed meets nothing, an answer of one token every gap."""
+        """Whether the request met the bound. A failed one meets none; an answer of one token meets any on gaps."""
         return record.ok and measured_s(self.measure, record) <= self.bound_s(record)
 
 
 def measured_s(measure: str, record: Record) -> float:
-    """A request's own latency. ``itl`` alone is the mean of its gaps."""
+    """A request's own latency in seconds. ``itl`` alone is the mean of its gaps."""
     if measure in ("ttft", "tpot", "e2e"):
         return float(getattr(record, f"{measure}_s"))
     gaps = record.itl_s
@@ -51,26 +51,26 @@ def measured_s(measure: str, record: Record) -> float:
     return max(gaps) if measure == "itl_max" else percentile(gaps, float(measure.removeprefix("itl_p")))
 
 
-def parse_slo(said: str) -> tuple[Objective, ...]:
-    """Objectives separated by commas; none for an empty text. Raises ValueError with what would be right."""
+def parse_slo(text: str) -> tuple[Objective, ...]:
+    """Reads objectives separated by commas; an empty text has none. Raises ValueError that names the right form."""
     found: dict[str, Objective] = {}
-    for part in filter(None, (part.strip() for part in said.split(","))):
-        measure, equals, bound = (message.strip() for message in part.partition("="))
+    for term in filter(None, (term.strip() for term in text.split(","))):
+        measure, equals, bound = (side.strip() for side in term.partition("="))
         if measure not in MEASURES or not equals:
-            raise ValueError(f"objective {part!r} is not MEASURE=SECONDS, with one of {', '.join(MEASURES)}")
+            raise ValueError(f"objective {term!r} is not MEASURE=SECONDS, with one of {', '.join(MEASURES)}")
         if measure in found:
-            raise ValueError(f"objective {measure!r} is said twice")
-        found[measure] = Objective(measure, *_bound(part, bound))
+            raise ValueError(f"objective {measure!r} is given twice")
+        found[measure] = Objective(measure, *_bound(term, bound))
     return tuple(found.values())
 
 
-def _bound(part: str, bound: str) -> tuple[float, float, float]:
+def _bound(objective: str, bound: str) -> tuple[float, float, float]:
     sums = {"": 0.0, "n": 0.0, "m": 0.0}
-    # An exponent's sign is no sum.
+    # The sign of an exponent does not separate terms.
     for term in re.split(r"(?<![eE])\+", bound.replace(" ", "")):
         match = _TERM.fullmatch(term)
         if match is None:
-            raise ValueError(f"objective {part!r}: {term!r} is not SECONDS, SECONDS*n or SECONDS*m")
+            raise ValueError(f"objective {objective!r}: {term!r} is not SECONDS, SECONDS*n or SECONDS*m")
         sums[match[2] or ""] += float(match[1])
     return sums[""], sums["n"], sums["m"]
 

@@ -20,9 +20,9 @@ class Tried:
 
 
 def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: int) -> float | None:
-    """What to try next; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are spent.
+    """The next rate to try; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are spent.
 
-    The middle is the geometric one: a rate's error counts in parts of it.
+    The middle is the geometric one, because a rate's error counts relative to the rate.
     """
     if len(tried) >= max_runs:
         return None
@@ -37,11 +37,11 @@ def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: 
 
 
 def best_rate(tried: Sequence[Tried]) -> float | None:
-    """The highest rate that passed below all that failed; None for none."""
+    """The highest passed rate that is below all failed ones; None where none passed."""
     failed = lowest_failed(tried)
     return max((run.rate for run in tried if run.passed and (failed is None or run.rate < failed)), default=None)
 
 
 def lowest_failed(tried: Sequence[Tried]) -> float | None:
-    """None where none failed."""
+    """The lowest rate that failed; None where none did."""
     return min((run.rate for run in tried if not run.passed), default=None)

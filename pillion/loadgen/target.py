@@ -1,4 +1,4 @@
-"""Who is asked: one interface over Pillion's gRPC API and OpenAI's HTTP API (:mod:`pillion.loadgen.openai_target`)."""
+"""The server under load: its interface, and Pillion's gRPC API. :mod:`pillion.loadgen.openai_target` is OpenAI's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 class TargetError(Exception):
-    """A request that failed: ``status`` is its kind ("Overloaded", "HTTP 429"), ``message`` what was said."""
+    """A request that failed: ``status`` is its kind ("Overloaded", "HTTP 429"), ``message`` the server's text."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -34,7 +34,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens as the server counts them; ``cached`` are those of the prompt."""
+    """Token counts as the server reports them; ``cached`` counts prompt tokens."""
 
     prompt: int
     cached: int
@@ -43,7 +43,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """A message of an answer: ``tokens`` new ones (1 where the server does not say), and at the end the count."""
+    """One message of an answer: its new tokens (1 where the server does not report them), at the end the counts."""
 
     text: str
     tokens: int
@@ -58,7 +58,7 @@ class LoadTarget(Protocol):
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """What it says of itself, for the report. Raises TargetError where it does not answer."""
+        """The server's own description, for the report. Raises TargetError where it does not answer."""
         ...
 
     async def aclose(self) -> None:
@@ -67,11 +67,11 @@ class LoadTarget(Protocol):
 
 
 class PillionTarget:
-    """A gateway's gRPC port.
+    """A Pillion gateway under load, over gRPC.
 
     Args:
-        ignore_eos: answers have exactly the length that was asked for.
-        reach: for :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
+        ignore_eos: answers have exactly the requested length.
+        reach: arguments of :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
     """
 
     def __init__(self, model: str, ignore_eos: bool, temperature: float, **reach: Any) -> None:

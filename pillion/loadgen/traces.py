@@ -28,8 +28,8 @@ MAX_TRACE_ROWS = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One row. ``timestamp`` in ms. ``hash_ids`` covers the input, its last and maybe partial block included, or
-    is empty where nothing is known."""
+    """One row of a trace. ``timestamp`` in ms. ``hash_ids`` covers the input with its last, maybe partial block; it is
+    empty where the trace has none."""
 
     timestamp: float
     input_length: int
@@ -38,14 +38,14 @@ class TraceRequest:
 
     @property
     def whole_blocks(self) -> tuple[int, ...]:
-        """Blocks that can be cached."""
+        """The ids of full blocks, which can be cached."""
         return self.hash_ids[: self.input_length // TRACE_BLOCK_TOKENS]
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All rows that have an answer, in order of time; the columns say which format it is.
+    """All rows that have an answer, in order of time; the columns tell the format.
 
-    Raises OSError, and ValueError with the row for what is no such trace.
+    Raises OSError, and ValueError that names the row for a file of another format.
     """
     with path.open(encoding="utf-8-sig") as file:
         lines = [line for line in file if line.strip()]
@@ -62,9 +62,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 def _rows(path: Path, rows: Sequence[T], parse: Callable[[T], TraceRequest], first: int) -> list[TraceRequest]:
     found = []
-    for number, said in enumerate(rows, first):
+    for number, raw in enumerate(rows, first):
         try:
-            row = parse(said)
+            row = parse(raw)
             if row.input_length < 1:
                 raise ValueError("an input without a token")
             found.append(row)
@@ -96,12 +96,12 @@ def _epoch_ms(text: str) -> float:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """In Mooncake's form, one JSON object a line."""
+    """Writes a trace in Mooncake's form, one JSON object a line."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
 
 
 class PromptMaker:
-    """Token ids for rows of one trace; the same seed makes the same ones.
+    """Makes token ids for the rows of one trace; the same seed makes the same ids.
 
     Args:
         vocabulary: ids to draw from.
@@ -113,7 +113,7 @@ class PromptMaker:
         self._blocks: dict[int, array[int]] = {}
 
     def prompt_of(self, number: int, request: TraceRequest) -> array[int]:
-        """Of row ``number``: exactly ``input_length`` ids. What no hash id covers is the row's own."""
+        """The prompt of row ``number``: ``input_length`` ids. Those beyond the hash ids belong to this row alone."""
         ids: array[int] = array("I")
         for hash_id in request.hash_ids[: -(-request.input_length // TRACE_BLOCK_TOKENS)]:
             ids.extend(self._block(hash_id))

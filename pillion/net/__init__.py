@@ -1,1 +1,8 @@
-"""Map of this package."""
+"""How components reach each other.
+
+- `rpc`: starts gRPC servers, opens channels, turns errors into statuses. Open it first.
+- `in_process`: the same calls without sockets, for components in one process. `addresses`: which addresses are local.
+- `tls`: certificates at the edge and between components. `watched`: files that may be replaced while a process runs.
+
+No service's logic comes in here: messages are in `pillion.wire`, servicers with their services.
+"""

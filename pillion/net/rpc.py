@@ -1,4 +1,4 @@
-"""gRPC habits of every part: limits, keepalive, health, reflection, and the one place where errors become statuses.
+"""gRPC settings of every component: limits, keepalive, health, reflection, and the place where errors become statuses.
 
 Idle streams survive: clients ping every KEEPALIVE_TIME_MS, with or without calls and data, and servers allow a ping
 every MIN_PING_INTERVAL_MS, so no load balancer's idle timeout above that ends a stream that waits for its first token.
@@ -26,7 +26,7 @@ KEEPALIVE_TIME_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 # Servers answer faster pings with GOAWAY too_many_pings; ours allow what our clients send.
 MIN_PING_INTERVAL_MS = 10_000
-# Of one server. A connection has to say what it is within the time, TLS included.
+# Bounds of one server. A connection must finish its handshake, TLS included, within the time.
 MAX_CONNECTIONS = 4096
 HANDSHAKE_TIMEOUT_MS = 20_000
 # Bit 0: messages as they are. gRPC decompresses a message before it looks at its size, and half a megabyte of gzip may
@@ -43,16 +43,16 @@ def _options(max_message_bytes: int) -> Options:
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Else pings stop after two of them without data between: the stream that waits longest would lose them.
+        # By default pings stop after two without data, just when a stream waits long for its first token.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Of every channel."""
+    """Options of every channel."""
     return [
         *_options(max_message_bytes),
-        # Parts restart: find them again within a second rather than after gRPC's two minutes of backoff.
+        # Components restart: channels find them again within a second instead of gRPC's two minutes of backoff.
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Also the time that one attempt to connect may take; a loaded machine needs more than the backoff.
         ("grpc.min_reconnect_backoff_ms", 5000),
@@ -61,7 +61,7 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
-    """Of every server."""
+    """Options of every server."""
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
@@ -73,23 +73,23 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bo
     ]
 
 
-# Who this process is to the other parts of its cluster. Set once, before the first channel.
+# This process's identity towards other components of its cluster. Set once, before the first channel.
 _identity: tls.Identity | None = None
 
 
 def use_identity(identity: tls.Identity | None) -> None:
-    """From now on channels to other parts, and servers for them, use mutual TLS; None: plain text."""
+    """Makes channels to other components, and servers for them, use mutual TLS from now on; None: plain text."""
     global _identity
     _identity = identity
 
 
 def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
-    """What a service for other parts has on this address; None is plain text, as on every Unix socket."""
+    """Credentials of a service for other components at this address; None is plain text, as on every Unix socket."""
     return None if _identity is None or listen.startswith(OFF_NETWORK) else tls.server_credentials(_identity)
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to another part at ``host:port`` or ``unix:path``. The caller closes it."""
+    """A channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes it."""
     if target.startswith(in_process.SCHEME):
         return in_process.InProcessChannel(target)
     if _identity is None or target.startswith("unix:"):
@@ -98,8 +98,8 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
-    """What a call that ended in ``cancelled`` is to raise. Closing a channel cancels its calls, and grpc.aio reports
-    that as it reports a cancelled caller; without this the caller's task would end in silence, and nobody be told."""
+    """The error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which grpc.aio
+    reports as it reports a cancelled caller: without this the caller's task would end without an error."""
     task = asyncio.current_task()
     return cancelled if task is None or task.cancelling() else Unavailable("the connection was closed")
 
@@ -112,7 +112,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             handler = await continuation(details)
         except PillionError as error:
-            # As a stream of requests: of one that is refused by its headers no message is read.
+            # Declared as a stream of requests, so that no message of a call refused by its headers is read.
             return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
@@ -130,9 +130,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a message that is no protobuf of its kind: gRPC itself would call that a defect of the server."""
+    """Stands for a message that cannot be parsed, which gRPC itself would report as a defect of the server."""
 
-    said: str
+    reason: str
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -150,7 +150,7 @@ def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
 
 def _readable(request: Any) -> Any:
     if isinstance(request, _Unreadable):
-        raise InvalidRequest(f"the message cannot be read: {request.said[:200]}")
+        raise InvalidRequest(f"the message cannot be read: {request.reason[:200]}")
     return request
 
 
@@ -206,22 +206,22 @@ class RunningServer:
     services: tuple[str, ...] = ()
     health: Any = None
 
-    async def tell(self, serving: bool) -> None:
-        """What health says from now on, of every service."""
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the health status of every service."""
         from grpc_health.v1 import health_pb2
 
-        said = health_pb2.HealthCheckResponse
+        status = health_pb2.HealthCheckResponse
         for name in ("", *self.services):
-            await self.health.set(name, said.SERVING if serving else said.NOT_SERVING)
+            await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def not_serving(self) -> None:
-        """Health says NOT_SERVING from now on, of every service; calls are still taken."""
+        """Sets the health status of every service to NOT_SERVING for good; calls are still served."""
         if self.health is not None:
             await self.health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Says NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Those that watch the health
-        never finish by themselves."""
+        """Sets NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Calls that watch the health end
+        only then."""
         await self.not_serving()
         await self.server.stop(grace_s)
 
@@ -240,14 +240,14 @@ async def start_server(
     """Start a server with health, of each service and of all ("") together, and reflection.
 
     Args:
-        listen: ``host:port`` (port 0: any) or ``unix:path``.
+        listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``, where only ``services`` counts.
         services: pairs of full service name and a function that adds the servicer to a server.
         credentials: TLS; None for plain text.
-        interceptors: run inside the one that maps errors: what they raise becomes a status as well.
-        max_message_bytes: largest message that is taken or sent.
-        max_calls: at once; more are refused. A quarter of them may come over one connection. None: as many as come.
+        interceptors: run inside the interceptor that maps errors, so what they raise becomes a status as well.
+        max_message_bytes: largest message that is received or sent.
+        max_calls: most calls at once, a quarter of them over one connection; more are refused. None: no bound.
         share_port: other servers of this user may listen on the same port; the system spreads connections over them.
-        serving: what health says at first.
+        serving: the first health status.
 
     Raises:
         OSError: the address cannot be bound.
@@ -276,7 +276,7 @@ async def start_server(
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     running = RunningServer(server, address, names, checker)
-    await running.tell(serving)
+    await running.set_serving(serving)
     return running
 
 

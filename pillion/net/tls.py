@@ -1,12 +1,12 @@
-"""TLS at the edge and between parts, from PEM files that may be replaced while a process runs.
+"""TLS at the edge and between components, from PEM files that may be replaced while a process runs.
 
     files --fit--> in use --other files (pillion.net.watched)--> read again --fit--> in use from the next handshake on
       | no: ConfigError                                         | no: a warning, the old ones stay in use
 
-At the edge a server shows its certificate, and asks clients for theirs where it is told whose to accept. Between parts
-both sides show one, and what counts is that the cluster's own authority has signed it, not at which address its holder
-lives: every such certificate carries the name INTERNAL_NAME, which is the only one that is checked. So the authority of
-the parts must sign nothing else. A Unix socket is never encrypted: the rights of its folder are its lock.
+At the edge a server shows its certificate, and asks clients for theirs where a flag names their authorities. Between
+components both sides show one, and it must be signed by the cluster's own authority, whatever its holder's address:
+every such certificate carries the name INTERNAL_NAME, the only one that is checked. So this authority must sign nothing
+else. A Unix socket is never encrypted: the rights of its folder are its lock.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class TlsFiles:
     ca: str = ""
 
     def paths(self) -> tuple[str, ...]:
-        """Those that are named."""
+        """The paths that are set."""
         return tuple(filter(None, (self.cert, self.key, self.ca)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One version of the files. ``context`` is for HTTP, and the proof that they fit together."""
+    """One version of the files. ``context`` is for HTTP; that it could be made proves that the files fit together."""
 
     version: int
     cert: bytes
@@ -58,7 +58,7 @@ class _Loaded:
 
 
 class Identity:
-    """Who this process is to the other side. Thread-safe: gRPC asks from threads of its own.
+    """This process's certificate and trusted authorities. Thread-safe: gRPC asks for them from threads of its own.
 
     Raises ConfigError for files that cannot be read or do not belong together.
     """
@@ -77,7 +77,7 @@ class Identity:
         return bool(self._files.ca)
 
     def current(self) -> _Loaded:
-        """What is in use; the files are looked at once per interval."""
+        """The version in use; the files are checked for changes once per interval."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._interval_s:
@@ -90,27 +90,27 @@ class Identity:
             return self._loaded
 
     def fresh_context(self) -> ssl.SSLContext:
-        """One of its own, of the files as they are now. Raises ConfigError."""
+        """A new context of the files as they are now. Raises ConfigError."""
         return _context(self._files)
 
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
-    """The identity that three flags name; None where none is said. Raises ConfigError."""
+    """The identity that three flags name; None where all are empty. Raises ConfigError."""
     return Identity(TlsFiles(cert, key, ca)) if cert or key or ca else None
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Of a gRPC server; each handshake uses the certificate that is current then."""
+    """Credentials of a gRPC server; each handshake uses the certificate that is current then."""
     first = identity.current()
-    told = first.version
+    current_version = first.version
 
     def fetch() -> Any:
-        # None: the same as before.
-        nonlocal told
+        # None stands for an unchanged certificate.
+        nonlocal current_version
         loaded = identity.current()
-        if loaded.version == told:
+        if loaded.version == current_version:
             return None
-        told = loaded.version
+        current_version = loaded.version
         return _configuration(loaded)
 
     return grpc.dynamic_ssl_server_credentials(
@@ -119,7 +119,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
-    """Of an HTTP server. Each handshake is handed over to the context that is current then."""
+    """The context of an HTTP server. Each handshake continues with the version that is current then."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = identity.current().context
@@ -130,10 +130,10 @@ def http_context(identity: Identity) -> ssl.SSLContext:
 
 
 class ComponentChannel(grpc.aio.Channel):
-    """A channel to another part, over mutual TLS. A call that begins after the certificate changed uses the new one.
+    """A channel to another component, over mutual TLS. Calls that begin after the certificate changed use the new one.
 
-    gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls under way stay
-    on theirs; the one before the last is closed.
+    gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls in flight stay
+    on theirs; the channel before the last is dropped.
     """
 
     def __init__(self, target: str, identity: Identity, options: Options) -> None:
@@ -182,19 +182,19 @@ class ComponentChannel(grpc.aio.Channel):
             credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
             self._channels.append(grpc.aio.secure_channel(self._target, credentials, self._options))
             if len(self._channels) > 2:
-                # Closed when it is collected; what still ran on it has run for two lives of a certificate.
+                # It is closed when it is collected; calls that are still on it have outlived two certificates.
                 self._channels.pop(0)
         return self._channels[-1]
 
     def _calling(self, kind: str, *args: Any, **more: Any) -> Callable[..., Any]:
         made: tuple[grpc.aio.Channel, Any] | None = None
 
-        def call(*said: Any, **options: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             nonlocal made
             channel = self._newest()
             if made is None or made[0] is not channel:
                 made = (channel, getattr(channel, kind)(*args, **more))
-            return made[1](*said, **options)
+            return made[1](*arguments, **options)
 
         return call
 
@@ -219,12 +219,12 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
         # An encrypted key would ask on the terminal; with a wrong password it is an error.
         context.load_cert_chain(files.cert, files.key, password="-")  # noqa: S106
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"TLS: {files.cert} and {files.key}: {_said(error)}") from None
+        raise ConfigError(f"TLS: {files.cert} and {files.key}: {_reason(error)}") from None
     if files.ca:
         try:
             context.load_verify_locations(files.ca)
         except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"TLS: {files.ca}: {_said(error)}") from None
+            raise ConfigError(f"TLS: {files.ca}: {_reason(error)}") from None
         context.verify_mode = ssl.CERT_REQUIRED
         # A client that resumes a session shows no certificate again, even if its authority is not accepted any more.
         # Without tickets there is nothing to resume; before TLS 1.3 a server remembers sessions by itself.
@@ -240,6 +240,6 @@ def _read(path: str) -> bytes:
         raise ConfigError(f"TLS: {path}: {error.strerror}") from error
 
 
-def _said(error: OSError) -> str:
-    reason = getattr(error, "reason", "") or error.strerror or str(error)
-    return str(reason).replace("_", " ").lower()
+def _reason(error: OSError) -> str:
+    text = getattr(error, "reason", "") or error.strerror or str(error)
+    return str(text).replace("_", " ").lower()

@@ -1,11 +1,11 @@
 """Files that may be replaced while a process runs: keys and certificates.
 
-    in use --others, which have come to rest--> read --good--> in use
+    in use --changed, and at rest again-------> read --good--> in use
                                                  | bad: a warning, once; what was read before stays in use
                                                  | could not be read at all: tried again at the next look
 
-A file that is written in place is short for a moment, and half of a list of keys is a list too. So what changed is read
-when it is the same at two looks, or changed some time ago: nobody may have looked for long.
+A file that is written in place is short for a moment, and half of a list of keys is a valid list too. So changed files
+are read once they are the same at two looks, or last changed a while ago.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pillion.errors import ConfigError
 
 log = logging.getLogger("pillion.net.watched")
 
-# How often a change is looked for.
+# How often the files are checked for a change.
 WATCH_INTERVAL_S = 1.0
 # A file that has not changed for so long is not being written.
 AT_REST_S = 2.0
@@ -30,7 +30,7 @@ Signature = tuple[tuple[int, ...] | None, ...]
 
 
 class Watched:
-    """Some files that belong together. A rename over a file, a swapped link and new rights are changes too."""
+    """Files that belong together. A rename over a file, a swapped link and new permissions are changes too."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
@@ -41,11 +41,11 @@ class Watched:
         """One look at the files.
 
         Args:
-            read: makes something of them. Raises ConfigError where they are bad, caused by an OSError where they could
-                not be read.
+            read: parses the files. Raises ConfigError where they are bad, caused by an OSError where they
+                could not be read.
 
         Returns:
-            What ``read`` made of other files than before; None where they are the same, still change, or are bad.
+            What ``read`` returned for changed files; None where they are the same, still changing, or bad.
         """
         now = self._look()
         at_rest = now == self._seen or all(file is None or _age_s(file) > AT_REST_S for file in now)
@@ -62,13 +62,13 @@ class Watched:
                 self._used = now
             return None
         if self._look() != now:
-            # Perhaps a piece of the old ones and a piece of the new ones.
+            # The files changed meanwhile, so ``read`` may have mixed old and new ones.
             return None
         self._used, self._complaint = now, ""
         return found
 
     def _look(self) -> Signature:
-        """What tells two versions of the files apart; None for one that cannot be looked at."""
+        """A signature of each file; None for one that cannot be read."""
         return tuple(_signature(path) for path in self._paths)
 
 
@@ -77,10 +77,10 @@ def _signature(path: str) -> tuple[int, ...] | None:
         found = os.stat(path)
     except OSError:
         return None
-    # The time of change too: it is all that new rights alter.
+    # The time of change is all that new permissions alter.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _age_s(file: tuple[int, ...]) -> float:
-    """Time since its last change, by the wall clock: the file system has no other one."""
+    """Seconds since the file's last change, by the wall clock, the only one that file systems have."""
     return time.time() - file[-1] / 1e9

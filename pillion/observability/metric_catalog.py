@@ -41,11 +41,11 @@ def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], label
     return _metric(Metric(name, "histogram", unit, text, labels, bounds))
 
 
-# Of every part.
+# Every component.
 
 BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "component")
 
-# Of the gateway: requests.
+# The gateway: requests.
 
 TTFT = _histogram(
     "gen_ai.server.time_to_first_token",
@@ -99,7 +99,7 @@ REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a com
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 
-# Of workers: steps.
+# Workers: steps.
 
 STEP_DURATION = _histogram("pillion.step.duration", "s", "Of a step: forward pass and sampling.", STEP_BOUNDS)
 STEP_BUDGET = _counter(
@@ -115,7 +115,7 @@ SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of 
 SEATS = _gauge("pillion.free_seats", "{sequence}", "How many more sequences would run at once.")
 QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
 
-# Of KV nodes.
+# KV nodes.
 
 KV_BLOCKS = _gauge(
     "pillion.kv.blocks",

@@ -1,10 +1,9 @@
-"""Counting what happens, cheaply enough for the token path. :mod:`pillion.observability.metrics_export` tells the
-world.
+"""Counts what happens, cheaply enough for the token path; :mod:`pillion.observability.metrics_export` publishes it.
 
-    what happens   --add, observe--> cells ----+
-    a part's books (load, lines) --watchers----+--collect--> families --> Prometheus's scrape, the OTLP push
+    what happens  --add, observe--> cells -----+
+    a component's own state  --watchers--------+--collect--> families --> Prometheus's scrape, the OTLP push
 
-A cell belongs to one thread; whoever collects only reads. An instrument of the OpenTelemetry SDK takes 10 to 20
+A cell is written by one thread; collecting only reads. An instrument of the OpenTelemetry SDK takes 10 to 20
 microseconds for a record, a cell 0.2 to 0.5: with one record for each token that is the difference between a fifth of a
 core and nothing. So the SDK's readers and exporters carry what the cells hold, in its data model.
 """
@@ -20,8 +19,8 @@ from typing import Literal
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# Cells of one metric, each with other label values; what comes beyond is counted together under OTHER. No client's
-# word becomes a label, so this is met only where something is wrong.
+# Most cells of one metric, each with other label values; further ones are counted together under OTHER. No client's
+# text becomes a label, so the bound is met only where something is wrong.
 MAX_CELLS = 128
 OTHER = "other"
 
@@ -29,10 +28,10 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 
-# Compared by identity: one is looked up for each record.
+# Compared by identity, because each record looks one up.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One thing that is measured.
+    """The definition of one metric.
 
     Attributes:
         name: OpenTelemetry's form, with dots.
@@ -51,7 +50,7 @@ class Metric:
 
 @dataclass(slots=True)
 class Counter:
-    """Only grows."""
+    """A cell of a counter, which only grows."""
 
     value: float = 0
 
@@ -62,7 +61,7 @@ class Counter:
 
 @dataclass(slots=True)
 class Distribution:
-    """Counts by bucket. Bucket i holds what is above bounds[i - 1] and at most bounds[i]; the last one, the rest."""
+    """A cell of a histogram. Bucket i counts values above bounds[i - 1], at most bounds[i]; the last one, the rest."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -71,7 +70,7 @@ class Distribution:
     smallest: float = math.inf
 
     def observe(self, value: float, times: int = 1) -> None:
-        """The same value, ``times`` times."""
+        """Counts ``value``, ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
         if value > self.largest:
@@ -92,7 +91,7 @@ class Snapshot:
 
     @property
     def count(self) -> int:
-        """Of everything observed."""
+        """The number of observed values."""
         return sum(self.counts)
 
 
@@ -112,12 +111,12 @@ class MetricFamily:
     points: tuple[MetricPoint, ...]
 
 
-# What a watcher yields: the metric, its labels' values, and what it stands at.
+# What a watcher yields: the metric, its labels' values, and its current value.
 Reading = tuple[Metric, Labels, float]
 
 
 class Meters:
-    """All cells of one part."""
+    """All cells of one component."""
 
     def __init__(self) -> None:
         self._counters: dict[Metric, dict[Labels, Counter]] = {}
@@ -125,13 +124,13 @@ class Meters:
         self._watchers: list[Callable[[], Iterable[Reading]]] = []
 
     def counter(self, metric: Metric, *labels: str) -> Counter:
-        """The cell with these label values, made when it is first asked for. Who counts often keeps it."""
+        """The counter with these label values, made on first use. A hot path keeps the cell."""
         assert len(labels) == len(metric.labels), metric.name
         cells = self._counters.setdefault(metric, {})
         return cells.get(labels) or cells.setdefault(_bounded(metric, labels, len(cells)), Counter())
 
     def distribution(self, metric: Metric, *labels: str) -> Distribution:
-        """The same for a histogram."""
+        """The histogram with these label values, made on first use."""
         assert len(labels) == len(metric.labels), metric.name
         cells = self._distributions.setdefault(metric, {})
         found = cells.get(labels)
@@ -141,11 +140,11 @@ class Meters:
         return found
 
     def watch(self, watcher: Callable[[], Iterable[Reading]]) -> None:
-        """``watcher`` is asked at each collection: for what is in somebody's books anyway."""
+        """Calls ``watcher`` at each collection, for values that other code keeps anyway."""
         self._watchers.append(watcher)
 
     def collect(self) -> list[MetricFamily]:
-        """Everything now. On the thread of the part's event loop, whose books the watchers read."""
+        """Everything now. Called on the component's event loop, whose state the watchers read."""
         found: dict[Metric, list[MetricPoint]] = {}
         for metric, labels, value in self._readings():
             found.setdefault(metric, []).append(MetricPoint(labels, value))
@@ -163,8 +162,8 @@ class Meters:
             try:
                 yield from watcher()
             except Exception:
-                # A scrape that shows the rest is worth more than none.
-                log.exception("a part's books could not be read")
+                # A scrape without this watcher's values is worth more than none.
+                log.exception("a metric's current value could not be read")
 
 
 def _bounded(metric: Metric, labels: Labels, cells: int) -> Labels:

@@ -1,12 +1,11 @@
-"""Where a part's metrics go: a page for Prometheus, and the OTLP push where the standard variables ask for it.
+"""Where a component's metrics go: a page for Prometheus, and the OTLP push where the standard variables ask for it.
 
     scrape (thread of the page's server, or the gateway's own HTTP) --+
-    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on the part's loop --> families
+    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> families
 
 Both read the same cells (:mod:`pillion.observability.metrics`). Names on the page follow OpenTelemetry's rules for
-Prometheus; beside
-them stand vLLM's names (:mod:`pillion.observability.metrics_prometheus`), which autoscalers and dashboards already
-know.
+Prometheus; beside them stand vLLM's names (:mod:`pillion.observability.metrics_prometheus`), which autoscalers and
+dashboards already know.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# Longest wait for the part's loop; a part that is busier than that has a scrape missing, which is a sign too.
+# Longest wait for the component's loop; a component that is busier misses a scrape, which is a sign too.
 COLLECT_TIMEOUT_S = 2.0
-# As the specification says: the push is on where there is an endpoint for it.
+# The specification turns the push on where one of these names an endpoint.
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 Collect = Callable[[], list[MetricFamily]]
 
 
 class MetricsPage(Collector):
-    """What one part shows to Prometheus. ``collect_all`` may be called on any thread."""
+    """What one component shows to Prometheus. ``collect_all`` may be called on any thread."""
 
     def __init__(self, collect_all: Collect, *, vllm_names: bool) -> None:
         self._collect_all = collect_all
         self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
-        """For the client library. Raises TimeoutError where the part does not answer."""
+        """The metrics, for the client library. Raises TimeoutError where the component does not answer."""
         families = self._collect_all()
         yield from to_prometheus(families)
         if self._vllm_names:
             yield from to_vllm(families)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
-        """With this page, and what the process uses: memory, files, processor time."""
+        """A registry of this page and of what the process uses: memory, files, processor time."""
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(self)
         prometheus_client.ProcessCollector(registry=registry)
@@ -65,12 +64,11 @@ class MetricsPage(Collector):
 
 
 class Exports:
-    """Of one part, from its start to its end. Made on its event loop.
+    """Publishes one component's metrics, from its start to its end. Made on its event loop.
 
     Args:
-        component_id, role: what the part is called.
-        port: of the page; 0 where there is none.
-        host: that it listens on.
+        component_id, role: the component's name and kind.
+        port, host: where the page listens; port 0: there is no page.
         vllm_names: whether the page has vLLM's names too.
 
     Raises ConfigError where the port is taken.
@@ -91,7 +89,7 @@ class Exports:
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
-        """Sends what is left. Not on the event loop, which is to answer meanwhile. Idempotent."""
+        """Sends what is left. Not called on the event loop, which has to answer meanwhile. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server[0].shutdown()
@@ -143,13 +141,13 @@ def push(collect: Collect, resource: Any) -> Any:
 
         exporter = HttpExporter()
     reader = PeriodicExportingMetricReader(exporter)
-    # Where a MeterProvider would give its instruments to the reader.
+    # A MeterProvider would set this callback, for its instruments.
     reader._set_collect_callback(read)
     return reader
 
 
 def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> Any:
-    """In the SDK's data model, cumulative since ``began_ns``."""
+    """The families in the SDK's data model, cumulative since ``began_ns``."""
     from opentelemetry.sdk.metrics.export import (
         AggregationTemporality,
         Gauge,

@@ -1,9 +1,9 @@
-"""A part's metrics as a page for Prometheus: under their own names, and under vLLM's.
+"""A component's metrics as a page for Prometheus, under their own names and under vLLM's.
 
 Own names follow OpenTelemetry's rules for Prometheus: underscores for dots, the unit behind the name, ``_total`` behind
 a counter. vLLM's names are there for autoscalers, dashboards and endpoint pickers that know those; each is one of ours
-with ``model_name`` as its only label where vLLM has it. A part shows what it knows: the gateway requests and tokens,
-workers their lines and steps, KV nodes the use of the pool.
+with ``model_name`` as its only label where vLLM has it. A component shows what it knows: the gateway requests and
+tokens, workers their queues and steps, KV nodes the use of the pool.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def prometheus_name(metric: metrics.Metric) -> str:
 
 
 def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
-    """Everything that a query may ask for."""
+    """All names of the metric that a query may use."""
     name = prometheus_name(metric)
     if metric.kind == "histogram":
-        return tuple(f"{name}_{part}" for part in ("bucket", "sum", "count"))
+        return tuple(f"{name}_{suffix}" for suffix in ("bucket", "sum", "count"))
     return (f"{name}_total",) if metric.kind == "counter" else (name,)
 
 
 def to_prometheus(families: Iterable[MetricFamily]) -> Iterator[Metric]:
-    """In the client library's terms."""
+    """The families in the client library's terms."""
     for family in families:
         metric = family.metric
         labels = [label.replace(".", "_") for label in metric.labels]
@@ -64,7 +64,7 @@ def _family(
 
 
 def _buckets(found: Snapshot) -> list[tuple[str, float]]:
-    """(upper bound, how many are at most that), the last bound being infinity."""
+    """Pairs of (upper bound, how many values are at most that); the last bound is infinity."""
     made, below = [], 0
     for bound, count in zip((*found.bounds, float("inf")), found.counts, strict=True):
         below += count
@@ -123,7 +123,7 @@ ALIASES = (
 
 
 def to_vllm(families: Iterable[MetricFamily]) -> Iterator[Metric]:
-    """What of ``families`` vLLM has a name for."""
+    """The families that vLLM has a name for, under that name."""
     by_metric = {family.metric: family for family in families}
     for alias in ALIASES:
         family = by_metric.get(alias.metric)
@@ -136,10 +136,10 @@ def _aliased(alias: _Alias, family: MetricFamily) -> Metric:
     labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
     summed: dict[tuple[str, ...], float | Snapshot] = {}
     for point in family.points:
-        said = dict(zip(metric.labels, point.labels, strict=True))
-        if alias.chosen(said):
-            model = (said[names.MODEL],) if names.MODEL in said else ()
-            key = (*model, said[alias.label]) if alias.called else model
+        labelled = dict(zip(metric.labels, point.labels, strict=True))
+        if alias.chosen(labelled):
+            model = (labelled[names.MODEL],) if names.MODEL in labelled else ()
+            key = (*model, labelled[alias.label]) if alias.called else model
             summed[key] = _plus(summed[key], point) if key in summed else point.value
     return _family(alias.name, metric, labels, summed.items())
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry tracing: one trace per request through all parts, exported when the standard OTEL_* variables say so.
+"""OpenTelemetry tracing: one trace per request through all components, exported if the OTEL_* variables ask for it.
 
 Without them the API's no-op tracer answers and a span costs about a microsecond. The exporter is chosen as the
 specification says: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) switches tracing on,
@@ -37,21 +37,25 @@ def wanted() -> bool:
 
 
 def protocol(signal: str) -> str:
-    """What the environment says of a signal's export ("TRACES", "METRICS"): "grpc" or "http/protobuf"."""
-    said = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    return said or "grpc"
+    """The protocol that the environment sets for a signal's export ("TRACES", "METRICS"): "grpc" or "http/protobuf"."""
+    chosen = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    return chosen or "grpc"
 
 
 def resource(component_id: str, role: str) -> Resource:
-    """What a process is called wherever its traces and metrics go."""
+    """The process's name wherever its traces and metrics go."""
     from opentelemetry.sdk.resources import Resource
 
-    said = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
-    return Resource.create(said)
+    attributes = {
+        "service.name": f"pillion-{role}",
+        "service.instance.id": component_id,
+        "service.namespace": "pillion",
+    }
+    return Resource.create(attributes)
 
 
 def setup(component_id: str, role: str) -> None:
-    """Install the SDK in this process if the environment asks for it. Called once, by a part's main."""
+    """Installs the SDK in this process if the environment asks for it. Called once, by a component's main."""
     if not wanted():
         return
     from opentelemetry.sdk.trace import TracerProvider
@@ -72,7 +76,7 @@ def setup(component_id: str, role: str) -> None:
 
 
 def shutdown() -> None:
-    """Send what is left. Called once, when a part stops."""
+    """Sends what is left. Called once, when a component stops."""
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
         stop()

@@ -215,7 +215,7 @@ async def _start_gateway(
 ) -> Any:
     from pillion.gateway.gateway import Gateway, GatewayOptions
     from pillion.gateway.links.cluster import Cluster
-    from pillion.gateway.planning.planner import parse_policy
+    from pillion.gateway.planning.cluster_snapshot import parse_policy
 
     cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(

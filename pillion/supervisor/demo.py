@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pillion.cli.console import Notices
+from pillion.cli.console import Notices, table_console
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
 from pillion.observability.log_format import set_up_logging
@@ -33,7 +33,6 @@ SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 48
 # The cluster has just started, and the model may still be paged in.
 REQUEST_TIMEOUT_S = 300.0
-# Where the output is no terminal, the table gets the width it needs.
 TABLE_WIDTH = 100
 EXIT_INTERRUPTED = 130
 
@@ -176,11 +175,7 @@ async def ask(
 
 def print_table(answers: list[DemoAnswer]) -> None:
     """Prints the table of where each prompt's tokens went."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
+    console = table_console(TABLE_WIDTH)
     console.print()
     console.print(table_of(answers))
 

@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +136,17 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
         path = folder / "redis.sock"
         command = redis.command(redis_binary, path)
         # Redis greets with warnings about persistence, which it does not have here.
-        probed = _spec("redis", 0, command, environ, lambda: redis.answers(path))
-        specs.append(replace(probed, quiet=flags.log_level != "debug"))
+        quiet = flags.log_level != "debug"
+        specs.append(
+            ProcessSpec(
+                component_id="redis",
+                level=0,
+                argv=tuple(command),
+                environ=environ,
+                probe=lambda: redis.answers(path),
+                quiet=quiet,
+            )
+        )
     # Pages of metrics: the gateways' first, then one port after the other.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
@@ -155,20 +163,27 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
             share = {"cpu_threads": threads, "cpu_affinity": next(bound), "metrics_port": next(pages)}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker without a node ends at once; the gateway waits for both by itself.
-            specs.append(replace(_component(role, component_id, 2, worker, compute, listen), needs=(node.node_id,)))
+            specs.append(_component(role, component_id, 2, worker, compute, listen, needs=(node.node_id,)))
     return specs + gateway_specs(flags, folder, environ, level=3)
 
 
 def _component(
-    role: str, component_id: str, level: int, flags: Any, environ: Mapping[str, str], address: str
+    role: str,
+    component_id: str,
+    level: int,
+    flags: Any,
+    environ: Mapping[str, str],
+    address: str,
+    needs: tuple[str, ...] = (),
 ) -> ProcessSpec:
-    return _spec(component_id, level, component_argv(role, flags), environ, lambda: probes.is_serving(address))
-
-
-def _spec(
-    component_id: str, level: int, argv: Sequence[str], environ: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
-) -> ProcessSpec:
-    return ProcessSpec(component_id=component_id, level=level, argv=tuple(argv), environ=environ, probe=probe)
+    return ProcessSpec(
+        component_id=component_id,
+        level=level,
+        argv=component_argv(role, flags),
+        environ=environ,
+        probe=lambda: probes.is_serving(address),
+        needs=needs,
+    )
 
 
 def compute_environ(threads: int) -> dict[str, str]:

@@ -132,11 +132,10 @@ class Supervisor:
 
     def kill_component(self, component_id: str) -> bool:
         """Sends SIGKILL to one component, which is then started again as after any death. False where none runs."""
-        for component in self._components:
-            if component.spec.component_id == component_id and component.child in self._children:
-                component.child.kill()
-                return True
-        return False
+        child = self._running(component_id)
+        if child is not None:
+            child.kill()
+        return child is not None
 
     def living(self) -> list[int]:
         """Process groups ever started that still live; empty after :meth:`stop`."""
@@ -144,10 +143,12 @@ class Supervisor:
 
     def pid_of(self, component_id: str) -> int | None:
         """The process id of a running component, None while it does not run."""
-        for component in self._components:
-            if component.spec.component_id == component_id and component.child in self._children:
-                return component.child.pid if component.child else None
-        return None
+        child = self._running(component_id)
+        return child.pid if child is not None else None
+
+    def _running(self, component_id: str) -> ChildProcess | None:
+        children = [component.child for component in self._components if component.spec.component_id == component_id]
+        return next((child for child in children if child in self._children), None)
 
     async def _tend(self, component: _SupervisedProcess) -> None:
         name = component.spec.component_id

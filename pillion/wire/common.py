@@ -1,4 +1,4 @@
-"""The hello between two parts, and the rule for version skew that it carries."""
+"""The hello between two components, and the rule for version skew that it carries."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pillion.v1 import common_pb2
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
-    """This program's hello."""
+    """The hello of a component of this program."""
     return common_pb2.Hello(protocol=PROTOCOL, component_id=component_id, version=VERSION)
 
 
 def check_hello(message: common_pb2.Hello) -> str:
-    """Returns the speaker's part id. Raises Conflict unless its protocol is ours or a neighbour of ours."""
+    """The sender's component id. Raises Conflict unless its protocol is at most one version away from ours."""
     if message.protocol == 0 or abs(message.protocol - PROTOCOL) > 1:
         raise Conflict(
-            f"{message.component_id or 'peer'} speaks protocol {message.protocol}, this part speaks {PROTOCOL}: "
+            f"{message.component_id or 'peer'} speaks protocol {message.protocol}, this component speaks {PROTOCOL}: "
             "upgrade one version at a time"
         )
     return message.component_id

@@ -1,4 +1,4 @@
-"""Errors as rich gRPC statuses (google.rpc), and back: BadRequest, RetryInfo and QuotaFailure.
+"""Converts errors to rich gRPC statuses (google.rpc) and back: BadRequest, RetryInfo and QuotaFailure.
 
     raised by a servicer --to_status--> status + details in the trailers --from_rpc_error--> raised by the client
 

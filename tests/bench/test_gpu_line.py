@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.line import BLOCK_SIZE, EngineLoad, EngineLoop
-from pillion.engine.scheduling.step_plan import Sampled
+from pillion.engine.sampling.sampling_rows import Sampled
 
 TOKEN = 7
 

@@ -165,7 +165,7 @@ def test_every_flag_is_declared_once() -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
             assert isinstance(node.value.func, ast.Name)
             assert isinstance(node.target, ast.Name)
-            if node.value.func.id == "flag":
+            if node.value.func.id in ("flag", "size_flag"):
                 declared.append(node.target.id)
             else:
                 assert node.value.func.id == "other_default"

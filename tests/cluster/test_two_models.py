@@ -95,11 +95,11 @@ def test_a_namespace_keeps_their_blocks_apart(two: TwoModels) -> None:
     with Client(two.target) as client:
         assert cached(client, "alpha") == 0
         wait_for("alpha's own blocks", lambda: cached(client, "alpha") == BLOCKS_OF_PROMPT)
-        before = two.running.books("kv-b").committed_blocks
+        before = two.running.node_status("kv-b").committed_blocks
         assert cached(client, "beta") == 0
         wait_for("beta's own blocks", lambda: cached(client, "beta") == BLOCKS_OF_PROMPT)
-        assert two.running.books("kv-b").committed_blocks > before
-    assert [two.running.books(node).fetched_blocks for node in NODES.values()] == [0, 0]
+        assert two.running.node_status("kv-b").committed_blocks > before
+    assert [two.running.node_status(node).fetched_blocks for node in NODES.values()] == [0, 0]
 
 
 def test_a_model_that_no_flag_names(two: TwoModels) -> None:

@@ -71,8 +71,8 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
             assert last.timings.prefill_worker == (prefill if last.timings.prefilled_tokens else "")
             moved += last.timings.prefilled_tokens // 16
         assert moved > 30
-        assert (cluster.books("kv-b").fetched_blocks, cluster.books("kv-a").served_blocks) == (moved, moved)
-        assert cluster.books("kv-b").kv_transport == transport
+        assert (cluster.node_status("kv-b").fetched_blocks, cluster.node_status("kv-a").served_blocks) == (moved, moved)
+        assert cluster.node_status("kv-b").kv_transport == transport
         all_idle(cluster, "kv-a", "kv-b")
 
         # What only kv-b has is fetched by kv-a, where the next decode worker lives.
@@ -86,7 +86,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
             assert (last.timings.decode_worker, last.timings.prefilled_tokens) == (second, 0)
             assert last.usage.cached_tokens == (last.usage.prompt_tokens - 1) // 16 * 16
             fetched += last.usage.cached_tokens // 16
-        assert cluster.books("kv-a").fetched_blocks == fetched
+        assert cluster.node_status("kv-a").fetched_blocks == fetched
         all_idle(cluster, "kv-a", "kv-b")
 
 
@@ -107,18 +107,18 @@ def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> 
         cluster.sees(target, prefill, decode)
         got, last = read(target, ids, "whole")
         assert (got, last.timings.prefilled_tokens) == (expected, 2992)
-        before = cluster.books("kv-b").fetched_blocks
+        before = cluster.node_status("kv-b").fetched_blocks
 
         found: list[tuple[tuple[int, ...], Delta]] = []
         asking = threading.Thread(target=lambda: found.append(read(target, ids, "killed")))
         asking.start()
-        wait_for("the first blocks", lambda: cluster.books("kv-b").fetched_blocks > before)
+        wait_for("the first blocks", lambda: cluster.node_status("kv-b").fetched_blocks > before)
         cluster.stop("kv-a", kill=True)
         asking.join(60)
         ((got, last),) = found
         assert got == expected
         assert 0 < last.timings.prefilled_tokens < 2992, "some of it came over, some did not"
-        assert cluster.books("kv-b").corrupt_blocks == 0
+        assert cluster.node_status("kv-b").corrupt_blocks == 0
         all_idle(cluster, "kv-b")
         # What is left serves on.
         assert read(target, ids, "after")[0] == expected

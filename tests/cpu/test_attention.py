@@ -9,38 +9,38 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import (
     FIRST,
     ITEMS_PER_THREAD,
     LAST,
     PARTITION_TOKENS,
-    AttentionPlanner,
+    CpuAttentionPlanner,
 )
 from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.language.isa import BY_NAME
-from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, Case, text_of
+from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, text_of
 from tests.support.kernel_runner import Runner, isa_or_skip
 
 torch.set_num_threads(1)
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
-SMALL, WIDE = Shape(64, 3, 16, True), Shape(64, 3, 32, False)
+SMALL, WIDE = AttentionShape(64, 3, 16, True), AttentionShape(64, 3, 32, False)
 OPTIONS = [(False, False), (True, True)]
 # What every processor and mode runs; the rest, of sizes alone, one does.
 SPECS = [spec for shape in (SMALL, WIDE) for pair in OPTIONS for spec in (Attention(shape, *pair),)]
 SPECS += [AttentionMerge(shape, window) for shape in (SMALL, WIDE) for window in (False, True)]
 SIZES = [
-    Shape(16, 1, 16, True),
-    Shape(64, 16, 16, True),
-    Shape(96, 2, 32, True),
-    Shape(128, 4, 16, True),
-    Shape(128, 8, 32, True),
-    Shape(256, 7, 16, True),
-    Shape(16, 5, 16, False),
-    Shape(256, 2, 16, False),
-    Shape(80, 30, 16, False),
+    AttentionShape(16, 1, 16, True),
+    AttentionShape(64, 16, 16, True),
+    AttentionShape(96, 2, 32, True),
+    AttentionShape(128, 4, 16, True),
+    AttentionShape(128, 8, 32, True),
+    AttentionShape(256, 7, 16, True),
+    AttentionShape(16, 5, 16, False),
+    AttentionShape(256, 2, 16, False),
+    AttentionShape(80, 30, 16, False),
 ]
 MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
 # Each sequence: (text, tokens already there, tokens of this step).
@@ -62,7 +62,7 @@ def isa_of(runner):
 
 def planned(runner, case, *, threads=2, window=0, partial_rows=PARTIAL_ROWS):
     counts = row_counts(isa_of(runner), case.shape.group)
-    return AttentionPlanner(case.shape.group, counts, KV_HEADS, threads, partial_rows, window).plan(case.batch)
+    return CpuAttentionPlanner(case.shape.group, counts, KV_HEADS, threads, partial_rows, window).plan(case.batch)
 
 
 def attend(runner, case, *, window=0, softcap=0.0, threads=3, plan_threads=2, partial_rows=PARTIAL_ROWS):
@@ -88,7 +88,7 @@ def same(a, b):
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 3.0), (37, 0.7), (600, 30.0)])
 def test_mixed_batch(runner, shape, window, softcap):
-    check(runner, Case.of(shape, MIXED, window=window), window=window, softcap=softcap)
+    check(runner, AttentionCase.of(shape, MIXED, window=window), window=window, softcap=softcap)
 
 
 PARTS = st.lists(
@@ -101,15 +101,15 @@ PARTS = st.lists(
 @settings(max_examples=12, deadline=None)
 @given(PARTS, st.sampled_from([0, 1, 16, 50, 520]), st.sampled_from([SMALL, WIDE]))
 def test_ragged_batches(runner, parts, window, shape):
-    check(runner, Case.of(shape, parts, window=window), window=window, softcap=1.5 if window else 0.0)
+    check(runner, AttentionCase.of(shape, parts, window=window), window=window, softcap=1.5 if window else 0.0)
 
 
 @pytest.mark.parametrize("stale", [torch.nan, torch.inf, -torch.inf])
 def test_stale_memory_is_not_seen(runner, stale):
     parts = [(0, 17, 1), (1, 0, 5), (2, 33, 14)]
     for shape in (SMALL, WIDE):
-        clean = attend(runner, Case.of(shape, parts, stale=0.0))
-        assert same(attend(runner, Case.of(shape, parts, stale=stale)), clean)
+        clean = attend(runner, AttentionCase.of(shape, parts, stale=0.0))
+        assert same(attend(runner, AttentionCase.of(shape, parts, stale=stale)), clean)
 
 
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
@@ -119,7 +119,7 @@ def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
     length = 2 * PARTITION_TOKENS + 70
 
     def run(*parts, **options):
-        case = Case.of(shape, parts, window=window)
+        case = AttentionCase.of(shape, parts, window=window)
         return attend(runner, case, window=window, softcap=softcap, **options)
 
     whole = run((0, 0, length))
@@ -138,7 +138,7 @@ def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1700, 5.0), (300, 5.0)])
 def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
     parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS - 1, 2)]
-    case, options = Case.of(shape, parts, window=window), {"window": window, "softcap": softcap}
+    case, options = AttentionCase.of(shape, parts, window=window), {"window": window, "softcap": softcap}
     # As in a model of which some layers have no window: the plan knows none.
     uncut = planned(runner, case, partial_rows=0)
     found = case.run(runner, uncut, **options)
@@ -157,7 +157,7 @@ def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
 def test_a_hidden_token_weighs_nothing(runner, shape):
     """Whatever finite numbers it holds, even in a partition of which a row of the same item sees nothing at all."""
     first, visible, now = PARTITION_TOKENS - 18, 17, 40
-    case, huge = (Case.of(shape, [(0, first, now)]) for _ in range(2))
+    case, huge = (AttentionCase.of(shape, [(0, first, now)]) for _ in range(2))
     plain = unpack_pool(huge.pool)
     for position in range(first + visible, first + now):
         slot = int(huge.batch.block_tables[0, position // shape.block_size])
@@ -167,7 +167,7 @@ def test_a_hidden_token_weighs_nothing(runner, shape):
 
 
 def test_as_exact_as_torch_in_bf16(runner):
-    case = Case.of(SMALL, [(0, 900, 60)])
+    case = AttentionCase.of(SMALL, [(0, 900, 60)])
     found, exact = attend(runner, case).float(), case.reference()
     queries = case.queries[:, : case.batch.num_tokens]
     pairs = text_of(0, 960, SMALL.group, SMALL.head_dim)[1].bfloat16()
@@ -182,7 +182,7 @@ def test_as_exact_as_torch_in_bf16(runner):
 def test_a_stray_item_is_noticed(runner):
     if not runner.kernels.checked:
         pytest.skip("needs checks")
-    case = Case.of(SMALL, [(0, 20, 1)])
+    case = AttentionCase.of(SMALL, [(0, 20, 1)])
     plan = planned(runner, case)
     plan.items[0, 0] = 10**6
     with pytest.raises(Internal, match="attention"):
@@ -200,8 +200,8 @@ def sizes_runner():
 
 @pytest.mark.parametrize("shape", SIZES, ids=lambda shape: shape.name)
 def test_head_sizes_and_groups(sizes_runner, shape):
-    check(sizes_runner, Case.of(shape, MIXED))
-    long = Case.of(shape, [(0, 2000, 1)])
+    check(sizes_runner, AttentionCase.of(shape, MIXED))
+    long = AttentionCase.of(shape, [(0, 2000, 1)])
     assert len(planned(sizes_runner, long, threads=ITEMS_PER_THREAD).merges)
     found = attend(sizes_runner, long, plan_threads=ITEMS_PER_THREAD)
     assert same(found, attend(sizes_runner, long, partial_rows=0))

@@ -22,7 +22,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
     ROWS,
     SEQUENCE,
     SHIFT,
-    AttentionPlanner,
+    CpuAttentionPlanner,
 )
 from pillion.kernels.cpu.language.isa import TABLE
 
@@ -42,7 +42,7 @@ def batch_of(*parts):
 
 
 def plan_of(batch, *, group=GROUP, counts=COUNTS, kv_heads=2, threads=2, partial_rows=512, window=0):
-    return AttentionPlanner(group, counts, kv_heads, threads, partial_rows, window).plan(batch)
+    return CpuAttentionPlanner(group, counts, kv_heads, threads, partial_rows, window).plan(batch)
 
 
 def tokens_of(item, group=GROUP):

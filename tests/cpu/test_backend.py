@@ -12,6 +12,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.cpu.runtime.program import Program, Workspace
 from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -62,8 +63,8 @@ def text_of(count: int, seed: int) -> list[int]:
     return torch.randint(0, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(prepared):
-    """What makes migrated streams exact: logits depend on the text before them and on nothing else."""
+def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared):
+    """Logits depend on the text before them and on nothing else, which makes migrated streams exact."""
     text = text_of(600, 1)
     alone = CpuDriver(prepared, num_slots=400)
     wanted = alone.run_all(alone.sequences.add()[0], text, [])
@@ -84,7 +85,7 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(prepared):
 
 @pytest.mark.parametrize("kernels", ["avx512", "avx2"])
 def test_other_instruction_sets_agree(llama, kernels):
-    """With the features of the better one switched off."""
+    """Kernels of lesser instruction sets, which leave features of this processor unused."""
     try:
         backend = cpu_backend(llama, kernels=kernels)
     except ConfigError as error:
@@ -98,10 +99,10 @@ def test_other_instruction_sets_agree(llama, kernels):
 
 def test_what_is_written_is_the_batch_and_nothing_else(prepared):
     driver = CpuDriver(prepared, num_slots=12)
-    pool = driver.backend._pool
-    (number,) = driver.sequences.add()
-    driver.step((number, text_of(40, 2)))
-    mine = {int(slot) for slot in driver.sequences._tables[number]}
+    pool = np.frombuffer(driver.memory, np.uint8).reshape(12, -1)
+    batch = driver.sequences.step([(driver.sequences.add()[0], text_of(40, 2))])
+    driver.backend.forward(batch)
+    mine = set(batch.block_tables[0].tolist())
     assert len(mine) == 3
     for slot in range(12):
         assert (pool[slot] == 0xFF).all() == (slot not in mine)
@@ -142,29 +143,29 @@ def test_steps_that_sample_nothing_and_steps_that_grow(llama):
 
 
 def test_a_step_after_one_for_which_there_was_no_memory(llama, monkeypatch):
-    """Buffers are gone and none is there instead: no kernel may run on the old addresses."""
+    """The old buffers are gone and the new ones failed: no kernel may run on the old addresses."""
     driver = CpuDriver(llama, num_slots=100)
     (number,) = driver.sequences.add()
     driver.step((number, text_of(20, 1)))
     batch = driver.sequences.step([(number, text_of(300, 2))])
-    workspace, bind = driver.backend._workspace, driver.backend._program.bind
+    bind = Program.bind
 
-    def refuse(buffer):
+    def refuse(workspace, buffer):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(workspace, "array", refuse)
+        patch.setattr(Workspace, "array", refuse)
         with pytest.raises(MemoryError):
             driver.backend.forward(batch)
     bound = []
-    monkeypatch.setattr(driver.backend._program, "bind", lambda: bound.append(True) or bind())
+    monkeypatch.setattr(Program, "bind", lambda program: bound.append(True) or bind(program))
     driver.backend.forward(batch)
     driver.backend.forward(batch)
     assert bound == [True]
 
 
 def broken(batch: StepBatch):
-    """A batch with one thing wrong each, and what the refusal says."""
+    """Batches with one fault each, and a word of the error."""
     far = np.array([10**6], np.int32)
     yield dataclasses.replace(batch, token_ids=np.concatenate((batch.token_ids[:-1], far))), "vocabulary"
     yield dataclasses.replace(batch, token_ids=batch.token_ids - 1000), "vocabulary"
@@ -231,11 +232,18 @@ def test_int8_weights_are_close(llama):
     assert exact.backend.layout.version != rounded.backend.layout.version
 
 
-def test_a_write_behind_a_buffer_is_noticed(llama):
+def test_a_write_behind_a_buffer_is_noticed(llama, monkeypatch):
+    arrays, array = {}, Workspace.array
+
+    def recorded(workspace, buffer):
+        arrays[buffer.name] = array(workspace, buffer)
+        return arrays[buffer.name]
+
+    monkeypatch.setattr(Workspace, "array", recorded)
     driver = CpuDriver(llama, backend=cpu_backend(llama, checked=True))
     (number,) = driver.sequences.add()
     driver.step((number, [1, 2, 3]))
-    hidden = next(iter(driver.backend._workspace._arrays.values()))
+    hidden = arrays["tokens.hidden"]
     whole = hidden.base
     whole[hidden.ctypes.data - whole.ctypes.data + hidden.nbytes] = 0
     with pytest.raises(Internal, match="behind the end"):

@@ -13,12 +13,11 @@ import sys
 import numpy as np
 import pytest
 
-from pillion.kernels.cpu.language import code_cache as cache_module
-from pillion.kernels.cpu.language import compiler
-from pillion.kernels.cpu.language.code_cache import CodeCache, key_of
-from pillion.kernels.cpu.language.compiler import assembly, compile_kernels, object_code, target_of
 from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
 from pillion.kernels.cpu.language.module import SIGNATURE
+from pillion.kernels.cpu.runtime import code_cache, compiler
+from pillion.kernels.cpu.runtime.code_cache import CodeCache, key_of
+from pillion.kernels.cpu.runtime.compiler import assembly, compile_kernels, object_code, target_of
 from tests.support.processes import started
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 
@@ -70,7 +69,7 @@ def test_every_row_compiles_on_every_machine(row):
 
 def test_the_text_has_every_function(isa):
     texts = assembly(SPECS, isa)
-    assert set(texts) >= {"scale_1", "halve", "team_run", "team_main", "team_wait"}
+    assert set(texts) >= {"scale_1", "halve", "pool_run", "pool_main", "pool_wait"}
     assert all(text.count(".Lfunc_end") == 1 for text in texts.values())
 
 
@@ -155,11 +154,11 @@ def test_other_sources_are_other_code(tmp_path, monkeypatch):
     package.mkdir()
     (package / "a.py").write_text("x = 1")
     (package / "b.py").write_text("y = 2")
-    monkeypatch.setattr(cache_module, "__file__", str(package / "language" / "code_cache.py"))
+    monkeypatch.setattr(code_cache, "__file__", str(package / "runtime" / "code_cache.py"))
     seen = []
 
     def imported_anew() -> None:
-        monkeypatch.setattr(cache_module, "_SOURCES", cache_module._digest_sources())
+        monkeypatch.setattr(code_cache, "sources_digest", code_cache.digest_sources())
         seen.append(key_of("names"))
 
     imported_anew()
@@ -186,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, isa, caplog):
 
 
 def test_the_oldest_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(code_cache, "MAX_ENTRIES", 3)
     cache = CodeCache(tmp_path)
     for age, key in enumerate("abc"):
         cache.write(key, key.encode())
@@ -194,13 +193,13 @@ def test_the_oldest_are_removed(tmp_path, monkeypatch):
     assert cache.read("a") == b"a"  # So b is now the one that was not used for longest.
     cache.write("d", b"d")
     assert [cache.read(key) for key in "abcd"] == [b"a", None, b"c", b"d"]
-    monkeypatch.setattr(cache_module, "MAX_CACHE_BYTES", 200)
+    monkeypatch.setattr(code_cache, "MAX_CACHE_BYTES", 200)
     cache.write("e", bytes(100))
     assert [cache.read(key) is not None for key in "abcde"] == [False, False, False, False, True]
 
 
 def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cache_module, "MAX_ENTRY_BYTES", 8)
+    monkeypatch.setattr(code_cache, "MAX_ENTRY_BYTES", 8)
     cache = CodeCache(tmp_path)
     cache.write("a", bytes(9))
     cache.write("b", bytes(8))

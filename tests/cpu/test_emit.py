@@ -11,8 +11,8 @@ import torch
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import Call
-from pillion.kernels.cpu.language.records import Layout
+from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.records import RecordLayout
 from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, rows_step
 
 
@@ -20,14 +20,14 @@ from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, rows_step
 class Apply:
     """out = a function of x, both float32 but for the result of "to_bf16"."""
 
-    layout: ClassVar[Layout] = Layout("apply", pointers=("x", "out"), numbers=("vectors",))
+    layout: ClassVar[RecordLayout] = RecordLayout("apply", pointers=("x", "out"), numbers=("vectors",))
     function: str
 
     @property
     def name(self) -> str:
         return f"apply_{self.function}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, x, out = call.k, call.args.pointer("x"), call.args.pointer("out")
         begin, end = call.even_range(call.args.number("vectors"))
         with k.range(end, begin) as i:

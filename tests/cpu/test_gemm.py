@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.language.compiler import assembly
 from pillion.kernels.cpu.language.isa import BY_NAME, host_features
-from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm, reference_gemm
+from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear
+from pillion.kernels.cpu.runtime.compiler import assembly
+from tests.support.cpu_references import reference_gemm
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
@@ -35,7 +36,7 @@ runner = runner_of(SPECS)
 
 
 @dataclass(frozen=True)
-class Case:
+class GemmCase:
     """One product. x [T, depth] of the type that the kind wants; ``packed``: one matrix for each group."""
 
     spec: Gemm
@@ -99,7 +100,7 @@ class Case:
         return torch.cat(found)
 
 
-def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups: list[int] | None = None) -> Case:
+def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups: list[int] | None = None) -> GemmCase:
     """Random values, such that products are about 1; ``groups``: rows of each."""
     packed = []
     for group in range(len(groups or [0])):
@@ -112,7 +113,7 @@ def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups:
     x = torch.zeros(rows, packed[0].depth)
     x[:, :depth] = normal(rows, depth, seed=seed + 4)
     starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
-    return Case(spec, packed, bias, x.to(torch.float32 if spec.weights == "fp32" else torch.bfloat16), starts)
+    return GemmCase(spec, packed, bias, x.to(torch.float32 if spec.weights == "fp32" else torch.bfloat16), starts)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -168,7 +169,7 @@ def test_a_group_of_rows_has_the_bits_of_the_same_rows_alone(runner, kind):
     one = case(Gemm(kind, "store", grouped=True), 21, 72, 48, groups=[4, 17])
     alone = Gemm(kind, "add", bias=True)
     for packed, begin, end in zip(one.packed, (0, 4), (4, 21), strict=True):
-        other = Case(alone, [packed], torch.zeros(packed.pairs * 32), one.x[begin:end])
+        other = GemmCase(alone, [packed], torch.zeros(packed.pairs * 32), one.x[begin:end])
         sums = other.run(runner, out=torch.zeros(end - begin, other.width))
         assert torch.equal(one.run(runner)[begin:end] * FACTOR, sums)
 
@@ -185,10 +186,10 @@ def test_int8_weights_are_exactly_the_bfloat16_of_their_quanta(runner):
     packed.scales[:] = 1.0
     quanta = torch.arange(-127, 129).clamp(max=127).bfloat16().float()
     x = torch.eye(256).bfloat16()
-    found = Case(Gemm("int8", "store"), [packed], None, x).run(runner)
+    found = GemmCase(Gemm("int8", "store"), [packed], None, x).run(runner)
     assert torch.equal(found, quanta[:, None].expand(256, 32))
     for row in (0, 127, 255):
-        assert torch.equal(Case(Gemm("int8", "store"), [packed], None, x[row : row + 1]).run(runner)[0], found[row])
+        assert torch.equal(GemmCase(Gemm("int8", "store"), [packed], None, x[row : row + 1]).run(runner)[0], found[row])
 
 
 def test_panels_deeper_than_scratch(runner):

@@ -12,7 +12,7 @@ import torch
 
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
 from pillion.cores import parse_cores
-from pillion.engine.backends.cpu.cpu_weights import load_cpu_weights
+from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.backends.loading import choose_kernels, load_model, make_ready
 from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
@@ -196,12 +196,14 @@ def test_int8_needs_rows_of_bfloat16(tmp_path):
 @pytest.mark.parametrize("name", ["lm_head", "layers.0.o", "layers.1.gate_up"])
 @pytest.mark.parametrize("number", ["pairs", "depth", "num_groups", "group_bytes"])
 def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
-    """Kernels would go by them, wherever that leads."""
+    """Kernels trust these numbers and would leave their memory."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
-    weights = load_cpu_weights(prepared, load_config(prepared.folder), "none", lambda line: None)
+    load_cpu_weights(prepared, load_config(prepared.folder), "none", lambda line: None)
+    file = PackedFile(ModelCache().packed_weights(prepared.fingerprint, "none"))
+    weights = CpuWeights(file)
     weights.linear(name)
     for wrong in (0, -1, 100_000):
-        weights._file.numbers[f"{name}.{number}"] = wrong
+        file.numbers[f"{name}.{number}"] = wrong
         with pytest.raises(ConfigError, match="do not fit together"):
             weights.linear(name)
 

@@ -20,9 +20,9 @@ from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
 from tests.support.compose import (
     COMPOSE_FILE,
     ROOT,
+    ComposeService,
     Health,
     Image,
-    Service,
     needed_for,
     read_image,
     read_services,
@@ -115,10 +115,10 @@ def test_durations(text: str, expected_s: float) -> None:
     assert seconds(text) == expected_s
 
 
-def sleeper(name: str, program: str, needs: dict[str, str], test: tuple[str, ...] = ()) -> Service:
+def sleeper(name: str, program: str, needs: dict[str, str], test: tuple[str, ...] = ()) -> ComposeService:
     """A service of a command of `pillion`, which stands for any program here."""
     health = Health(test, 0.1, 5.0, 2, 0.0, 0.05) if test else None
-    return Service(name, "pillion:x", (program,), {}, needs, health, {}, (), 1, 5.0)
+    return ComposeService(name, "pillion:x", (program,), {}, needs, health, {}, (), 1, 5.0)
 
 
 async def test_order_and_failure(tmp_path: pathlib.Path) -> None:
@@ -139,7 +139,7 @@ async def test_order_and_failure(tmp_path: pathlib.Path) -> None:
 
 
 async def drain_under_a_stream(run: ComposeRun) -> None:
-    """Decode workers that are told to stop finish the streams that they have, and then end."""
+    """Decode workers that get SIGTERM finish their streams, and then end."""
     async with AsyncClient(f"{run.of('gateway')[0].address}:50051") as client:
         stream = client.generate("Once", max_tokens=1000, temperature=0, ignore_eos=True)
         deltas = [await anext(stream)]

@@ -18,7 +18,7 @@ from pillion import errors
 from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.engine.worker import step_meter
 from pillion.gateway.admission.quotas import QUOTAS
-from pillion.gateway.request import request_meter
+from pillion.gateway.request import request_telemetry
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -43,7 +43,7 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     step_meter.StepMeter(meters)
     meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
-    meters.watch(lambda: request_meter.readings(0, 0, True))
+    meters.watch(lambda: request_telemetry.readings(0, 0, True))
     found: dict[tuple[str, str], set[str]] = {}
     for family in meters.collect():
         for point in family.points:

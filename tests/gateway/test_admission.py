@@ -30,7 +30,7 @@ async def turn(
     admission: Admission, permit: AdmissionPermit, priority: int = 0, timeout_s: float | None = None
 ) -> None:
     now = time.monotonic()
-    await admission.turn(permit, priority, now, None if timeout_s is None else now + timeout_s)
+    await admission.turn(permit, "m", priority, now, None if timeout_s is None else now + timeout_s)
 
 
 async def settle() -> None:
@@ -70,7 +70,7 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
 def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]) -> None:
-    """Whatever comes and goes: the newcomer gets a place, and those that flood go on to get theirs."""
+    """Whatever comes and goes: the newcomer gets in, and those that flood go on to get theirs."""
     admission = Admission(40, 4000)
     inside: dict[str, list[AdmissionPermit]] = {name: [] for name in "abc"}
     for name, goes in events:
@@ -87,19 +87,19 @@ def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]
     for permit in itertools.chain(*inside.values()):
         admission.leave(permit)
     assert (admission.requests, admission.tokens) == (0, 0)
-    assert not admission._requests_of
-    assert not admission._tokens_of
+    assert not admission.requests_of
+    assert not admission.tokens_of
 
 
 def test_a_tenants_own_bounds_and_the_open_gateway() -> None:
     admission = Admission(8, 100)
     small = Tenant(name="small", max_inflight_requests=2, max_inflight_tokens=5)
-    visits = [admission.enter(small) for _ in range(2)]
+    permits = [admission.enter(small) for _ in range(2)]
     with pytest.raises(Overloaded):
         admission.enter(small)
-    admission.weigh(visits[0], 4)
+    admission.weigh(permits[0], 4)
     with pytest.raises(Overloaded):
-        admission.weigh(visits[1], 2)
+        admission.weigh(permits[1], 2)
     with pytest.raises(InvalidRequest):
         admission.enter(small, 3)
     for _ in range(6):
@@ -107,7 +107,7 @@ def test_a_tenants_own_bounds_and_the_open_gateway() -> None:
 
 
 async def test_turns_are_by_rank_and_fair() -> None:
-    admission, order = Admission(100, 1000, lambda: 1), []
+    admission, order = Admission(100, 1000, lambda model: 1), []
 
     async def one(name: str, tenant: Tenant, priority: int) -> None:
         permit = admission.enter(tenant)
@@ -120,7 +120,7 @@ async def test_turns_are_by_rank_and_fair() -> None:
     first = admission.enter(A)
     await turn(admission, first)
     asked = [("a1", A, 0), ("a2", A, 0), ("a3", A, -3), ("b1", B, 0), ("b2", B, 50)]
-    tasks = [asyncio.create_task(one(*said)) for said in asked]
+    tasks = [asyncio.create_task(one(*arguments)) for arguments in asked]
     await settle()
     assert (admission.waiting, admission.running) == (5, 1)
     admission.leave(first)
@@ -131,7 +131,7 @@ async def test_turns_are_by_rank_and_fair() -> None:
 
 
 async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
-    admission = Admission(10, 1000, lambda: 1)
+    admission = Admission(10, 1000, lambda model: 1)
     running, waits, stays = (admission.enter(A) for _ in range(3))
     await turn(admission, running)
     task = asyncio.create_task(turn(admission, waits))
@@ -149,7 +149,7 @@ async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
 
 
 async def test_a_turn_that_comes_in_the_moment_of_a_cancel_is_given_back() -> None:
-    admission = Admission(10, 1000, lambda: 1)
+    admission = Admission(10, 1000, lambda model: 1)
     running, waits, stays = (admission.enter(A) for _ in range(3))
     await turn(admission, running)
     task, other = asyncio.create_task(turn(admission, waits)), asyncio.create_task(turn(admission, stays))
@@ -174,7 +174,7 @@ async def test_a_turn_that_comes_in_the_moment_of_a_cancel_is_given_back() -> No
 
 
 async def test_a_request_with_many_answers_is_let_in_alone() -> None:
-    admission = Admission(10, 1000, lambda: 2)
+    admission = Admission(10, 1000, lambda model: 2)
     many = admission.enter(A, 4)
     await turn(admission, many)
     one = admission.enter(A)
@@ -186,52 +186,52 @@ async def test_a_request_with_many_answers_is_let_in_alone() -> None:
     admission.leave(one)
 
 
-async def test_more_places_are_seen_with_the_next_event() -> None:
-    places = [1]
-    admission = Admission(10, 1000, lambda: places[0])
-    visits = [admission.enter(A) for _ in range(4)]
-    tasks = [asyncio.create_task(turn(admission, permit)) for permit in visits]
+async def test_more_slots_are_seen_with_the_next_event() -> None:
+    slots = [1]
+    admission = Admission(10, 1000, lambda model: slots[0])
+    permits = [admission.enter(A) for _ in range(4)]
+    tasks = [asyncio.create_task(turn(admission, permit)) for permit in permits]
     await settle()
     assert admission.running == 1
-    places[0] = 0
-    admission.leave(visits[0])
+    slots[0] = 0
+    admission.leave(permits[0])
     await asyncio.gather(*tasks)
     assert admission.running == 3
 
 
 async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    admission = Admission(100, 1000, lambda: 1)
+    admission = Admission(100, 1000, lambda model: 1)
     monkeypatch.setattr("pillion.gateway.admission.admission.time.monotonic", lambda: clock[0])
-    visits = [admission.enter(A) for _ in range(8)]
-    for permit in visits:
+    permits = [admission.enter(A) for _ in range(8)]
+    for permit in permits:
         admission.weigh(permit, 10)
-    tasks = [asyncio.create_task(admission.turn(permit, 0, clock[0], None)) for permit in visits]
+    tasks = [asyncio.create_task(admission.turn(permit, "m", 0, clock[0], None)) for permit in permits]
     await settle()
-    for permit in visits[:5]:
+    for permit in permits[:5]:
         clock[0] += 2.0
         admission.leave(permit)
         await settle()
-    # One runs and two wait: the third place comes free after about six seconds.
+    # One runs and two wait: the third slot comes free after about six seconds.
     late = admission.enter(A)
     with pytest.raises(Overloaded) as caught:
-        await admission.turn(late, 0, clock[0], clock[0] + 5.0)
+        await admission.turn(late, "m", 0, clock[0], clock[0] + 5.0)
     assert refused(caught) == "deadline"
     assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
     # Another tenant is the next one.
     other = admission.enter(B)
-    task = asyncio.create_task(admission.turn(other, 0, clock[0], clock[0] + 5.0))
+    task = asyncio.create_task(admission.turn(other, "m", 0, clock[0], clock[0] + 5.0))
     await settle()
     assert not task.done()
-    admission.leave(visits[5])
+    admission.leave(permits[5])
     await task
     for waiting in tasks:
         waiting.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_deadline_that_passes_in_the_line() -> None:
-    admission = Admission(10, 1000, lambda: 1)
+async def test_a_deadline_that_passes_in_the_queue() -> None:
+    admission = Admission(10, 1000, lambda model: 1)
     running, waits = admission.enter(A), admission.enter(A)
     await turn(admission, running)
     with pytest.raises(DeadlineExceeded):
@@ -239,11 +239,11 @@ async def test_a_deadline_that_passes_in_the_line() -> None:
     assert admission.waiting == 0
 
 
-async def test_a_shared_line_gives_each_tenant_its_places() -> None:
-    shares, order = TenantSlots(2), []
+async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
+    slots, order = TenantSlots(2), []
 
     async def job(tenant: Tenant) -> None:
-        async with shares.of(tenant):
+        async with slots.of(tenant):
             order.append(tenant.name)
             await asyncio.sleep(0)
 
@@ -251,27 +251,28 @@ async def test_a_shared_line_gives_each_tenant_its_places() -> None:
     tasks.append(asyncio.create_task(job(B)))
     await asyncio.gather(*tasks)
     assert order.index("b") == 2
-    shares.keep({"a"})
-    assert shares.of(A) is shares.of(A)
-    assert list(shares._places) == ["a"]
+    kept, forgotten = slots.of(A), slots.of(B)
+    slots.keep({"a"})
+    assert slots.of(A) is kept
+    assert slots.of(B) is not forgotten
 
 
-async def test_workers_are_given_their_seats_and_some_more() -> None:
+async def test_workers_are_given_their_slots_and_some_more() -> None:
     cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
-    assert cluster.places("") == 0
+    assert cluster.request_slots("") == 0
     worker = ComponentRecord(
         component_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
     )
     cluster.view.update([worker], 0.0)
-    assert cluster.places("") == 100
+    assert cluster.request_slots("") == 100
     small = replace(worker, component_id="d1", running_requests=0, free_seqs=4)
-    # Two gateways share the seats of one worker, and what is more: evenly, but for what the other one does not use.
+    # Two gateways share the slots of one worker, and what is more: evenly, but for what the other one does not use.
     me, other = (
         ComponentRecord(component_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h")
     )
-    for running, places in ((50, 10), (10, 10), (3, 17), (0, 20)):
+    for running, granted in ((50, 10), (10, 10), (3, 17), (0, 20)):
         cluster.view.update([small, me, replace(other, running_requests=running)], 100.0)
-        assert cluster.places("") == places
-    # One that does not say how many it has might have many.
+        assert cluster.request_slots("") == granted
+    # One that does not report its slots might have many.
     cluster.view.update([small, replace(worker, max_step_tokens=0)], 200.0)
-    assert cluster.places("") == 0
+    assert cluster.request_slots("") == 0

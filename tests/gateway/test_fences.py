@@ -11,17 +11,17 @@ import pytest
 
 from pillion.errors import Unavailable
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.links.fences import Fences
 from pillion.gateway.links.prefill_link import PrefillLink
+from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
 from pillion.v1 import prefill_pb2_grpc
+from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.decode import DecodeDelta
-from pillion.wire.prefill import Span
 from pillion.wire.registry import ComponentRecord
 
-SPAN = Span(
+SPAN = RunSpanRequest(
     request_id="r",
     attempt=1,
     ticket_id=1,
@@ -45,20 +45,20 @@ def node(*fenced: str) -> ComponentRecord:
 
 
 def test_who_is_named_is_told_once_until_it_was_back() -> None:
-    fences = Fences()
-    assert fences.look([node()]) == frozenset()
-    assert fences.look([node("a", "b")]) == {"a", "b"}
-    assert fences.look([node("b", "c")]) == {"c"}
-    assert fences.named == {"b", "c"}
-    assert fences.look([]) == frozenset()
-    assert fences.look([node("b")]) == {"b"}
+    view = ClusterView(0.0)
+    assert view.update([node()], 0.0) == frozenset()
+    assert view.update([node("a", "b")], 0.0) == {"a", "b"}
+    assert view.update([node("b", "c")], 0.0) == {"c"}
+    assert view.fenced == {"b", "c"}
+    assert view.update([], 0.0) == frozenset()
+    assert view.update([node("b")], 0.0) == {"b"}
 
 
 def test_a_record_survives_the_registry() -> None:
     record = node("a", "b")
     assert ComponentRecord.from_json(record.to_json()) == record
     assert ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": ""}').fenced_components == ()
-    with pytest.raises(ValueError, match="iterable"):
+    with pytest.raises(ValueError, match="Expected `array`"):
         ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": "", "fenced_components": 3}')
 
 

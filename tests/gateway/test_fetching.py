@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.links import fetching
+from pillion.gateway.links import cluster as links
 from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestState
@@ -78,7 +78,7 @@ async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | Pill
         (opened,), (fetch,) = line.node.opened, line.node.fetches
         assert (fetch.epoch, fetch.block_hashes) == (opened.epoch, opened.block_hashes[: 6 * 32])
         assert list(fetch.source_node_ids) == ["kv-1"]
-        assert 0 < fetch.timeout_ms <= fetching.MAX_FETCH_S * 1000
+        assert 0 < fetch.timeout_ms <= links.MAX_FETCH_S * 1000
         assert line.prefill.spans[0].ticket_id == fetch.ticket_id == line.decode.submits[0].ticket_id
         assert not line.far_node.opened
         await line.settled()
@@ -116,7 +116,7 @@ async def test_what_is_pinned_already_is_not_fetched() -> None:
 
 
 async def test_a_fetch_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "MAX_FETCH_S", 0.1)
+    monkeypatch.setattr(links, "MAX_FETCH_S", 0.1)
     monkeypatch.setattr(client, "PREFETCH_GRACE_S", 0.1)
     async with running_fake_cluster(SCRIPT, BOTH) as line:
         line.node.pinned = 1

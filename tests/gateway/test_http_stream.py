@@ -181,7 +181,7 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
 
 
 async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.openai_pace.MAX_WRITES_PER_S", 10)
+    monkeypatch.setattr("pillion.gateway.http_api.openai_api.MAX_WRITES_PER_S", 10)
     async with running_fake_cluster("z" * 100) as line:
         reply = await call(line.gateway.http_address, "/v1/completions", TEXT)
         assert "".join(event["choices"][0]["text"] for event in reply.events) == "z" * 100

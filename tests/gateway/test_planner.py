@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import ConfigError, Unavailable
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import (
     MAX_FETCH_SOURCES,
-    ClusterSnapshot,
     PrefixSource,
     RequestPlan,
     make_plan,
-    parse_policy,
     plan_fetch,
     replan,
     shorten,

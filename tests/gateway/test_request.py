@@ -6,13 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.planning.planner import ClusterSnapshot, make_plan, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason, TokenLogprob
+from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.decode import DecodeTimings
-from pillion.wire.prefill import ChunkAck
 from pillion.wire.registry import ComponentRecord
 
 PARTS = tuple(

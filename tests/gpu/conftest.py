@@ -1,4 +1,4 @@
-"""A machine that has a GPU need not have what the servers import: there the tests of whole clusters are left out."""
+"""Leaves out tests of whole clusters on machines with a GPU but without the packages that servers import."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ collect_ignore = ["test_cluster.py"] if MISSING else []
 
 
 def pytest_report_header() -> str:
-    """Said at the beginning of every run, so that nobody takes it for all of them."""
+    """Reports at the beginning of a run that tests are left out."""
     return f"test_cluster.py is left out: it needs {', '.join(MISSING)}" if MISSING else ""

@@ -1,4 +1,4 @@
-"""Plans of the paged attention: every row meets every key that it sees once, and programs have equal shares."""
+"""Plans of the paged attention: every row meets each key that it sees once, and programs have equal shares."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def planner_of(batch, kv_heads, group, decode, chunk, windows, **more):
 
 
 def items_of(record, planner, window, chunk):
-    """Items of each program."""
+    """Lists the items of each program."""
     programs = (planner.chunk if chunk else planner.decode).programs
     at = planner.starts_at(window, chunk)
     starts = record[at : at + programs + 1]
@@ -127,7 +127,7 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
 
 
 def wanted(batch, kv_heads, group, window):
-    """What :func:`pillion.kernels.torch.reference.paged_attention` reads."""
+    """Lists the keys that :func:`pillion.kernels.torch.reference.paged_attention` reads."""
     found = Counter()
     for sequence, context in enumerate(batch.context_lens.tolist()):
         begin, end = batch.query_starts[sequence : sequence + 2].tolist()
@@ -155,7 +155,7 @@ def test_programs_have_equal_shares(parts, kv_heads, decode, chunk, window):
             units = {(row, head) for row, head in items[:, [ROW, HEAD]].tolist()} - begun
             begun |= units
             loads.append(int(tiles.sum()) + tiling.unit_tiles * len(units))
-            # Ends of units that another program began come last.
+            # The rest of a unit that another program began comes last.
             continued = [(row, head) not in units for row, head in items[:, [ROW, HEAD]].tolist()]
             assert continued == sorted(continued)
         mean = sum(loads) / tiling.programs

@@ -46,7 +46,7 @@ INTERPRETED = (
 
 @pytest.mark.parametrize("family", FAMILIES if NATIVE else INTERPRETED)
 def test_families(family, tmp_path):
-    """A text in chunks, and in a batch beside another one's decodes."""
+    """Runs a text in chunks, and in a batch with decodes of another text."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(PROMPT_TOKENS, 2), tokens_of(PROMPT_TOKENS, 3)
@@ -70,9 +70,9 @@ def prepared(own_cache, tmp_path_factory):
     return prepare(ModelFlags(model=str(folder), dtype="float32"))
 
 
-def rows_of(positions, **said):
+def rows_of(positions, **overrides):
     count = len(positions)
-    drawn = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "logprobs": -1, **said}
+    drawn = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "logprobs": -1, **overrides}
     return SamplingRows(
         temperature=np.full(count, drawn["temperature"], np.float32),
         top_k=np.full(count, drawn["top_k"], np.int64),
@@ -81,12 +81,12 @@ def rows_of(positions, **said):
         seeds=np.arange(count).astype(np.uint64) + np.uint64(2**40),
         positions=np.array(positions, np.int64),
         logprobs=np.full(count, drawn["logprobs"], np.int64),
-        edits=said.get("edits", ()),
+        edits=overrides.get("edits", ()),
     )
 
 
 @pytest.mark.parametrize(
-    "said",
+    "overrides",
     [
         {"temperature": 0.0},
         {},
@@ -94,11 +94,11 @@ def rows_of(positions, **said):
         {"logprobs": 3, "edits": (RowEdit(row=1, banned=np.arange(200)),)},
     ],
 )
-def test_tokens_are_those_of_the_hosts_sampler(prepared, said):
+def test_tokens_are_those_of_the_hosts_sampler(prepared, overrides):
     driver = GpuDriver(prepared)
     a, b = driver.sequences.add(2)
     batch = driver.sequences.step([(a, tokens_of(9, 0)), (b, tokens_of(20, 1))])
-    rows = rows_of([9, 20], **said)
+    rows = rows_of([9, 20], **overrides)
     logits = driver.backend.forward(batch).clone()
     wanted = sample(logits, rows)
     found = driver.backend.launch(batch, (), rows).wait()
@@ -110,26 +110,26 @@ def test_tokens_are_those_of_the_hosts_sampler(prepared, said):
 
 
 def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
-    """Launched before the step before has landed, its tokens named by their rows: the same as one after the other."""
+    """Steps launched ahead, whose tokens are numbers of rows, choose the same as steps one after the other."""
 
     def answers(ahead: bool) -> list[tuple[int, ...]]:
         driver = GpuDriver(prepared)
         a, b = driver.sequences.add(2)
-        flight = driver.backend.launch(
+        in_flight = driver.backend.launch(
             driver.sequences.step([(a, tokens_of(9, 0)), (b, tokens_of(20, 1))]), (), rows_of([9, 20])
         )
         chosen = []
         for step in range(4):
             if not ahead:
-                chosen.append(flight.wait().token_ids)
+                chosen.append(in_flight.wait().token_ids)
             # The sequences change places, so a row is not its own successor.
             one, two = (-2, -1) if ahead else chosen[-1][::-1]
             batch = driver.sequences.step([(b, [one]), (a, [two])])
             following = driver.backend.launch(batch, (), rows_of([21 + step, 10 + step]))
             if ahead:
-                chosen.append(flight.wait().token_ids)
-            flight, (a, b) = following, (b, a)
-        return [*chosen, flight.wait().token_ids]
+                chosen.append(in_flight.wait().token_ids)
+            in_flight, (a, b) = following, (b, a)
+        return [*chosen, in_flight.wait().token_ids]
 
     assert answers(ahead=True) == answers(ahead=False)
 
@@ -159,10 +159,10 @@ def test_float8_keeps_close_to_exact(prepared):
 
 
 def test_rows_of_padding_write_nothing(prepared):
-    """Three tokens run as four; no slot but the one that the table names changes."""
+    """A step of three tokens runs as four; only the slot in the block table changes."""
     driver = GpuDriver(prepared, num_slots=8)
     (one,) = driver.sequences.add()
-    pool = driver.backend._bound.pool
+    pool = driver.memory.tensor.view(8, -1)
     before = pool.clone()
     batch = driver.sequences.step([(one, [1, 2, 3])])
     driver.backend.forward(batch)

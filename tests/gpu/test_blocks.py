@@ -1,4 +1,4 @@
-"""Blocks that are moved as bytes against plain indexing."""
+"""Moves of whole blocks against plain indexing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.kernels.gpu.blocks import copy, gather, scatter
 from tests.support.guarded import Guarded
 
 SLOTS = 7
-# Of a block: words of each size, less than a program's part and more, and a whole number of parts.
+# Sizes of blocks: for words of each size, less and more than a program's part, and a whole number of parts.
 BLOCK_BYTES = (1, 2, 6, 16, 20, 48, 4112, 8192, 8200, 16384, 20002, 9001)
 
 
@@ -103,7 +103,7 @@ def test_a_pool_may_have_any_type_and_shape_and_begin_between_words():
 
 
 def test_pools_of_more_than_two_billion_words():
-    """Memory that is never touched is never there."""
+    """The pool costs no memory where it is not touched."""
     pool = torch.empty((2**31 // 129 + 3, 129), dtype=torch.uint8, device=DEVICE)
     last = len(pool) - 1
     assert (last - 1) * 129 > 2**31

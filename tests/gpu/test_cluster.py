@@ -1,5 +1,5 @@
-"""The whole line on a GPU's memory, as real processes: one decode worker; prefill and decode over one pool and one copy
-of the weights. Where there is no GPU, Triton's interpreter computes, over a driver that stands for the device."""
+"""A cluster over GPU memory, as real processes: one decode worker; prefill and decode over one pool and one copy of the
+weights. Without a GPU, Triton's interpreter computes, over a fake driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
-    """What the cluster's processes find."""
+    """Prepares the environment of the cluster's processes."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     if not NATIVE:
@@ -56,15 +56,15 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers):
     prompt = tokens_of(PROMPT_TOKENS, 7)
     policy = "disaggregated" if prefill_workers else "colocated"
     flags = ("--device", "cuda", "--prefill-workers", str(prefill_workers), "--split-policy", policy, *SMALL, *SHAPE)
-    # Sockets want short names.
+    # Paths of sockets must be short.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as place,
         cluster.served(pathlib.Path(place), str(folder), *flags) as served,
     ):
         with Client(served.target) as client:
-            asked = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
-            first = list(client.generate(prompt, **asked))
-            again = list(client.generate(prompt, **asked))
+            options = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
+            first = list(client.generate(prompt, **options))
+            again = list(client.generate(prompt, **options))
         wanted = expected(folder, prompt)
         for deltas, cached in ((first, 0), (again, 48)):
             assert [token for delta in deltas for token in delta.token_ids] == wanted
@@ -72,10 +72,10 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers):
         assert first[-1].timings.prefilled_tokens == (48 if prefill_workers else 0)
         status = served.node_status()
         assert status.kv_device.startswith("cuda")
-        # What the GPU had left, whatever the weights and buffers of the first worker took.
+        # The pool has the memory that the first worker's weights and buffers left.
         assert 0 < status.total_blocks * 2 * 2 * 2 * 16 * 16 * 4 < 2**28 or NATIVE
         log = served.log.read_text()
-    # One worker filled the weights, the other found them.
+    # One worker filled the weights; the other one mapped them.
     assert len(re.findall("has region .*: fill", log)) <= 1
     assert not served.left_behind()
 

@@ -47,7 +47,7 @@ def torchs_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def all_values() -> torch.Tensor:
-    """Of the 254 codes that are numbers, in rising order; zero twice."""
+    """Returns the values of the 254 codes that are numbers, in rising order; zero occurs twice."""
     values = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
     return values[~values.isnan()].sort().values
 
@@ -68,7 +68,7 @@ def test_values_ties_and_their_neighbours_are_encoded_as_torch_does():
     ties = (values[1:] + values[:-1]) / 2
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
     near = torch.cat([values, ties, ties.nextafter(up), ties.nextafter(down)])
-    # Two roundings, by way of float16, would take these for ties.
+    # Rounding twice, by way of float16, would treat these as ties.
     near = torch.cat([near, ties * (1 + 2.0**-15), ties * (1 - 2.0**-15)])
     assert torch.equal(encoded(near), torchs_codes(near))
 

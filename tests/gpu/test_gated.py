@@ -15,7 +15,7 @@ from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.rows.gated import ACTIVATIONS, gated
 from tests.support.guarded import Guarded
 
-# Its exponentials may become infinite, as a GPU's do.
+# Exponentials may become infinite, as on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,7 +44,7 @@ def test_the_kernel_agrees_with_torch(tokens, inner, dtype, activation, size, se
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activation_is_rounded_before_it_multiplies(activation):
-    """In float16: the interpreter cuts bfloat16 off where a GPU rounds."""
+    """The test uses float16, because the interpreter truncates bfloat16 where a GPU rounds."""
     torch.manual_seed(1)
     gate_up = torch.randn(4, 4096).half().to(DEVICE)
     out = torch.empty(4, 2048, dtype=torch.float16, device=DEVICE)

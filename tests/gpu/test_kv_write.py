@@ -1,4 +1,4 @@
-"""Norms, turns and stores of one pass against torch in float32, and that reference against the decoder's own parts."""
+"""The pass that norms, rotates and stores against torch in float32, and that reference against the decoder's layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made_rotary(tokens: int, head_dim: int, dtype: torch.dtype) -> Rotary:
 
 
 def made_rows(tokens: int, block_size: int) -> torch.Tensor:
-    """Different rows of the pool, about one in four of them nowhere."""
+    """Chooses different rows of the pool; about one in four is -1."""
     rows = torch.randperm(SLOTS * block_size)[:tokens]
     rows[torch.rand(tokens) < 0.25] = -1
     return rows.to(torch.int32).to(DEVICE)
@@ -126,7 +126,7 @@ def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
 
 
 def test_pools_of_more_than_two_billion_bytes():
-    """Memory that is never touched is never there."""
+    """The pool costs no memory where it is not touched."""
     head_dim, block_size = 64, 16
     slots = 2**31 // (2 * 2**10 * block_size * (head_dim + 4)) + 2
     pool = torch.empty((slots, 2, 2, 2**9, block_size * (head_dim + 4)), dtype=torch.uint8, device=DEVICE)

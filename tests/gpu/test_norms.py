@@ -25,7 +25,7 @@ def made_weight(columns: int, dtype: torch.dtype, wide: bool) -> torch.Tensor:
 
 
 def tolerance(dtype: torch.dtype, roundings: int) -> dict[str, float]:
-    """Of values of size 4. A device's square root and the order of its sums are some float32 units off."""
+    """Tolerance for values of size 4: a device's square root and the order of its sums differ by some float32 units."""
     slack = rounded(dtype, roundings * (8 if dtype == torch.float32 else 1))
     return {"rtol": slack["rtol"], "atol": 4 * slack["atol"]}
 
@@ -89,7 +89,7 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
     )
     torch.testing.assert_close(residual.inside, total, **tolerance(dtype, 4))
     if normed is not None:
-        # Of what the kernel summed: a row of one value is all but its sign after the norm, which rounding may turn.
+        # The norm of the kernel's own sum: in a row of one value only the sign remains, which rounding may change.
         expected = reference.rms_norm(residual.inside, weight, EPS, wide)
         torch.testing.assert_close(out.inside, expected, **tolerance(dtype, 3))
     assert residual.margins_are_whole()
@@ -98,7 +98,7 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_roundings_are_where_the_decoder_has_them(wide):
-    """In float16: the interpreter cuts bfloat16 off where a GPU rounds."""
+    """The test uses float16, because the interpreter truncates bfloat16 where a GPU rounds."""
     torch.manual_seed(3)
     residual, found = (torch.randn(8, 1024).half().to(DEVICE) for _ in range(2))
     weight, post_weight = (made_weight(1024, torch.float16, wide) for _ in range(2))

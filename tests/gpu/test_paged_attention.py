@@ -1,4 +1,4 @@
-"""Attention over the paged pool, as Triton computes it, against plain torch."""
+"""The Triton kernels of paged attention against plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pillion.kernels.gpu.attention.gpu_attention_plan import ITEM_WORDS, PARTIAL
 SHORT = st.tuples(st.integers(0, 200), st.integers(1, 2))
 CHUNK = st.tuples(st.integers(0, 100), st.integers(3, 40))
 BATCHES = st.lists(SHORT | CHUNK, min_size=1, max_size=3)
-# An example takes the interpreter seconds: a failing one is shown as it was found.
+# An example takes the interpreter seconds, so failing examples are not shrunk.
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
@@ -28,7 +28,7 @@ def check(case: PagedCase, **more: object) -> None:
     out = case.run(attention)
     many = case.batch.num_tokens
     assert (out[many:] == UNTOUCHED).all()
-    # Rounded: the queries' scores no, each weight once, the sum of them no, the result once.
+    # Roundings: each weight and the result once, scores and sums never.
     torch.testing.assert_close(out[:many].float(), case.reference(), **rounded(case.shape.dtype, 8))
 
 
@@ -55,7 +55,7 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, bl
     window=st.sampled_from([0, 40]),
 )
 @settings(max_examples=50 if NATIVE else 6, deadline=None, phases=UNSHRUNK)
-def test_float8_is_attended_as_what_its_codes_and_scales_say(parts, group, head_dim, block_size, dtype, window):
+def test_float8_is_attended_by_its_codes_and_scales(parts, group, head_dim, block_size, dtype, window):
     check(PagedCase.of(AttentionShape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
 
 
@@ -86,7 +86,7 @@ def test_layers_with_different_windows_have_plans_of_their_own():
 
 
 def test_one_place_serves_step_after_step():
-    """A graph is captured over one record and one set of partials: nothing of the step before may show."""
+    """A graph has one record and one set of partial results: the previous step's must have no effect."""
     shape = AttentionShape(4, 64, 16, torch.float32)
     long, short = PagedCase.of(shape, [(150, 1), (60, 9)]), PagedCase.of(shape, [(10, 1), (40, 9)])
     pools = torch.cat((long.pool, short.pool))

@@ -27,7 +27,7 @@ from tests.support.sampling import RowParameters, all_noise, chi_square_fits, ro
 torch.set_num_threads(1)
 # The interpreter takes about a second for a row.
 EXAMPLES = 150 if NATIVE else 8
-# numpy speaks of infinities where a GPU is silent.
+# numpy warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 all_params = st.builds(
@@ -50,7 +50,7 @@ def on_cpu(logits: torch.Tensor, batch: list[RowParameters]) -> list[int]:
 
 
 def check(logits: torch.Tensor, batch: list[RowParameters]) -> None:
-    """The same tokens; or, of a drawn row, one that may be chosen as well by the module's tolerances."""
+    """Checks that tokens are equal or, for drawn rows, a tie by the tolerances of the kernels' module."""
     found, wanted = chosen_on_device(logits, batch), on_cpu(logits, batch)
     for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
         if token != other:
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_cpu(batch, seed, size, spread, dtype):
     ids=repr,
 )
 def test_tokens_of_several_slices_are_those_of_the_cpu(params, spread):
-    """A vocabulary whose last slice is one group, and that not full; a nucleus of more than the head holds."""
+    """The vocabulary's last slice is one partial group; the nucleus is larger than the head."""
     check(random_logits(1, 8195, spread=spread), [params])
 
 
@@ -116,12 +116,12 @@ def test_logits_that_are_no_numbers(values, params):
     logits = torch.tensor([values, [0.0] * len(values)])
     greedy = replace(params, temperature=0.0)
     check(logits, [params, greedy])
-    # A greedy row is told by the same code with and without drawn rows beside it.
+    # The same code chooses a greedy row's token with and without drawn rows in the batch.
     assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
 
 
 def test_of_equal_logits_the_lowest_id_is_taken():
-    """Equals in one group, in one slice and in two."""
+    """Equal logits are in one group, in one slice and in two."""
     logits = torch.zeros(3, 4300)
     for row, equals in enumerate(([9, 40, 127], [130, 4000], [4095, 4096, 4299])):
         logits[row, equals] = 1.0
@@ -129,7 +129,7 @@ def test_of_equal_logits_the_lowest_id_is_taken():
 
 
 def test_a_row_does_not_depend_on_its_batch():
-    """Alone, in any place and any company: the same token (I6)."""
+    """A row gets the same token alone, in any place and in any batch (I6)."""
     batch = [
         RowParameters(temperature=0.0),
         RowParameters(seed=3),
@@ -141,11 +141,11 @@ def test_a_row_does_not_depend_on_its_batch():
     together = chosen_on_device(logits, batch)
     for order in ([1], [3], [4, 2, 1]):
         assert chosen_on_device(logits[order], [batch[row] for row in order]) == [together[row] for row in order]
-    # Looking for cuts that no row has changes nothing.
+    # The kernels for cuts change nothing if no row has a cut.
     assert chosen_on_device(logits[:2], batch[:2], cutting=True) == together[:2]
 
 
-def test_nothing_is_written_for_rows_that_are_none():
+def test_nothing_is_written_for_padding_rows():
     batch = [RowParameters(seed=3), RowParameters(temperature=0.0)]
     logits = random_logits(2, 300)
     assert chosen_on_device(logits, batch, padded_to=4, cutting=True) == [*on_cpu(logits, batch), -7, -7]
@@ -171,7 +171,7 @@ def test_tokens_are_distributed_as_the_softmax_says(params):
 
 
 def test_totals_decide_down_to_the_tolerance():
-    """A token is raised until it almost wins, and until it just does: further apart than promised, that is seen."""
+    """A logit is raised until its token almost wins, and until it just wins: the tolerance apart, results differ."""
     params, logits = RowParameters(temperature=0.7, seed=12, position=5), random_logits(300)
     scores = logits.double().numpy() / np.float32(params.temperature)
     totals = scores + all_noise(params.seed, params.position, 300)
@@ -184,7 +184,7 @@ def test_totals_decide_down_to_the_tolerance():
 
 
 def test_masses_decide_down_to_the_tolerance():
-    """The winner of all is at the edge of the nucleus: top_p is the mass before it, and a little more or less."""
+    """The winner is at the edge of the nucleus: top_p is the mass before it, plus or minus a little."""
     params, logits = RowParameters(temperature=1.5, seed=2, position=8), random_logits(300, spread=1.0)
     weights = (logits.double() / np.float32(params.temperature)).softmax(-1).numpy()
     winner = unpruned(logits, params)
@@ -232,7 +232,7 @@ def test_misshapen_tensors_are_refused():
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (0, 0.9)])
 def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
-    """Nearly flat logits: more of them reach the bound than are gathered, so the row itself is searched."""
+    """More of nearly flat logits reach the bound than are gathered, so the whole row is searched."""
     logits = random_logits(1, 2 * HEAD_TOKENS + 3, spread=0.05)
     batch = [RowParameters(temperature=1.0, top_k=top_k, top_p=top_p)]
     scratch = SamplerScratch.allocate(1, logits.shape[1], DEVICE)

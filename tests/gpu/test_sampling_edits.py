@@ -17,7 +17,7 @@ from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS, EditPacker
 from tests.support.sampling import RowParameters, rows_of
 
 VOCAB = 300
-# numpy speaks of infinities where a GPU is silent.
+# numpy warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=40)
@@ -39,7 +39,7 @@ def test_edited_logits_are_those_of_the_cpu_bit_by_bit(batch, seed, odd):
     logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     logits[0, odd[:3]], logits[-1, odd[3:6]], logits[-1, odd[6:]] = torch.nan, torch.inf, -torch.inf
     rows, packer = rows_of(batch), EditPacker(VOCAB)
-    # What an earlier step left in the packer does not matter.
+    # The packer's state of an earlier step has no effect.
     packer.pack(rows_of(batch[::-1]).edits)
     record = packer.pack(rows.edits)
     places = record[:, 0].astype(np.int64) * VOCAB + record[:, 1]

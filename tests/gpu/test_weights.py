@@ -1,4 +1,4 @@
-"""Weights cut out of one piece of memory: the same tensors as the loader's, and a plan that needs no weights."""
+"""Weights in one piece of memory equal those of the loader, and their plan needs no weights."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ def test_tensors_are_those_of_the_loader(folder):
 
 
 def test_a_second_worker_reads_nothing_and_has_the_same(folder):
-    """Its plan comes from the config and the names; whoever finds the region filled copies nothing in."""
-    config, said = load_config(folder), []
+    """The plan depends on the config and on names alone, and a worker that finds the region filled copies nothing."""
+    config, events = load_config(folder), []
     plan = plan_folder(folder, config, torch.bfloat16)
     region = torch.full((plan.nbytes,), 0xAA, dtype=torch.uint8, device=DEVICE)
 
     def first(key, size):
-        said.append((key, size))
-        return WeightMemory(region, True, lambda: said.append("filled"))
+        events.append((key, size))
+        return WeightMemory(region, True, lambda: events.append("filled"))
 
     def second(key, size):
-        said.append((key, size))
-        return WeightMemory(region, False, lambda: said.append("filled twice"))
+        events.append((key, size))
+        return WeightMemory(region, False, lambda: events.append("filled twice"))
 
     one = load(folder, config, first, "bfloat16")
     before = region.clone()
     two = load(folder, config, second, "bfloat16")
-    assert said == [(weights_key("f" * 64, "bfloat16", plan), plan.nbytes), "filled", said[0]]
+    assert events == [(weights_key("f" * 64, "bfloat16", plan), plan.nbytes), "filled", events[0]]
     assert torch.equal(region, before)
     for name, place in plan.places.items():
         assert place.offset % ALIGN_BYTES == 0

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.engine.scheduling.step_plan import Sampled, SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
 from tests.scheduler.test_drafts import Oracle
 from tests.scheduler.test_properties import ANSWER, CANCEL, STEP

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.forks import copy_partial_block
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
-from pillion.engine.scheduling.step_plan import Sampled
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_line import BLOCK, GREEDY, ROOT, SchedulerLine, answer, prompt, states
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, StepCost, TokenBudget, features
-from pillion.engine.scheduling.step_plan import Sampled, SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from tests.support.scheduler_line import SchedulerLine, prompt
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.host_backend import FinishedStep
-from pillion.engine.scheduling.step_plan import Outcome, Sampled, StepPlan, Update
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from pillion.config import WorkerFlags
-from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.heartbeat import Heartbeat, Lease
+from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.kvnode import HeartbeatReply
-from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
@@ -88,7 +87,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         tokens = list(range(41))
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
-        call = workers.prefill_stub.RunSpan(span_to_pb(workers.span(ticket, tokens, (16, 24)), "g"), timeout=20)
+        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=20)
         await until(lambda: workers.prefill.worker.epoch.listeners, "the span")
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -97,7 +96,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         workers.prefill_backend.gate.set()
         await returned(workers.prefill.worker, old)
         span = workers.span(ticket, tokens, (16, 24))
-        acks = [ack_from_pb(one) async for one in workers.prefill_stub.RunSpan(span_to_pb(span, "g"), timeout=20)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
         assert [ack.end_tokens for ack in acks] == [16, 40]
         await workers.release(ticket)
         await workers.quiet()
@@ -208,7 +207,7 @@ class SlowNode:
 
 async def test_an_answer_to_an_old_question_renews_nothing() -> None:
     lease, held, failures = Lease(0.2), list[bool](), list[object]()
-    heartbeat = Heartbeat(
+    heartbeat = Heartbeats(
         WorkerFlags(heartbeat_ms=10, heartbeat_timeout_ms=200),
         SlowNode(),  # type: ignore[arg-type]
         1,
@@ -312,16 +311,46 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_workers() as workers:
-        heard: list[int] = []
-        monkeypatch.setattr(Scheduler, "recall", lambda scheduler, blocks, now: heard.append(blocks))
-        real = workers.decode.worker.node.heartbeat
+    """A call that waits for memory at the node makes a decode worker return slots of its stock while a stream runs."""
+    async with running_workers() as workers, connected(workers) as connection:
+        slow_steps(workers)
+        pool, returned, recalls = workers.kvnode.pool, list[int](), list[int]()
+        give_back, heartbeat = pool.give_back, pool.heartbeat
 
-        async def wanting(epoch: int, **said: Any) -> HeartbeatReply:
-            return HeartbeatReply((await real(epoch, **said)).fenced, 7)
+        def record_slots(epoch: int, slots: Sequence[int]) -> None:
+            give_back(epoch, slots)
+            returned.extend(slots)
 
-        monkeypatch.setattr(workers.decode.worker.node, "heartbeat", wanting)
-        await until(lambda: 7 in heard, "the recall")
+        def record_recall(epoch: int) -> HeartbeatReply:
+            reply = heartbeat(epoch)
+            if reply.recall_blocks and epoch == workers.decode.worker.epoch.number:
+                recalls.append(reply.recall_blocks)
+            return reply
+
+        monkeypatch.setattr(pool, "give_back", record_slots)
+        monkeypatch.setattr(pool, "heartbeat", record_recall)
+        answers = []
+        for key in (1, 2, 3, 4):
+            prompt = [key, *PROMPT]
+            ticket = await workers.ticket(prompt)
+            answers.append(await connection.submit(submit_of(key, ticket, prompt, 900)))
+            await until(lambda: answers[-1].token_ids, "the first token")
+            await workers.release(ticket)
+        # Slots of streams that end go to the stock, and the stock keeps them for others as long as nobody recalls them.
+        workers.decode_backend.gate.clear()
+        for key in (2, 3, 4):
+            await connection.cancel(key)
+        assert not returned
+        waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
+        await until(lambda: len(recalls) >= 2, "a heartbeat's answer with a recall that has arrived")
+        workers.decode_backend.gate.set()
+        await until(lambda: returned, "slots of the stock")
+        assert answers[0].last is None, "the stream still runs"
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await connection.cancel(1)
+        await workers.quiet()
 
 
 class SlowToWarm(FakeBackend):

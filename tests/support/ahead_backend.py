@@ -18,8 +18,7 @@ import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import run_at_once
-from pillion.engine.sampling.sampling_rows import SamplingRows
-from pillion.engine.scheduling.step_plan import Sampled
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
 

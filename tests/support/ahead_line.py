@@ -14,7 +14,8 @@ import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.batching import build_batch
-from pillion.engine.scheduling.step_plan import CommitOrder, Sampled, StepPlan
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.wire.kvnode import CommitResult
 from tests.support.fake_backend import Int64, copy_blocks, run

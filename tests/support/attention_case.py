@@ -12,18 +12,18 @@ import numpy as np
 import torch
 
 from pillion.engine.backends.batch import StepBatch
-from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import (
     Attention,
     AttentionMerge,
     partial_row_bytes,
-    reference_attention,
 )
-from pillion.kernels.cpu.attention.cpu_attention_plan import AttentionPlan
+from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
 from pillion.kernels.cpu.attention.kv_layout import pack_pool
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.program.program import StepRecord
+from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.support.batches import Sequences
+from tests.support.cpu_references import reference_attention
 from tests.support.kernel_runner import batch_step, padded, stride
 
 LAYERS, LAYER = 2, 1
@@ -38,10 +38,10 @@ Part = tuple[int, int, int]
 class KernelRunner(Protocol):
     """:class:`tests.support.kernel_runner.Runner`, or its sibling on emulated ARM."""
 
-    def run(self, spec: KernelSpec, values: dict[str, object], step: StepRecord, threads: int = 3) -> None: ...
+    def run(self, spec: KernelSpec, values: dict[str, object], step: CpuStepRecord, threads: int = 3) -> None: ...
 
 
-def dtype_of(shape: Shape) -> torch.dtype:
+def dtype_of(shape: AttentionShape) -> torch.dtype:
     """Of queries, keys, values and results."""
     return torch.bfloat16 if shape.bf16 else torch.float32
 
@@ -57,16 +57,18 @@ def text_of(text: int, length: int, group: int, head_dim: int) -> tuple[torch.Te
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """A batch, its queries [KV_HEADS, rows, group, head_dim], and the packed pool with the K and V of its texts."""
 
-    shape: Shape
+    shape: AttentionShape
     batch: StepBatch
     queries: torch.Tensor
     pool: torch.Tensor
 
     @classmethod
-    def of(cls, shape: Shape, parts: Sequence[Part], *, stale: float = torch.nan, window: int = 0) -> Case:
+    def of(
+        cls, shape: AttentionShape, parts: Sequence[Part], *, stale: float = torch.nan, window: int = 0
+    ) -> AttentionCase:
         """Memory that nothing was written to holds ``stale``, but for V behind a sequence's end in its last block.
 
         With a ``window``, so do blocks that no row of this step sees.
@@ -98,7 +100,7 @@ class Case:
         return cls(shape, batch, held.to(dtype), pack_pool(pool.to(dtype)))
 
     def run(
-        self, runner: KernelRunner, plan: AttentionPlan, *, window: int = 0, softcap: float = 0.0, threads: int = 3
+        self, runner: KernelRunner, plan: CpuAttentionPlan, *, window: int = 0, softcap: float = 0.0, threads: int = 3
     ) -> torch.Tensor:
         """attended [T, heads * head_dim] by the kernels."""
         shape, size = self.shape, self.shape.element_bytes

@@ -10,7 +10,7 @@ from pillion.engine.backends.batch import StepBatch
 
 
 class Sequences:
-    """Texts that grow in a paged pool. Slot 0 is never dealt: it is what pads a table, and nobody may read it."""
+    """Texts that grow in a paged pool. Slot 0 is never used: it pads block tables, and no kernel may read it."""
 
     def __init__(self, num_slots: int, block_size: int, seed: int = 0) -> None:
         self._block_size = block_size
@@ -19,13 +19,13 @@ class Sequences:
         self._lengths: list[int] = []
 
     def add(self, count: int = 1) -> list[int]:
-        """New, empty sequences; gives their numbers."""
+        """Adds empty sequences and returns their numbers."""
         self._tables += [[] for _ in range(count)]
         self._lengths += [0] * count
         return list(range(len(self._tables) - count, len(self._tables)))
 
     def fork(self, number: int) -> tuple[int, list[int], list[int]]:
-        """A copy of a sequence that shares its whole blocks; gives its number, and which slots to copy to which."""
+        """Forks a sequence with shared full blocks; returns its number, and sources and targets of copies."""
         table = list(self._tables[number])
         sources = table[self._lengths[number] // self._block_size :]
         targets = [int(self._free.pop()) for _ in sources]
@@ -36,7 +36,7 @@ class Sequences:
     def step(
         self, parts: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None, extra_blocks: int = 0
     ) -> StepBatch:
-        """Appends tokens to sequences. ``sample``: rows whose logits are wanted; default: the last of each part."""
+        """Appends tokens to sequences. ``sample``: rows to sample; by default the last row of each part."""
         positions: list[int] = []
         starts = [0]
         for number, tokens in parts:

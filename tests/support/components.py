@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
@@ -34,13 +35,22 @@ class Components:
         """A second gateway before the same workers, with other flags."""
         from pillion.gateway.gateway_server import start_gateway
 
-        said = DISAGGREGATED | flags
-        component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **said))
+        edge = DISAGGREGATED | flags
+        component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge))
         try:
             async with AsyncClient(component.grpc_address) as client:
                 yield client
         finally:
             await component.stop()
+
+
+async def until_known(gateway: Any, names: set[str]) -> None:
+    """Returns when a gateway knows all components of these names: it is ready without a prefill worker, too."""
+    from pillion.gateway.admission.tenants import OPEN
+
+    async with asyncio.timeout(20):
+        while not names <= {one.component_id for one in gateway.status(OPEN).components}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager
@@ -79,8 +89,9 @@ async def running_components(
             DecodeFlags(**worker, component_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
         )
         stack.push_async_callback(second.stop)
-        said = DISAGGREGATED | (gateway or {})
-        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **said))
+        chosen = DISAGGREGATED | (gateway or {})
+        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **chosen))
         stack.push_async_callback(edge.stop)
+        await until_known(edge.gateway, {"prefill-0", "decode-0"})
         client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
         yield Components(kvnode, first, second, edge, client, folder, common, model)

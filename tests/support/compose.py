@@ -18,7 +18,7 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 DOCKERFILE = ROOT / "Dockerfile"
-# The image that this repository builds; all others are somebody else's.
+# The image that this repository builds.
 OWN_IMAGE = "pillion"
 
 _VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}|(?P<dollar>\$))")
@@ -38,7 +38,7 @@ class Health:
 
 
 @dataclass(frozen=True)
-class Service:
+class ComposeService:
     """One service. ``mounts``: path in the container -> volume, host path, or "" for a tmpfs."""
 
     name: str
@@ -60,22 +60,22 @@ class Service:
 
 @dataclass(frozen=True)
 class Image:
-    """What a Dockerfile says of the containers of its last stage."""
+    """A Dockerfile's settings for the containers of its last stage."""
 
     environment: Mapping[str, str]
     entrypoint: tuple[str, ...]
     user: str
 
 
-def read_services(environ: Mapping[str, str], path: pathlib.Path = COMPOSE_FILE) -> dict[str, Service]:
+def read_services(environ: Mapping[str, str], path: pathlib.Path = COMPOSE_FILE) -> dict[str, ComposeService]:
     """Every service of the file, those of profiles included; ``environ`` fills in its variables."""
-    said = _filled_in(yaml.safe_load(path.read_text()), environ)
-    return {name: _service(name, about) for name, about in said["services"].items()}
+    file = _filled_in(yaml.safe_load(path.read_text()), environ)
+    return {name: _service(name, entry) for name, entry in file["services"].items()}
 
 
-def needed_for(services: Mapping[str, Service], names: Iterable[str]) -> dict[str, Service]:
-    """What ``docker compose up NAMES`` starts: they, and all that they depend on."""
-    found: dict[str, Service] = {}
+def needed_for(services: Mapping[str, ComposeService], names: Iterable[str]) -> dict[str, ComposeService]:
+    """The services that ``docker compose up NAMES`` starts: these and all that they depend on."""
+    found: dict[str, ComposeService] = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop()
@@ -104,13 +104,13 @@ def read_image(path: pathlib.Path = DOCKERFILE) -> Image:
     return Image(environment, entrypoint, user)
 
 
-def _filled_in(said: Any, environ: Mapping[str, str]) -> Any:
-    if isinstance(said, dict):
-        return {key: _filled_in(value, environ) for key, value in said.items()}
-    if isinstance(said, list):
-        return [_filled_in(value, environ) for value in said]
-    if not isinstance(said, str):
-        return said
+def _filled_in(node: Any, environ: Mapping[str, str]) -> Any:
+    if isinstance(node, dict):
+        return {key: _filled_in(value, environ) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_filled_in(value, environ) for value in node]
+    if not isinstance(node, str):
+        return node
 
     def value(match: re.Match[str]) -> str:
         if match["dollar"]:
@@ -118,43 +118,43 @@ def _filled_in(said: Any, environ: Mapping[str, str]) -> Any:
         # ":-" takes the default for an empty value, too.
         return environ.get(match["name"]) or match["default"] or ""
 
-    return _VARIABLE.sub(value, said)
+    return _VARIABLE.sub(value, node)
 
 
-def _service(name: str, said: Mapping[str, Any]) -> Service:
-    mounts = {path.partition(":")[0]: "" for path in said.get("tmpfs", ())}
-    for volume in said.get("volumes", ()):
+def _service(name: str, entry: Mapping[str, Any]) -> ComposeService:
+    mounts = {path.partition(":")[0]: "" for path in entry.get("tmpfs", ())}
+    for volume in entry.get("volumes", ()):
         source, target, *_ = volume.split(":")
         mounts[target] = source
-    return Service(
+    return ComposeService(
         name=name,
-        image=said["image"],
-        command=tuple(said.get("command", ())),
-        environment={key: str(value) for key, value in said.get("environment", {}).items()},
-        depends_on={key: about["condition"] for key, about in said.get("depends_on", {}).items()},
-        health=_health(said["healthcheck"]) if "healthcheck" in said else None,
+        image=entry["image"],
+        command=tuple(entry.get("command", ())),
+        environment={key: str(value) for key, value in entry.get("environment", {}).items()},
+        depends_on={key: needed["condition"] for key, needed in entry.get("depends_on", {}).items()},
+        health=_health(entry["healthcheck"]) if "healthcheck" in entry else None,
         mounts=mounts,
-        profiles=tuple(said.get("profiles", ())),
-        replicas=int(said.get("scale", 1)),
-        stop_grace_s=seconds(said.get("stop_grace_period", "10s")),
+        profiles=tuple(entry.get("profiles", ())),
+        replicas=int(entry.get("scale", 1)),
+        stop_grace_s=seconds(entry.get("stop_grace_period", "10s")),
     )
 
 
-def _health(said: Mapping[str, Any]) -> Health:
-    kind, *test = said["test"]
-    assert kind == "CMD", "no shell is needed to ask a part"
+def _health(entry: Mapping[str, Any]) -> Health:
+    kind, *test = entry["test"]
+    assert kind == "CMD", "no shell is needed for a health check"
     return Health(
         test=tuple(test),
-        interval_s=seconds(said["interval"]),
-        timeout_s=seconds(said["timeout"]),
-        retries=int(said["retries"]),
-        start_period_s=seconds(said["start_period"]),
-        start_interval_s=seconds(said["start_interval"]),
+        interval_s=seconds(entry["interval"]),
+        timeout_s=seconds(entry["timeout"]),
+        retries=int(entry["retries"]),
+        start_period_s=seconds(entry["start_period"]),
+        start_interval_s=seconds(entry["start_interval"]),
     )
 
 
 def seconds(text: str) -> float:
-    """Of a duration as compose files write it: 1m30s."""
+    """The seconds of a duration as compose files write it, such as 1m30s."""
     parts = re.findall(r"(\d+)(ms|s|m|h)", text)
     assert "".join(number + unit for number, unit in parts) == text, text
     return sum(int(number) * _UNITS_S[unit] for number, unit in parts)

@@ -1,13 +1,13 @@
-"""Services of a compose file as processes of this machine: the same words, environment, order and health checks.
+"""Runs a compose file's services as processes of this machine: the same commands, environment, order, health checks.
 
     up:    each service waits for the conditions of its depends_on -> its containers start -> their health check passes
     down:  in the opposite order, SIGTERM, and SIGKILL after the service's stop_grace_period
 
-What a container would have of its own is translated, and nothing else. Its network is a loopback address of its own
-(127.x.y.n), which stands for 0.0.0.0 and for its own 127.0.0.1; a service's name is the address of its first container.
-Volumes, tmpfs and bind mounts are folders under one temporary folder. The image's entry point is this very Python.
-Users, capabilities, read-only file systems and restarts are Docker's alone, and so are images that are not this
-repository's, but for Redis.
+Only what a container has of its own is translated. Each container's network is a loopback address (127.x.y.n), which
+stands for 0.0.0.0 and for the container's own 127.0.0.1; a service's name is the address of its first container.
+Volumes, tmpfs and bind mounts are folders under one temporary folder. The image's entry point is this Python. Users,
+capabilities, read-only file systems and restarts are not tried, and neither are other images than this repository's and
+Redis.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from pillion.supervisor.child_process import ChildProcess
 from testbed.redis import redis_executable
-from tests.support.compose import ROOT, Image, Service
+from tests.support.compose import ROOT, ComposeService, Image
 
 STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
 
@@ -39,7 +39,7 @@ class Container:
     """One process that stands for a container. ``history``: its lines; ``exit_code``: None while it runs."""
 
     name: str
-    service: Service
+    service: ComposeService
     address: str
     child: ChildProcess | None = None
     exit_code: int | None = None
@@ -50,11 +50,11 @@ class Container:
 
 
 class ComposeRun:
-    """Use as an async context manager; ``scale``: service -> number of containers, as --scale says it."""
+    """Use as an async context manager; ``scale``: service -> number of containers, as with --scale."""
 
     def __init__(
         self,
-        services: Mapping[str, Service],
+        services: Mapping[str, ComposeService],
         image: Image,
         folder: pathlib.Path,
         scale: Mapping[str, int] | None = None,
@@ -82,13 +82,13 @@ class ComposeRun:
         return [container for container in self.containers if container.service.name == name]
 
     async def up(self, timeout_s: float) -> None:
-        """Returns when everything is as healthy as it can say. Raises UnhealthyError."""
+        """Starts all; returns when every health check passes. Raises UnhealthyError."""
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             for name in self.services:
                 group.create_task(self._bring_up(name), name=name)
 
     async def down(self) -> dict[str, int | None]:
-        """Stops all, who depends before what it depends on; container -> exit code, None: it had to be killed."""
+        """Stops all, dependents first. Returns container -> exit code, None where it had to be killed."""
         codes: dict[str, int | None] = {}
         for name in reversed(self.started):
             await asyncio.gather(*(self._stop(container, codes) for container in self.of(name)))
@@ -128,8 +128,8 @@ class ComposeRun:
         environment = {key: os.environ[key] for key in ("PATH", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
         environment |= {"PYTHONPATH": str(ROOT)}
         image = {key: value for key, value in self._image.environment.items() if key != "PATH"} if service.own else {}
-        said = {**image, **service.environment}
-        environment |= {key: self._here(value, container) for key, value in said.items()}
+        own = {**image, **service.environment}
+        environment |= {key: self._here(value, container) for key, value in own.items()}
         entrypoint = self._image.entrypoint if service.own else ()
         argv = self._command([*entrypoint, *service.command], container)
         container.child = await ChildProcess.start(argv, environment, container.history.append)
@@ -156,7 +156,7 @@ class ComposeRun:
     async def _well(self, container: Container) -> bool:
         assert container.service.health is not None
         argv = self._command(container.service.health.test, container)
-        # As inside the container: with TLS between parts the question needs the part's certificates.
+        # As inside the container: with TLS between components, the check needs the component's certificates.
         environment = {key: self._here(value, container) for key, value in container.service.environment.items()}
         lines: list[str] = []
         child = await ChildProcess.start(argv, {**os.environ, **environment, "PYTHONPATH": str(ROOT)}, lines.append)
@@ -198,7 +198,7 @@ class ComposeRun:
         raise AssertionError(f"no stand-in for {program}")
 
     def _here(self, text: str, container: Container) -> str:
-        """What a text that was meant for the container says on this machine."""
+        """A text of the container's configuration, with this machine's addresses and paths."""
         text = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1|localhost)\b", container.address, text)
         for name in self.services:
             if self.of(name):
@@ -212,7 +212,7 @@ class ComposeRun:
         source = container.service.mounts[path]
         if "/" in source:
             return str((ROOT / source).resolve())
-        # A volume is everybody's, a tmpfs its container's own.
+        # All containers share a volume; a tmpfs belongs to one.
         folder = self._folder / (source or f"{container.name}{path.replace('/', '-')}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return str(folder)

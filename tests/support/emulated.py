@@ -1,8 +1,8 @@
 """Kernels for 64-bit ARM on a machine that has none: linked with a small C program, run under qemu's user emulation.
 
 Needs ``qemu-aarch64`` and ``aarch64-linux-gnu-gcc`` (Debian: qemu-user, gcc-aarch64-linux-gnu, libc6-dev-arm64-cross).
-The emulated program maps a file that holds the records, all memory that they point to, and the team's memory. It runs
-as a real team: team_run leads, its other threads are pthreads in team_main.
+The emulated program maps a file that holds the records and all memory that they point to. It runs the real thread
+pool: the main thread calls pool_run, and its helpers are pthreads in pool_main.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.language.compiler import object_code
 from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES, KernelSpec
-from pillion.kernels.cpu.language.records import STEP, Layout, Words
-from pillion.kernels.cpu.program import thread_pool_code as team_code
-from pillion.kernels.cpu.program.program import StepRecord
+from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
+from pillion.kernels.cpu.runtime import thread_pool_code
+from pillion.kernels.cpu.runtime.compiler import object_code
+from pillion.kernels.cpu.runtime.program import CpuStepRecord
 
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-# Where the file stands in the emulated program's memory.
+# The address of the file in the emulated program's memory.
 BASE = 1 << 36
 _ALIGNMENT = 64
 _HEADER_WORDS = 8
@@ -41,25 +41,25 @@ _DRIVER = """
 #include <sys/stat.h>
 #include <unistd.h>
 typedef long word;
-extern word team_run(word, word, word, word), team_main(word), {fault}[];
+extern word pool_run(word, word, word, word), pool_main(word), {fault}[];
 {declared}
 static word kernels[] = {{ {table} }};
-static char team[{first_line} + 64 * 64] __attribute__((aligned(64))), counters[{counter_bytes}];
+static char pool[{first_line} + 64 * 64] __attribute__((aligned(64))), counters[{counter_bytes}];
 static char scratch[64][{scratch_bytes}] __attribute__((aligned(64)));
 static void run(word *header) {{
     word step = header[2], threads = header[3], entry[4] = {{ kernels[header[0]], header[1], -1, 0 }};
     pthread_t handles[64];
-    memset(team, 0, sizeof team);
-    *(word *)(team + {threads_place}) = threads;
-    *(word *)(team + {counters_place}) = (word)counters;
+    memset(pool, 0, sizeof pool);
+    *(word *)(pool + {threads_place}) = threads;
+    *(word *)(pool + {counters_place}) = (word)counters;
     for (word thread = 0; thread < threads; thread++) {{
-        char *line = team + {first_line} + 64 * thread;
-        *(word *)(line + {team_place}) = (word)team;
+        char *line = pool + {first_line} + 64 * thread;
+        *(word *)(line + {pool_place}) = (word)pool;
         *(word *)(line + {scratch_place}) = (word)scratch[thread];
-        if (thread) pthread_create(&handles[thread], 0, (void *(*)(void *))team_main, line);
+        if (thread) pthread_create(&handles[thread], 0, (void *(*)(void *))pool_main, line);
     }}
-    team_run((word)team, (word)entry, 1, step);
-    team_run((word)team, 0, -1, 0);
+    pool_run((word)pool, (word)entry, 1, step);
+    pool_run((word)pool, 0, -1, 0);
     for (word thread = 1; thread < threads; thread++) pthread_join(handles[thread], 0);
     header[4] = {fault}[0];
     header[5] = {fault}[1];
@@ -84,18 +84,18 @@ int main(int count, char **args) {{
 
 
 def available() -> bool:
-    """Whether the programs are there."""
+    """Whether the emulator and the cross compiler are installed."""
     return bool(shutil.which(GCC) and shutil.which(QEMU))
 
 
 class EmulatedRunner:
-    """Runs single kernels as tests.support.kernel_runner.Runner does, on emulated ARM. ``folder`` is for its files.
+    """Runs single kernels as :class:`tests.support.kernel_runner.Runner`, on emulated ARM; its files are in ``folder``.
 
-    One emulated process runs them all, a line in and a line out for each: emulators are slow to begin.
+    One emulated process runs all kernels, a line in and a line out for each, because an emulator starts slowly.
     """
 
     def __init__(self, specs: Sequence[KernelSpec], folder: Path, checked: bool) -> None:
-        self.kernels = SimpleNamespace(checked=checked)  # What tests ask a runner for.
+        self.kernels = SimpleNamespace(checked=checked)  # The attribute that tests read of a runner.
         self._names = list(dict.fromkeys(spec.name for spec in specs))
         self._program, self._memory = folder / "program", folder / "memory"
         (folder / "kernels.o").write_bytes(object_code(specs, BY_NAME["neon"], checked=checked))
@@ -105,13 +105,13 @@ class EmulatedRunner:
             table=", ".join(f"(word)k{i}" for i in numbers),
             fault=FAULT_CELL,
             base=BASE,
-            counter_bytes=team_code.COUNTER_STRIDE,
+            counter_bytes=thread_pool_code.COUNTER_STRIDE,
             scratch_bytes=SCRATCH_BYTES,
-            first_line=team_code.FIRST_THREAD_LINE,
-            threads_place=team_code.THREADS,
-            counters_place=team_code.COUNTERS,
-            team_place=team_code.TEAM,
-            scratch_place=team_code.SCRATCH,
+            first_line=thread_pool_code.FIRST_THREAD_LINE,
+            threads_place=thread_pool_code.THREADS,
+            counters_place=thread_pool_code.COUNTERS,
+            pool_place=thread_pool_code.POOL,
+            scratch_place=thread_pool_code.SCRATCH,
         )
         (folder / "driver.c").write_text(source)
         options = ["-O1", "-w", "-static", "-no-pie", "-pthread", "-o", str(self._program)]
@@ -123,29 +123,29 @@ class EmulatedRunner:
         """Ends the emulated process."""
         self._process.communicate(timeout=_TIMEOUT_S)
 
-    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: StepRecord, threads: int = 3) -> None:
-        """Runs one kernel; what it wrote is in the arrays of ``values`` and ``step`` then."""
+    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
+        """Runs one kernel; afterwards the arrays of ``values`` and ``step`` hold what it wrote."""
         args = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(args, values)
         places = [*_pointers(spec.layout, args), *_pointers(STEP, step.words)]
-        pieces = _merged((int(words[at]), int(words[at + 1])) for words, at in places)
+        ranges = _merged((int(words[at]), int(words[at + 1])) for words, at in places)
         records = {id(words): words.copy() for words in (args, step.words)}
         size = _HEADER_WORDS * 8
         begins = []
-        for address, length in pieces:
-            # Neighbours in a line stay neighbours, and a stray of a line meets nothing of another piece.
+        for address, length in ranges:
+            # Arrays in one cache line stay there, and a stray of a line meets no other range.
             size = -(-size // _ALIGNMENT) * _ALIGNMENT + address % _ALIGNMENT
             begins.append(size)
             size += length + _ALIGNMENT
         for words, at in places:
-            piece = next(i for i, (address, length) in enumerate(pieces) if address <= words[at] <= address + length)
-            records[id(words)][at] = BASE + begins[piece] + words[at] - pieces[piece][0]
+            index = next(i for i, (address, length) in enumerate(ranges) if address <= words[at] <= address + length)
+            records[id(words)][at] = BASE + begins[index] + words[at] - ranges[index][0]
         at_records = -(-size // _ALIGNMENT) * _ALIGNMENT
         image = np.zeros(at_records + args.nbytes + step.words.nbytes, np.uint8)
         at_step = at_records + args.nbytes
         header = [self._names.index(spec.name), BASE + at_records, BASE + at_step, threads, 0, 0]
         image[: 8 * len(header)] = np.array(header, np.int64).view(np.uint8)
-        for begin, (address, length) in zip(begins, pieces, strict=True):
+        for begin, (address, length) in zip(begins, ranges, strict=True):
             image[begin : begin + length] = np.frombuffer(ctypes.string_at(address, length), np.uint8)
         image[at_records:at_step] = records[id(args)].view(np.uint8)
         image[at_step:] = records[id(step.words)].view(np.uint8)
@@ -158,18 +158,18 @@ class EmulatedRunner:
         number, offset = image[32:48].view(np.int64).tolist()
         if number:
             raise Internal(f"kernel {self._names[number - 1]} strayed to byte {offset} of the memory that it was given")
-        for begin, (address, length) in zip(begins, pieces, strict=True):
+        for begin, (address, length) in zip(begins, ranges, strict=True):
             ctypes.memmove(address, image[begin:].ctypes.data, length)
 
 
-def _pointers(layout: Layout, words: Words) -> list[tuple[Words, int]]:
+def _pointers(layout: RecordLayout, words: Words) -> list[tuple[Words, int]]:
     return [(words, layout.place[name]) for name in layout.pointers if words[layout.place[name]]]
 
 
-def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(address, bytes) of memory that several pointers may share; what overlaps or touches becomes one."""
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(address, bytes) of memory that several pointers may share; ranges that overlap or touch become one."""
     found: list[tuple[int, int]] = []
-    for address, length in sorted(pieces):
+    for address, length in sorted(ranges):
         if found and address <= sum(found[-1]):
             begin, before = found.pop()
             address, length = begin, max(before, address + length - begin)

@@ -1,4 +1,4 @@
-"""Where tests of GPU kernels run: on the CUDA device where there is one, else in Triton's interpreter.
+"""The device of the tests of GPU kernels: a CUDA device if there is one, else Triton's interpreter.
 
 Import this before any module of ``pillion.kernels.gpu``: Triton decides when a kernel is defined.
 """

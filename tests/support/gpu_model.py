@@ -19,7 +19,7 @@ MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
 
 
 class FakeDevicePool:
-    """A pool on the device, as an attachment gives it."""
+    """Memory on the device that stands for a mapped pool."""
 
     def __init__(self, size_bytes: int) -> None:
         self.tensor = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
@@ -27,7 +27,7 @@ class FakeDevicePool:
 
 
 def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = False, eager: bool = False) -> GpuBackend:
-    """A backend with weights of its own."""
+    """Makes a backend with weights of its own."""
     weights = load_gpu_weights(
         prepared.folder,
         load_config(prepared.folder),
@@ -58,7 +58,8 @@ class GpuDriver(BackendDriver):
         super().__init__(prepared, block_size, num_slots, seed, backend or gpu_backend(prepared, block_size))
 
     def bind(self, num_slots: int) -> None:
-        """Memory on the device, each byte of which reads as NaN."""
+        """Binds memory on the device whose bytes are 0xff, which reads as NaN."""
         size = num_slots * self.backend.layout.block_bytes
-        self.backend.bind_pool(FakeDevicePool(size), num_slots)
+        self.memory = FakeDevicePool(size)
+        self.backend.bind_pool(self.memory, num_slots)
         self.backend.warm_up(MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""What tests of the device's sampler share: its launch on rows of parameters, and a judge of answers that differ."""
+"""Helpers of tests of the device's sampler: a launch on rows of parameters, and a judge of tokens that differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.sampling import RowParameters, all_noise, rows_of
 def chosen_on_device(
     logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0, cutting: bool | None = None
 ) -> list[int]:
-    """What the kernels choose of logits [R, V], which are copied; -7 where nothing was written."""
+    """Returns the kernels' choice from a copy of logits [R, V]; -7 where nothing was written."""
     rows, vocab = rows_of(all_params), logits.shape[1]
     count = max(len(all_params), padded_to)
     table = torch.full((count, vocab), 1.0, dtype=logits.dtype)
@@ -37,16 +37,14 @@ def chosen_on_device(
 
 
 def edited_row(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
-    """One row [V] with its edits, by the CPU's own code."""
+    """Edits one row [V] by the CPU's code."""
     table = logits[None].float().numpy().copy()
     with edited(table, rows_of([params]).edits), np.errstate(all="ignore"):
         return table[0].copy()
 
 
 def nearly_tie(row: np.ndarray, params: RowParameters, one: int, other: int) -> bool:
-    """Whether two tokens of an edited row [V] may both be answers, by what pillion.kernels.gpu.sampling.gpu_sampling
-    promises.
-    """
+    """Whether two tokens of an edited row [V] tie by the tolerances of pillion.kernels.gpu.sampling.gpu_sampling."""
     values = row.astype(np.float64)
     scores = (values - values.max()) / np.float32(params.temperature)
     totals = scores + all_noise(params.seed, params.position, len(row))

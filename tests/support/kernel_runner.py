@@ -11,19 +11,19 @@ import torch
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.language.compiler import compile_kernels
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.program.program import StepRecord
-from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS, Team
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.program import CpuStepRecord
+from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
 
-# Rows of the table that differ in what the emitter writes: with the bf16 instruction, and without.
+# Instruction sets for which the kernels' language writes different code: with the bfloat16 instruction, and without.
 ISAS = ("avx512_bf16", "avx2")
 BOTH_MODES = [(name, checked) for name in ISAS for checked in (False, True)]
 
 
 def isa_or_skip(name: str) -> Isa:
-    """A row of the table; skips the test where this processor does not have it."""
+    """The instruction set ``name``; skips the test where this processor does not have it."""
     try:
         isa = choose_isa(name, host_features())
     except ConfigError as lacking:
@@ -33,28 +33,28 @@ def isa_or_skip(name: str) -> Isa:
 
 
 class Runner:
-    """Kernels compiled for one row of the table, and teams of one and of three threads."""
+    """Kernels compiled for one instruction set, and pools of one and of three threads."""
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
         self.kernels = compile_kernels(specs, isa, checked=checked)
-        self._teams = {threads: Team(self.kernels, threads) for threads in (1, 3)}
+        self._pools = {threads: ThreadPool(self.kernels, threads) for threads in (1, 3)}
 
     def close(self) -> None:
-        """Ends the threads."""
-        for team in self._teams.values():
-            team.close()
+        """Ends the pools' threads."""
+        for pool in self._pools.values():
+            pool.close()
 
-    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: StepRecord, threads: int = 3) -> None:
+    def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
         """Runs one kernel."""
         args = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(args, values)
         program = np.array([[self.kernels.address(spec.name), args.ctypes.data, -1, 0]], np.int64)
         assert program.shape[1] == ENTRY_WORDS
-        self._teams[threads].run(program, step.words)
+        self._pools[threads].run(program, step.words)
 
 
 def runner_of(specs: Sequence[KernelSpec]) -> Any:
-    """A module's fixture ``runner``: its kernels, for each of BOTH_MODES."""
+    """A fixture ``runner`` for a module: runs its kernels in each of BOTH_MODES."""
 
     @pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
     def runner(request: Any) -> Iterator[Runner]:
@@ -71,16 +71,16 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rows_step(tokens: int, samples: int = 0) -> StepRecord:
-    """A step that says how many rows there are, and nothing else."""
-    step = StepRecord()
+def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
+    """A step's record with the numbers of rows, and nothing else."""
+    step = CpuStepRecord()
     step.count("num_tokens", tokens)
     step.count("num_samples", samples)
     return step
 
 
-def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> StepRecord:
-    """What kernels see of a batch."""
+def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRecord:
+    """A step's record of ``batch``."""
     step = rows_step(batch.num_tokens, len(batch.sample_rows))
     for name in ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "sample_rows"):
         step.point(name, getattr(batch, name))

@@ -42,7 +42,7 @@ def prompt(*tokens: int) -> bytes:
 
 
 @dataclass
-class Host:
+class KVHost:
     """One node with a gateway's session and a worker."""
 
     name: str
@@ -190,8 +190,8 @@ class Host:
 
 
 @asynccontextmanager
-async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> AsyncIterator[list[Host]]:
-    made = [Host(name, folder, redis.url, flags) for name in names]
+async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> AsyncIterator[list[KVHost]]:
+    made = [KVHost(name, folder, redis.url, flags) for name in names]
     try:
         await asyncio.gather(*(host.start() for host in made))
         yield made

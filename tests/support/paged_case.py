@@ -1,6 +1,6 @@
 """Batches over a paged pool for the tests of the GPU's attention.
 
-All that no row of a step may read is NaN: slots that no table names, other layers, and the rows of a sequence's last
+Memory that no row of a step may read is NaN: slots that no table names, other layers, and the rows of a sequence's last
 block that nothing was written to.
 """
 
@@ -28,7 +28,7 @@ FLOAT8_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of a model's attention."""
+    """The shape of a model's attention."""
 
     group: int
     head_dim: int
@@ -44,7 +44,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """A batch of (tokens there already, tokens of this step), with what its pool holds, plain and as it is read."""
+    """A batch of (earlier tokens, tokens of this step), and its pool's contents, plain and in the kernels' format."""
 
     shape: AttentionShape
     batch: StepBatch
@@ -75,9 +75,9 @@ class PagedCase:
         return cls(shape, batch, queries.to(DEVICE), plain, pool.to(DEVICE))
 
     def attention(self, **more: object) -> PagedAttention:
-        """For this case's pool, with limits that just let its batch in, unless ``more`` says otherwise."""
+        """Makes the attention of this case's pool, with limits that just fit the batch; ``more`` overrides."""
         shape, batch = self.shape, self.batch
-        said = {
+        options = {
             "pool": self.pool,
             "dtype": shape.dtype,
             "num_heads": shape.heads,
@@ -93,13 +93,13 @@ class PagedCase:
             "max_seqs": batch.num_seqs,
             "max_context_blocks": batch.block_tables.shape[1],
         }
-        return PagedAttention(**{**said, **more})
+        return PagedAttention(**{**options, **more})
 
     def run(self, attention: PagedAttention) -> torch.Tensor:
-        """All rows of the output, those behind the batch's too."""
+        """Runs the step; returns all rows of the output, also those behind the batch."""
         shape = self.shape
         plan = attention.plan(self.batch)
-        # The buffer is longer than the record, and what is behind the words in use is of some step before.
+        # The buffer is longer than the record; words behind those in use are an earlier step's.
         record = torch.full((attention.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         out = torch.full((len(self.queries), shape.heads * shape.head_dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)
@@ -107,7 +107,7 @@ class PagedCase:
         return out.cpu()
 
     def reference(self) -> torch.Tensor:
-        """[T, heads * head_dim] in float32."""
+        """Computes the expected output [T, heads * head_dim] in float32."""
         shape = self.shape
         queries = self.queries[: self.batch.num_tokens].cpu().float()
         found = paged_attention(
@@ -123,7 +123,7 @@ class PagedCase:
 
 
 def _quantized(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What float8 makes of ``plain``, in float32, and the pool of bytes that says so."""
+    """Quantizes ``plain`` to float8: returns the values in float32, and the pool of bytes."""
     known = plain.float()
     scales = known.nan_to_num().abs().amax(-1, keepdim=True) / FLOAT8_LARGEST
     codes = (known / scales).to(torch.float8_e4m3fn)

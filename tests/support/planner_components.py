@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pillion.gateway.planning.planner import ClusterSnapshot, RequestPlan, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.planner import RequestPlan
 from pillion.wire.registry import ComponentRecord
 
 # Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.

@@ -1,4 +1,4 @@
-"""What the sampler's tests share: rows of parameters, plain definitions of what it computes, and a chi-square test."""
+"""Helpers of the sampler's tests: rows of parameters, plain definitions of its results, and a chi-square test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Z = 3.719
 
 @dataclass(frozen=True)
 class RowParameters:
-    """One row's parameters."""
+    """The sampling parameters of one row."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -42,7 +42,7 @@ class RowParameters:
 
 
 def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
-    """As pillion.engine.backends.batching makes them."""
+    """Makes the arrays that pillion.engine.backends.batching makes."""
     edits = tuple(
         RowEdit(
             row=row,
@@ -71,21 +71,19 @@ def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
 
 
 def draws_of(params: RowParameters, count: int) -> SamplingRows:
-    """``count`` rows that differ in seed (every second one) or position: both must give independent numbers."""
+    """Makes ``count`` rows that differ in seed (every second one) or in position; both must give independent draws."""
     return rows_of(
         [replace(params, seed=n, position=11) if n % 2 else replace(params, seed=7, position=n) for n in range(count)]
     )
 
 
 def padded(logits: torch.Tensor) -> np.ndarray:
-    """[R, V] in whole groups, as the sampler's inner functions take it."""
+    """Pads logits [R, V] to whole groups, for the sampler's inner functions."""
     return torch.nn.functional.pad(logits, (0, -logits.shape[1] % GROUP_TOKENS), value=-torch.inf).numpy()
 
 
 def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """The noise of every token [vocab_size], by the definition in pillion.engine.sampling.gumbel and without any
-    pruning.
-    """
+    """Computes the noise of every token [vocab_size], without any pruning."""
     seeds, positions = np.array([seed & (2**64 - 1)], np.uint64), np.array([position], np.int64)
     waits, firsts = group_waits(seeds, positions, -(-vocab_size // GROUP_TOKENS))
     tokens = np.arange(vocab_size)
@@ -97,7 +95,7 @@ def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def unpruned(logits: torch.Tensor, params: RowParameters) -> int:
-    """The Gumbel-max token of one row [V] that needs no edits: the largest score + noise of what the cut leaves."""
+    """Returns the Gumbel-max token of one row [V] without edits: the largest score + noise of the tokens in the cut."""
     table = padded(logits[None])
     with np.errstate(all="ignore"):
         cut = cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
@@ -108,7 +106,7 @@ def unpruned(logits: torch.Tensor, params: RowParameters) -> int:
 
 
 def warp(logits: torch.Tensor, params: RowParameters) -> torch.Tensor:
-    """What transformers' warpers, in their order, make of logits [R, V]."""
+    """Applies transformers' warpers, in their order, to logits [R, V]."""
     warpers = [hf.TemperatureLogitsWarper(params.temperature)]
     if params.top_k:
         warpers.append(hf.TopKLogitsWarper(min(params.top_k, logits.shape[1])))
@@ -123,7 +121,7 @@ def warp(logits: torch.Tensor, params: RowParameters) -> torch.Tensor:
 
 def chi_square_fits(tokens: Sequence[int], probabilities: np.ndarray) -> bool:
     """Whether ``tokens`` may be draws from ``probabilities`` [V]: a chi-square test at level ALPHA, impossible tokens
-    never drawn. Cells with few expected draws are thrown together, as the test wants it."""
+    never drawn. Cells with few expected draws are merged, as the test requires."""
     seen = np.bincount(tokens, minlength=len(probabilities))
     if seen[probabilities == 0].any():
         return False

@@ -10,10 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.batching import build_batch
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
-from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder, Sampled, StepPlan, Update
+from pillion.engine.scheduling.step_plan import (
+    ChunkDone,
+    CommitOrder,
+    Outcome,
+    ResumeOrder,
+    StepPlan,
+    Update,
+)
 from pillion.errors import PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity

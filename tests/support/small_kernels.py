@@ -1,4 +1,4 @@
-"""Small kernels and programs of them, to test what runs kernels."""
+"""Small kernels and programs of them, to test the compiler and the thread pool."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pillion.kernels.cpu.language.compiler import CompiledKernels
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES
-from pillion.kernels.cpu.language.module import Call, KernelSpec
-from pillion.kernels.cpu.language.records import STEP, Layout, Words
-from pillion.kernels.cpu.language.values import Int
-from pillion.kernels.cpu.program.thread_pool import ENTRY_WORDS
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
+from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """out [items, 16] += x * factor, each vector by whichever thread took it."""
+    """out [items, 16] += x * factor, each vector by the thread that drew it."""
 
-    layout: ClassVar[Layout] = Layout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
+    layout: ClassVar[RecordLayout] = RecordLayout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
     chunk: int = 1
 
     @property
     def name(self) -> str:
         return f"scale_{self.chunk}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         x, out, factor = args.pointer("x"), args.pointer("out"), args.real("factor")
         with call.shared_range(args.number("items"), self.chunk) as (begin, end), k.range(end, begin) as item:
@@ -36,13 +35,17 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class WhoAmI:
-    """out [threads] int64 += 1 + thread * 1000, by each thread in its own place; ``turns`` makes it take time."""
+    """out [threads] int64 += 1 + thread * 1000, by each thread in its own place; ``turns`` makes it take time.
 
-    layout: ClassVar[Layout] = Layout("who", pointers=("out", "waste"), numbers=("turns",))
+    ``waste`` [threads, 16] float32 is 1 from the beginning of a call.
+    """
+
+    layout: ClassVar[RecordLayout] = RecordLayout("who", pointers=("out", "waste"), numbers=("turns",))
     name: str = "who"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k = call.k
+        k.store(call.args.pointer("waste") + call.thread * VECTOR_BYTES, k.vector(1.0))
         wasted = k.variable(k.vector(1.0))
         with k.range(call.args.number("turns")):
             wasted.value = k.fma(wasted.value, k.vector(0.5), k.vector(0.25))
@@ -55,10 +58,10 @@ class WhoAmI:
 class Uneven:
     """The first thread's call takes ``turns``, the second's ``more`` times as long; ``waste`` [threads, 16] float32."""
 
-    layout: ClassVar[Layout] = Layout("uneven", pointers=("waste",), numbers=("turns", "more"))
+    layout: ClassVar[RecordLayout] = RecordLayout("uneven", pointers=("waste",), numbers=("turns", "more"))
     name: str = "uneven"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k = call.k
         wasted = k.variable(k.vector(1.0))
         times = call.thread * call.args.number("more") + 1
@@ -69,16 +72,16 @@ class Uneven:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Writes a vector ``offset`` bytes behind the begin of ``out``, or of its scratch."""
+    """Writes a vector ``offset`` bytes behind the start of ``out``, or of the scratch."""
 
-    layout: ClassVar[Layout] = Layout("stray", pointers=("out",), numbers=("offset",))
+    layout: ClassVar[RecordLayout] = RecordLayout("stray", pointers=("out",), numbers=("offset",))
     scratch: bool = False
 
     @property
     def name(self) -> str:
         return f"stray_{self.scratch}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         target = call.scratch if self.scratch else call.args.pointer("out")
         call.k.store(target + call.args.number("offset"), call.k.vector(1.0))
 
@@ -87,10 +90,10 @@ class Stray:
 class Remember:
     """out [threads] int64 = thread + 1, which was kept in the scratch for a while; where [threads]: its address."""
 
-    layout: ClassVar[Layout] = Layout("remember", pointers=("out", "where"), numbers=("turns",))
+    layout: ClassVar[RecordLayout] = RecordLayout("remember", pointers=("out", "where"), numbers=("turns",))
     name: str = "remember"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, place = call.k, call.thread * 8
         k.store_int(call.scratch, call.thread + 1)
         with k.range(call.args.number("turns")):
@@ -103,20 +106,20 @@ class Remember:
 class Halve:
     """out [16] float32 = x / 2, by the last thread."""
 
-    layout: ClassVar[Layout] = Layout("halve", pointers=("x", "out"))
+    layout: ClassVar[RecordLayout] = RecordLayout("halve", pointers=("x", "out"))
     name: str = "halve"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k = call.k
         with k.when((call.thread + 1).equals(call.threads)):
             k.store(call.args.pointer("out"), k.load(call.args.pointer("x")) * 0.5)
 
 
-# The number of the step's record that conditions of these tests look at.
+# The number of the step's record that these tests use as a condition.
 CONDITION = STEP.place["num_samples"]
 
 
-class Table:
+class ProgramTable:
     """A program, and the records that it points to."""
 
     def __init__(self, kernels: CompiledKernels) -> None:
@@ -124,7 +127,7 @@ class Table:
         self._records: list[Any] = []
         self._entries: list[tuple[int, ...]] = []
 
-    def add(self, spec: KernelSpec, condition: int = -1, **values: Any) -> Table:
+    def add(self, spec: KernelSpec, condition: int = -1, **values: Any) -> ProgramTable:
         """Appends an entry."""
         words = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(words, values)
@@ -145,13 +148,13 @@ def step_with(samples: int = 0) -> Words:
     return words
 
 
-def chain(kernels: CompiledKernels, items: int = 37, length: int = 20) -> tuple[Table, list[Any], list[Any]]:
-    """Kernels that each read what the one before wrote, Scale() and Scale(3): whoever runs ahead spoils the result.
+def chain(kernels: CompiledKernels, items: int = 37, length: int = 20) -> tuple[ProgramTable, list[Any], list[Any]]:
+    """Kernels that read what the kernel before them wrote: a thread that runs ahead spoils the result.
 
-    Gives the table, the rows that it works on, and what they should hold in the end.
+    Returns the table, the rows that it works on, and their expected values.
     """
     rows = [np.full((items, 16), 1 + i, np.float32) for i in range(length + 1)]
-    table = Table(kernels)
+    table = ProgramTable(kernels)
     for i in range(length):
         table.add(Scale(3 if i % 2 else 1), x=rows[i], out=rows[i + 1], items=items, factor=0.5)
     expected = [rows[0].copy()]

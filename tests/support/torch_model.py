@@ -16,7 +16,7 @@ from tests.support.batches import Sequences
 
 
 def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
-    """Random norms and biases: as initialised they are ones and zeros, and leaving one out would not show."""
+    """Randomizes norms and biases: with their initial ones and zeros, leaving one out would not show."""
     path = folder / "model.safetensors"
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(path)
@@ -42,18 +42,18 @@ class BackendDriver:
         self.sequences = Sequences(num_slots, block_size, seed)
 
     def bind(self, num_slots: int) -> None:
-        """Every byte 0xff reads as NaN in bf16 and fp32: who reads a row that was not written gives himself away."""
-        self._memory = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
-        self.backend.bind_pool(memoryview(self._memory), num_slots)
+        """Binds a pool of bytes 0xff, NaN in bf16 and fp32, so that reading an unwritten row shows in the results."""
+        self.memory: Any = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
+        self.backend.bind_pool(memoryview(self.memory), num_slots)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
-        """Runs one batch; gives the logits of each part's last token, or of ``sample``."""
-        # Backends may give the same memory again.
+        """Runs one batch; returns the logits of each part's last token, or of ``sample``."""
+        # Backends may return the same memory again.
         logits: torch.Tensor = self.backend.forward(self.sequences.step(parts, sample)).clone()
         return logits
 
     def run_all(self, number: int, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
-        """Runs a text in chunks of these sizes and the rest in one; gives the logits of all its tokens."""
+        """Runs a text in chunks of these sizes and the rest in one; returns the logits of all its tokens."""
         ends = [*torch.tensor(chunks, dtype=torch.int64).cumsum(0).tolist(), len(tokens)]
         found, begin = [], 0
         for end in ends:
@@ -62,7 +62,7 @@ class BackendDriver:
         return torch.cat(found)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> list[int]:
-        """The prompt in two chunks, then token by token, ending behind a stop token."""
+        """Runs the prompt in two chunks and then decodes greedily, up to a stop token."""
         (number,) = self.sequences.add()
         head = len(prompt) // 2
         if head:

@@ -1,4 +1,4 @@
-"""Several KV nodes on one machine, each with its pool, socket and workers: what two hosts are to Pillion."""
+"""Several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Hosts:
     def worker(self, role: str, node_id: str, *flags: str) -> str:
         """Begin to start a worker of ``role`` at a node; returns its name."""
         name = f"{role}-{node_id}"
-        said = ("--component-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
-        self._start(name, role, *self._model, *said, "--attach-socket", self._attach(node_id), *flags)
+        place = ("--component-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
+        self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags)
         return name
 
     def gateway(self, *flags: str) -> str:
         """Begin to start the gateway; returns where clients find it."""
         target = f"127.0.0.1:{free_port()}"
-        # What is shown is the way of blocks: left alone, the planner would sometimes see no gain in it.
-        said = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
-        self._start("gateway", "gateway", *self._model, *said, *flags)
+        # Every prompt goes through a prefill worker; the planner would sometimes see no gain in that.
+        edge = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
+        self._start("gateway", "gateway", *self._model, *edge, *flags)
         return target
 
     def sees(self, target: str, *names: str) -> None:
@@ -68,16 +68,16 @@ class Hosts:
 
         wait_for(f"{', '.join(names)} at the gateway", there, READY_TIMEOUT_S)
 
-    def books(self, node_id: str) -> NodeStatus:
-        """A node's own word, after it proved its integrity (I4)."""
+    def node_status(self, node_id: str) -> NodeStatus:
+        """A node's status, after it proved its integrity (I4)."""
         status = self._ask(node_id)
         assert status is not None, f"{node_id} does not answer"
         return status
 
     def idle(self, node_id: str) -> bool:
         """Nothing is pinned, promised or awaited there."""
-        books = self.books(node_id)
-        return not (books.tickets or books.pinned_blocks or books.reserved_blocks or books.waiting_tickets)
+        status = self.node_status(node_id)
+        return not (status.tickets or status.pinned_blocks or status.reserved_blocks or status.waiting_tickets)
 
     def stop(self, name: str, *, kill: bool = False) -> None:
         """End a process as a supervisor does, or at once."""

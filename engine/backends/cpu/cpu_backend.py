@@ -1,7 +1,9 @@
-"""The backend of the CPU kernels (:mod:`pillion.kernels.cpu`): one native call for each step, by a team of threads.
+"""The backend of the CPU kernels (:mod:`pillion.kernels.cpu`): one native call for each step, on a pool of threads.
 
-Life: made (weights mapped, kernels compiled or loaded, team started) -> bind_pool -> forward, forward, ... ->
-close, which ends the team. warm_up may come at any time, on memory of its own.
+    load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threads started) -> bind_pool
+    -> forward, forward, ... -> close (threads ended)
+
+warm_up may run at any time before close; it uses memory of its own.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.kv_layout import LAYOUT_VERSION
-from pillion.kernels.cpu.language.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
-from pillion.kernels.cpu.program.program import (
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
+from pillion.kernels.cpu.runtime.program import (
     Bounds,
+    CpuStepRecord,
     Operation,
     Program,
-    StepRecord,
     Workspace,
     aligned_bytes,
     check_batch,
 )
-from pillion.kernels.cpu.program.thread_pool import Team
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("pillion.worker")
 
@@ -57,7 +59,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """A model with its kernels: all that does not depend on threads and pools."""
+    """A model with its kernels: everything that does not depend on threads and the KV pool."""
 
     config: ModelConfig
     isa: Isa
@@ -79,11 +81,10 @@ def load_cpu_model(
     checked: bool | None = None,
     cache: ModelCache | None = None,
 ) -> CpuModel:
-    """Maps the weights (packs them, the first time) and gets the kernels (compiles them, the first time).
+    """Maps the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
 
-    ``checked``: kernels with bounds checks; None: if PILLION_CHECK_KERNELS is 1.
-    :func:`pillion.engine.backends.loading.unsupported`
-    must have found nothing. Raises ConfigError for weights that do not fit the config.
+    ``checked``: kernels check every access; None reads PILLION_CHECK_KERNELS. The caller has made sure that the kernels
+    can run the model (``pillion.engine.backends.loading``). Raises ConfigError for weights that do not fit the config.
     """
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
     cache = cache or ModelCache()
@@ -98,12 +99,12 @@ def load_cpu_model(
 
 
 class CpuBackend:
-    """Implements ``pillion.engine.backends.backend.HostBackend``; its docstring says who may call what."""
+    """Implements ``pillion.engine.backends.backend.HostBackend``, whose docstring is the contract."""
 
     runs_ahead = False
 
     def __init__(self, model: CpuModel, threads: int, affinity: Sequence[int] = ()) -> None:
-        """Starts ``threads`` - 1 native threads. ``affinity``: the core of each thread, or nothing."""
+        """Starts ``threads`` - 1 native threads. ``affinity``: the core of each thread, or () for any core."""
         self.model = model
         self._config = model.config
         self._layout = model.layout
@@ -111,42 +112,42 @@ class CpuBackend:
         self._workspace.reserve("steps", 1)
         self._planner = attention_planner(model.config, model.isa, threads)
         self._program = Program(model.plan.operations, model.kernels, self._workspace)
-        self._team = Team(model.kernels, threads, affinity)
-        self._step = StepRecord()
-        # Whether buffers have gone since the program was bound to them.
+        self._thread_pool = ThreadPool(model.kernels, threads, affinity)
+        self._step = CpuStepRecord()
+        # Whether buffers were replaced since the program was bound to them.
         self._unbound = False
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
         self._pool: npt.NDArray[np.uint8] | None = None
-        # Views of the logits' buffer, by rows.
+        # Views of the logits' buffer, by number of rows.
         self._logits: dict[int, torch.Tensor] = {}
-        # Of the last step: what it took beside this is the host's part.
+        # How long the kernels of the last step ran; the rest of the step's time is the host's.
         self.kernel_seconds = 0.0
 
     @property
     def layout(self) -> KVLayout:
-        """How this backend cuts a slot."""
+        """The layout of a slot of the KV pool."""
         return self._layout
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
+        """The number of columns of the logits."""
         return self._config.vocab_size
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Use ``memory`` as the paged cache. Raises ConfigError when it is too small or read-only."""
+        """Uses ``memory`` as the KV pool. Raises ConfigError where it is too small or read-only."""
         view, needed = checked_memory(memory, num_slots, self._layout)
         self._pool = np.frombuffer(view, np.uint8, count=needed).reshape(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV, give float32 logits [R, vocab_size], which the next forward overwrites."""
+        """Writes the batch's KV; returns float32 logits [R, vocab_size], which the next forward overwrites."""
         if self._pool is None:
             raise Internal("forward before bind_pool")
         return self._run(self._pool, batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, pair after pair: sources[i] to targets[i]. The targets are leased to this worker.
+        """Copies whole slots, pair after pair: sources[i] to targets[i]. The targets must be leased to this worker.
 
-        Raises Internal for lists of different length and for slots that the pool does not have.
+        Raises Internal for lists of different lengths and for slots that the pool does not have.
         """
         if self._pool is None:
             raise Internal("copy_blocks before bind_pool")
@@ -154,73 +155,73 @@ class CpuBackend:
             self._pool[target] = self._pool[source]
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
-        """The whole step, at once."""
+        """Runs the whole step before it returns."""
         return run_at_once(self, batch, copies, rows)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Touch all weights and let the buffers grow to a full step, over scratch memory."""
+        """Reads all weights once and lets the buffers grow to a full step, on a KV pool of its own."""
         block_size, max_tokens = self._layout.block_size, min(max_tokens, self.model.max_model_len)
         blocks = -(-max_tokens // block_size)
         pool = aligned_bytes(blocks * self._layout.block_bytes, PAGE_BYTES).reshape(blocks, -1)
         for batch in warm_up_batches(max_tokens, block_size):
             self._run(pool, batch)
         log.info(
-            "memory of this worker beside weights and pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",
+            "memory of this worker beside weights and KV pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",
             *(size / 2**20 for size in self.memory_bytes()),
         )
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Of buffers as they are now, of rotary tables, and of the threads' scratch."""
+        """Bytes of the buffers as they are now, of the rotary tables, and of the threads' scratch."""
         tables = sum(table.numel() * table.element_size() for pair in self.model.plan.ropes for table in pair)
-        return self._workspace.nbytes, tables, self._team.threads * SCRATCH_BYTES
+        return self._workspace.nbytes, tables, self._thread_pool.threads * SCRATCH_BYTES
 
     def close(self) -> None:
-        """End the team's threads, and let go of the pool, so that its mapping can be closed. Idempotent."""
-        self._team.close()
+        """Ends the threads and releases the KV pool, so that its mapping can be closed. Idempotent."""
+        self._thread_pool.close()
         self._pool = None
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
-        """Runs ``operations`` over the record of the last step, again and again: for those who measure one kernel."""
+        """A function that runs ``operations`` over the record of the last step, to measure single kernels."""
         program = Program(operations, self.model.kernels, self._workspace)
-        return lambda: self._team.run(program.entries, self._step.words)
+        return lambda: self._thread_pool.run(program.entries, self._step.words)
 
     def check_integrity(self) -> None:
-        """Raises Internal where a kernel wrote behind the end of a buffer."""
+        """Raises Internal where a kernel has written behind the end of a buffer."""
         self._workspace.check_integrity()
 
     def _run(self, pool: npt.NDArray[np.uint8], batch: StepBatch) -> torch.Tensor:
         if self._bounds.num_slots != len(pool):
             self._bounds = replace(self._bounds, num_slots=len(pool))
         check_batch(batch, self._bounds)
-        # Several answers to one prompt want the same row's logits: it is computed once.
+        # Several answers to one prompt sample the same row: its logits are computed once.
         rows, places = batch.sample_rows, None
         if len(set(rows.tolist())) < len(rows):
             rows, places = np.unique(rows, return_inverse=True)
         self._fill(pool, batch, rows)
         begin = time.perf_counter()
-        self._team.run(self._program.entries, self._step.words)
+        self._thread_pool.run(self._program.entries, self._step.words)
         self.kernel_seconds = time.perf_counter() - begin
         if self.model.checked:
             self.check_integrity()
-        found = self._logits.get(len(rows))
-        if found is None:
-            found = self._logits[len(rows)] = self._logits_of(len(rows))
-        return found if places is None else found[torch.from_numpy(places)]
+        logits = self._logits.get(len(rows))
+        if logits is None:
+            logits = self._logits[len(rows)] = self._logits_of(len(rows))
+        return logits if places is None else logits[torch.from_numpy(places)]
 
     def _logits_of(self, rows: int) -> torch.Tensor:
-        """The first ``rows`` of the buffer, without its padding."""
+        """The first ``rows`` rows of the logits' buffer, without padding."""
         buffer = self.model.plan.logits
         table = self._workspace.array(buffer).view(np.float32).reshape(-1, buffer.stride // 4)
         return torch.from_numpy(table[:rows, : self._config.vocab_size])
 
     def _fill(self, pool: npt.NDArray[np.uint8], batch: StepBatch, rows: npt.NDArray[np.int32]) -> None:
-        """The step's record; buffers grow where this step is larger than all before it."""
+        """Fills the step's record; buffers grow where this step is larger than all steps before it."""
         plan = self._planner.plan(batch)
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows))):
             self._unbound |= self._workspace.reserve(unit, count)
         if self._unbound:
             self._logits.clear()
-            # Where this fails for want of memory, no kernel may run before it has succeeded.
+            # Where bind fails for lack of memory, no kernel may run until it has succeeded.
             self._program.bind()
             self._unbound = False
         step, row_seqs = self._step, np.arange(batch.num_seqs, dtype=np.int32)

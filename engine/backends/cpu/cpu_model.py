@@ -1,11 +1,17 @@
-"""A model as a program of CPU kernels: which kernels run over which buffers, layer after layer.
+"""A model as a program of CPU kernels: the operations of a step, layer after layer, and the buffers they run over.
 
-It says the same as :mod:`pillion.engine.models.decoder`, in the kernels' terms. In a layer:
+The program computes the same as :mod:`pillion.engine.models.decoder`. A layer:
 
     hidden --norm--> normed --qkv--> qkv --rotate, write--> queries, pool --attend--> attended --o--> hidden
     hidden --norm--> normed --gate, up--> activated --down--> hidden              (or experts; or a norm behind each)
 
-``hidden`` is float32, what products read is of the model's type. The last layer goes on with the sampled rows alone.
+A layer with experts replaces its second line:
+
+    normed --router--> routing --route--> scores, experts --group--> grouped --gate, up--> activated --down--> found
+    hidden += each row's sum over its experts      (through a norm where the model has one behind its experts)
+
+``hidden`` is float32; rows that products read have the model's type. From the last layer's attention on, the program
+computes the sampled rows alone.
 """
 
 from __future__ import annotations
@@ -17,30 +23,32 @@ from typing import Any
 import torch
 
 from pillion.engine.backends.backend import KVLayout
-from pillion.engine.backends.cpu.cpu_moe import GATED_EPILOGUE, moe_operations
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import make_ropes
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.attention.attention_rows import Shape
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
-from pillion.kernels.cpu.attention.cpu_attention_plan import AttentionPlanner
+from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
+from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, Route
 from pillion.kernels.cpu.products.packing import DTYPES
-from pillion.kernels.cpu.program.program import Buffer, HeadStride, Operation
 from pillion.kernels.cpu.rows.rotate import RotateWrite
-from pillion.kernels.cpu.rows.rows import Embed, GatherRows, Norm, NormAdd, SoftCapScale
+from pillion.kernels.cpu.rows.rows import Embed, GatherRows, NormAdd, NormRows, SoftCapScale
+from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
 
-# Rows of partial sums that a KV head has room for: a step cuts no more contexts than these hold.
+# Epilogues of gated products, by ``ModelConfig.activation``.
+GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
+# Rows of partial sums that a KV head has room for: a step cuts no more contexts than fit.
 MAX_PARTIAL_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Operations of a step, the buffer that holds the sampled rows' logits behind them, and the rotary tables."""
+    """The operations of a step, the buffer for the sampled rows' logits, and the tables of the rotary embeddings."""
 
     operations: tuple[Operation, ...]
     logits: Buffer
@@ -48,8 +56,8 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What operations are made of. ``rows_of`` is "tokens", and "samples" behind the last layer's attention."""
+class OperationBuilder:
+    """Builds a model's operations. ``rows_of`` is "tokens", and "samples" behind the last layer's attention."""
 
     config: ModelConfig
     weights: CpuWeights
@@ -59,21 +67,21 @@ class Parts:
 
     @property
     def bf16(self) -> bool:
-        """Of the model's type."""
+        """Whether the model's type is bfloat16, not float32."""
         return self.layout.dtype == "bfloat16"
 
     @property
     def row_dtype(self) -> str:
-        """What products read, in numpy's words."""
+        """The numpy type of rows that products read; uint16 holds bfloat16."""
         return "uint16" if self.bf16 else "float32"
 
     @property
     def when(self) -> str:
-        """Rows that nobody samples need nothing behind the last layer's KV."""
+        """The condition of these operations: without sampled rows nothing runs behind the last layer's KV."""
         return "num_samples" if self.rows_of == "samples" else ""
 
     def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
-        """The buffer of that name, with ``each`` rows for each of these rows."""
+        """The buffer ``name``, with ``each`` rows for each row of ``rows_of``."""
         return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
 
     @property
@@ -83,21 +91,22 @@ class Parts:
 
     @property
     def normed(self) -> Buffer:
-        """Rows for the next product."""
+        """The rows that the next product reads."""
         return self.buffer("normed", self.config.hidden_size, self.row_dtype)
 
     @property
     def found(self) -> Buffer:
-        """What attention or MLP found, where a norm comes before it is added."""
+        """The output of attention or MLP, where a norm runs before it is added to ``hidden``."""
         return self.buffer("found", self.config.hidden_size, "float32")
 
     @property
     def attended(self) -> Buffer:
-        """Attention's result."""
+        """The result of attention."""
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
     def norm(self, name: str, out: Buffer | None = None) -> Operation:
-        """hidden -> normed, or only its type where the model has no such norm; ``out``: a buffer of float32 instead."""
+        """hidden -> normed; changes only the type where the model has no norm ``name``. ``out``: another buffer, of
+        float32."""
         weight = self.weights.tensor(name) if self.weights.has(name) else None
         bf16 = self.bf16 and out is None
         out = out or self.normed
@@ -111,16 +120,19 @@ class Parts:
             "out_stride": out.stride,
             "eps": self.config.rms_norm_eps,
         }
-        return Operation(Norm("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
+        return Operation(NormRows("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
 
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
     ) -> Operation:
-        """The product with the matrix ``name``; ``group_starts`` for experts."""
+        """The product of ``x`` with the matrix ``name``, or with those of experts, whose rows are in ``group_starts``.
+
+        Raises ConfigError where the matrix does not fit ``x`` or ``out``.
+        """
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
-            raise ConfigError(f"{name} takes {linear.depth} values and gives {columns}: not those of this model")
+            raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
         kind = {dtype: kind for kind, dtype in DTYPES.items()}[linear.data.dtype]
         spec = Gemm(kind, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
         values: dict[str, Any] = {
@@ -149,7 +161,7 @@ class Parts:
         yield self.norm_add(post_norm)
 
     def norm_add(self, name: str) -> Operation:
-        """hidden += the norm of found."""
+        """hidden += the norm ``name`` of found."""
         values = {
             "found": self.found,
             "weight": self.weights.tensor(name),
@@ -165,15 +177,15 @@ class Parts:
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
     """The operations of a step of this model."""
-    parts = Parts(config, weights, layout, _rope_tables(config, max_model_len))
-    sampled = Parts(config, weights, layout, parts.ropes, "samples")
-    operations = [_embed(parts)]
+    builder = OperationBuilder(config, weights, layout, _rope_tables(config, max_model_len))
+    sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
+    operations = [_embed(builder)]
     for index in range(config.num_layers):
         last = index == config.num_layers - 1
-        operations += _attention(parts, index, "num_samples" if last else "")
+        operations += _attention(builder, index, "num_samples" if last else "")
         if last:
-            operations.append(_gather(parts, sampled))
-        operations += _behind_attention(sampled if last else parts, index)
+            operations.append(_gather(builder, sampled))
+        operations += _behind_attention(sampled if last else builder, index)
     operations.append(sampled.norm("final_norm"))
     head = weights.linear("lm_head")
     logits = sampled.buffer("logits", head.pairs * 32, "float32")
@@ -187,42 +199,42 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_m
             "cap": config.logit_softcap,
         }
         operations.append(Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples"))
-    return ModelPlan(tuple(operations), logits, parts.ropes)
+    return ModelPlan(tuple(operations), logits, builder.ropes)
 
 
-def _embed(parts: Parts) -> Operation:
-    config = parts.config
+def _embed(builder: OperationBuilder) -> Operation:
+    config = builder.config
     values = {
-        "table": parts.weights.tensor("embedding"),
-        "hidden": parts.hidden,
+        "table": builder.weights.tensor("embedding"),
+        "hidden": builder.hidden,
         "width": config.hidden_size,
-        "hidden_stride": parts.hidden.stride,
-        "scale": embedding_scale(config, MODEL_DTYPES[parts.layout.dtype]),
+        "hidden_stride": builder.hidden.stride,
+        "scale": embedding_scale(config, MODEL_DTYPES[builder.layout.dtype]),
     }
-    return Operation(Embed(parts.bf16), values)
+    return Operation(Embed(builder.bf16), values)
 
 
-def _attention(parts: Parts, index: int, when: str) -> Iterator[Operation]:
-    """From hidden to attended, and the layer's KV into the pool."""
-    config, weights, layout = parts.config, parts.weights, parts.layout
-    prefix, size = f"layers.{index}.", 2 if parts.bf16 else 4
+def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Operation]:
+    """The operations from hidden to attended, which also write the layer's KV into the pool."""
+    config, weights, layout = builder.config, builder.weights, builder.layout
+    prefix, size = f"layers.{index}.", 2 if builder.bf16 else 4
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     piece_bytes = layout.block_size * head_dim * size
     layer_offset, slot_bytes = index * 2 * kv_heads * piece_bytes, layout.block_bytes
-    qkv = parts.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
-    queries = parts.buffer("queries", heads * head_dim, parts.row_dtype)
+    qkv = builder.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
+    queries = builder.buffer("queries", heads * head_dim, builder.row_dtype)
     head_stride = HeadStride(heads // kv_heads * head_dim * size)
     rope = config.layer_ropes[index]
-    yield parts.norm(prefix + "attention_norm")
-    yield parts.gemm(prefix + "qkv", parts.normed, qkv, "store")
-    spec = RotateWrite(head_dim, heads, kv_heads, layout.block_size, parts.bf16, rope is not None, config.qk_norm)
+    yield builder.norm(prefix + "attention_norm")
+    yield builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
+    spec = RotateWrite(head_dim, heads, kv_heads, layout.block_size, builder.bf16, rope is not None, config.qk_norm)
     yield Operation(
         spec,
         {
             "qkv": qkv,
             "queries": queries,
-            "cos": None if rope is None else parts.ropes[rope][0],
-            "sin": None if rope is None else parts.ropes[rope][1],
+            "cos": None if rope is None else builder.ropes[rope][0],
+            "sin": None if rope is None else builder.ropes[rope][1],
             "q_norm": weights.tensor(prefix + "q_norm") if config.qk_norm else None,
             "k_norm": weights.tensor(prefix + "k_norm") if config.qk_norm else None,
             "qkv_stride": qkv.stride,
@@ -233,21 +245,21 @@ def _attention(parts: Parts, index: int, when: str) -> Iterator[Operation]:
         },
     )
     window = config.sliding_windows[index]
-    yield from attention_operations(parts, queries, head_stride, layer_offset, window, when)
+    yield from attention_operations(builder, queries, head_stride, layer_offset, window, when)
 
 
 def attention_operations(
-    parts: Parts, queries: Buffer, head_stride: HeadStride, layer_offset: int, window: int, when: str
+    builder: OperationBuilder, queries: Buffer, head_stride: HeadStride, layer_offset: int, window: int, when: str
 ) -> Iterator[Operation]:
-    """queries -> attended."""
-    config, layout = parts.config, parts.layout
-    shape, bf16 = attention_shape(config, layout), parts.bf16
+    """The operations from queries to attended."""
+    config, layout = builder.config, builder.layout
+    shape, bf16 = attention_shape(config, layout), builder.bf16
     piece_bytes = layout.block_size * config.head_dim * (2 if bf16 else 4)
     partials = partial_buffer(config, shape)
     shared = {
-        "out": parts.attended,
+        "out": builder.attended,
         "partials": partials,
-        "out_stride": parts.attended.stride,
+        "out_stride": builder.attended.stride,
         "partial_stride": MAX_PARTIAL_ROWS * partial_row_bytes(config.head_dim),
         "kv_heads": config.num_kv_heads,
         "window": window,
@@ -267,17 +279,17 @@ def attention_operations(
     yield Operation(AttentionMerge(shape, window > 0), shared, "num_merges")
 
 
-def attention_shape(config: ModelConfig, layout: KVLayout) -> Shape:
-    """Of the attention kernels."""
+def attention_shape(config: ModelConfig, layout: KVLayout) -> AttentionShape:
+    """The parameters of the model's attention kernels."""
     group = config.num_heads // config.num_kv_heads
-    return Shape(config.head_dim, group, layout.block_size, layout.dtype == "bfloat16")
+    return AttentionShape(config.head_dim, group, layout.block_size, layout.dtype == "bfloat16")
 
 
-def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> AttentionPlanner:
-    """Who cuts a step's attention into items."""
+def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttentionPlanner:
+    """The planner that cuts a step's attention into items."""
     group = config.num_heads // config.num_kv_heads
     windows = config.sliding_windows
-    return AttentionPlanner(
+    return CpuAttentionPlanner(
         group,
         row_counts(isa, group),
         config.num_kv_heads,
@@ -287,37 +299,88 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> AttentionP
     )
 
 
-def partial_buffer(config: ModelConfig, shape: Shape) -> Buffer:
-    """[kv_heads][MAX_PARTIAL_ROWS] rows of partial sums; of one size for all steps."""
+def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
+    """The buffer for partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps."""
     width = partial_row_bytes(shape.head_dim) // 4
     return Buffer("partials", width, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
 
 
-def _gather(parts: Parts, sampled: Parts) -> Operation:
-    """The sampled rows, side by side."""
+def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
+    """Copies the sampled rows side by side."""
     values = {
-        "hidden": parts.hidden,
-        "attended": parts.attended,
+        "hidden": builder.hidden,
+        "attended": builder.attended,
         "sampled_hidden": sampled.hidden,
         "sampled_attended": sampled.attended,
-        "hidden_stride": parts.hidden.stride,
-        "attended_stride": parts.attended.stride,
+        "hidden_stride": builder.hidden.stride,
+        "attended_stride": builder.attended.stride,
     }
     return Operation(GatherRows(), values, "num_samples")
 
 
-def _behind_attention(parts: Parts, index: int) -> Iterator[Operation]:
-    """From attended to the next layer's hidden."""
-    config, prefix = parts.config, f"layers.{index}."
-    yield from parts.add(prefix + "o", parts.attended, prefix + "attention_post_norm")
-    yield parts.norm(prefix + "mlp_norm")
-    if parts.weights.has(prefix + "router"):
-        yield from moe_operations(parts, prefix)
+def _behind_attention(builder: OperationBuilder, index: int) -> Iterator[Operation]:
+    """The operations from attended to the next layer's hidden."""
+    config, prefix = builder.config, f"layers.{index}."
+    yield from builder.add(prefix + "o", builder.attended, prefix + "attention_post_norm")
+    yield builder.norm(prefix + "mlp_norm")
+    if builder.weights.has(prefix + "router"):
+        yield from _experts(builder, prefix)
         return
-    inner = parts.weights.linear(prefix + "down").depth
-    activated = parts.buffer("activated", inner, parts.row_dtype)
-    yield parts.gemm(prefix + "gate_up", parts.normed, activated, GATED_EPILOGUE[config.activation])
-    yield from parts.add(prefix + "down", activated, prefix + "mlp_post_norm")
+    inner = builder.weights.linear(prefix + "down").depth
+    activated = builder.buffer("activated", inner, builder.row_dtype)
+    yield builder.gemm(prefix + "gate_up", builder.normed, activated, GATED_EPILOGUE[config.activation])
+    yield from builder.add(prefix + "down", activated, prefix + "mlp_post_norm")
+
+
+def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
+    """The operations of the experts of the layer ``prefix``, from hidden to hidden."""
+    config, moe = builder.config, builder.config.moe
+    assert moe is not None
+    chosen = moe.experts_per_token
+    unrounded = builder.buffer("unrounded", config.hidden_size, "float32")
+    routing = builder.buffer("routing", moe.num_experts, "float32")
+    scores, experts, places = (builder.buffer(name, chosen, "int32") for name in ("scores", "experts", "places"))
+    sources = builder.buffer("sources", chosen, "int32")
+    starts = builder.buffer("group_starts", moe.num_experts + 1, "int32")
+    grouped = builder.buffer("grouped", config.hidden_size, builder.row_dtype, chosen)
+    inner = builder.weights.linear(prefix + "experts.down").depth
+    activated = builder.buffer("activated_groups", inner, builder.row_dtype, chosen)
+    found = builder.buffer("found_groups", config.hidden_size, "float32", chosen)
+    post_norm = prefix + "mlp_post_norm"
+    out = builder.found if builder.weights.has(post_norm) else builder.hidden
+
+    yield builder.norm(prefix + "mlp_norm", unrounded)
+    yield builder.gemm(prefix + "router", unrounded, routing, "store")
+    route = {"logits": routing, "scores": scores, "experts": experts, "stride": routing.stride}
+    yield Operation(Route(moe.num_experts, chosen, moe.normalize, builder.rows_of), route, builder.when)
+    group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
+    yield Operation(GroupByExpert(moe.num_experts, chosen, builder.rows_of), group, builder.when)
+    gather = {"rows": builder.normed, "sources": sources, "grouped": grouped, "stride": grouped.stride}
+    yield Operation(GatherGroups(chosen, builder.rows_of), gather, builder.when)
+    epilogue = GATED_EPILOGUE[config.activation]
+    yield builder.gemm(prefix + "experts.gate_up", grouped, activated, epilogue, group_starts=starts)
+    yield builder.gemm(prefix + "experts.down", activated, found, "store", group_starts=starts)
+    yield _combine(builder, chosen, found, scores, places, out)
+    if builder.weights.has(post_norm):
+        yield builder.norm_add(post_norm)
+
+
+def _combine(
+    builder: OperationBuilder, chosen: int, found: Buffer, scores: Buffer, places: Buffer, out: Buffer
+) -> Operation:
+    """Adds the experts' outputs to hidden, or stores them where a norm follows."""
+    adds = out == builder.hidden
+    values = {
+        "found": found,
+        "scores": scores,
+        "places": places,
+        "out": out,
+        "width": builder.config.hidden_size,
+        "found_stride": found.stride,
+        "out_stride": out.stride,
+        "factor": builder.config.residual_scale if adds else 1.0,
+    }
+    return Operation(Combine(chosen, adds, builder.rows_of), values, builder.when)
 
 
 def _rope_tables(config: ModelConfig, max_model_len: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

@@ -1,9 +1,9 @@
-"""Weights as the CPU kernels want them: packed once per model and kind, and mapped by every worker.
+"""Packed weights of the CPU kernels: one file for each model and kind, packed once and mapped by every worker.
 
     checkpoint --layer by layer--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
 
-A second worker, and every later start, maps what the first one packed. Layer by layer, so that packing a large model
-needs the memory of one layer.
+A second worker, and every later start, maps the file that the first worker packed. Packing goes layer by layer, so a
+large model needs the memory of one layer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from pillion.kernels.torch.torch_linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A packed matrix. Of experts: ``num_groups`` of them, ``group_bytes`` apart.
+    """A packed matrix, or the matrices of all experts of a layer, which are ``num_groups``, ``group_bytes`` apart.
 
     Attributes:
         data: packed weights; layouts in :mod:`pillion.kernels.cpu.products.packing`.
         scales, bias: float32 [columns], or None.
-        depth, pairs: padded inputs; pairs of 16 columns, padding included.
+        depth: inputs with padding.
+        pairs: pairs of 16 columns with padding.
     """
 
     data: torch.Tensor
@@ -58,18 +59,18 @@ class CpuLinear:
 
 
 class CpuWeights:
-    """The mapped file of a model."""
+    """The weights in the mapped file of a model."""
 
     def __init__(self, file: PackedFile) -> None:
         self._file = file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, shared by the workers of a host."""
+        """Bytes of all weights, which the workers of a host share."""
         return self._file.nbytes
 
     def has(self, name: str) -> bool:
-        """Whether the model has such a tensor or matrix."""
+        """Whether the model has a tensor or a matrix ``name``."""
         return self._file.has(name) or self._file.has(f"{name}.data")
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -77,7 +78,7 @@ class CpuWeights:
         return self._file.tensor(name)
 
     def linear(self, name: str) -> CpuLinear:
-        """A matrix. Raises ConfigError where its sizes contradict each other: kernels go by them."""
+        """A matrix. Raises ConfigError where its sizes contradict each other, because kernels trust them."""
         file, numbers = self._file, self._file.numbers
         scales, bias = (
             file.tensor(f"{name}.{part}") if file.has(f"{name}.{part}") else None for part in ("scales", "bias")
@@ -104,7 +105,9 @@ class CpuWeights:
 def load_cpu_weights(
     prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
 ) -> CpuWeights:
-    """Maps the packed weights of a model, packing them first where nobody has. Raises ConfigError as load_weights."""
+    """Maps the packed weights of a model; packs them first where no file is there. Raises ConfigError for a checkpoint
+    that does not fit ``config``.
+    """
     cache = cache or ModelCache()
     path = cache.packed_weights(prepared.fingerprint, quantization)
     found = _mapped(path)
@@ -129,7 +132,7 @@ def _mapped(path: Path) -> PackedFile | None:
 
 
 def _remove_older(path: Path) -> None:
-    """Files of this model in layouts of other versions, and drafts of packers that died. Called under the lock."""
+    """Removes this model's files of other packing versions, and drafts of packers that died. Needs the lock."""
     model = path.name.split("-")[0]
     for other in path.parent.glob(f"{model}-*"):
         version = other.name.rpartition("-")[2]
@@ -156,7 +159,7 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
     _norm(writer, prefix + "mlp_norm", layer.mlp_norm)
     _norm(writer, prefix + "mlp_post_norm", layer.mlp_post_norm)
     if layer.qk_norm is not None:
-        # One row for each head, all of the queries' and all of the keys' alike.
+        # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
         writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
         writer.tensor(prefix + "k_norm", layer.qk_norm.weight[config.num_heads].float())
     _norm(writer, prefix + "q_norm", layer.q_norm)
@@ -164,7 +167,7 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
     _linear(writer, prefix + "qkv", layer.qkv, kind)
     _linear(writer, prefix + "o", layer.o, kind)
     if isinstance(layer.mlp, MoeWeights):
-        # The router chooses, and a choice cannot be a little wrong: it sees rows that nobody rounded.
+        # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
         _write(writer, prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
         _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
         _write(writer, prefix + "experts.down", [pack_linear(expert.down.weight, kind) for expert in layer.mlp.experts])
@@ -182,7 +185,7 @@ def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
 
 def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
     if norm is not None:
-        # Kernels read whole vectors: zeros behind the last weight, as behind a row's last value.
+        # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
         writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
 
 
@@ -194,7 +197,7 @@ def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
 
 
 def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:
-    """One matrix, or those of all experts behind each other."""
+    """Writes one matrix, or the matrices of all experts one behind the other."""
     first = packed[0]
     writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
     if first.scales is not None:

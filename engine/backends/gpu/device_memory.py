@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -11,19 +11,11 @@ from pillion.engine.backends.backend import DevicePool
 from pillion.errors import ConfigError
 
 
-class _ArrayInterface:
-    """Implements the array interface, version 3, through which torch (CUDA) and numpy use foreign memory."""
-
-    def __init__(self, memory: DevicePool, name: str) -> None:
-        # The tensor holds this object, and this object holds the mapping.
-        self._memory = memory
-        interface: dict[str, Any] = {
-            "shape": (memory.size_bytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-        }
-        setattr(self, name, interface)
+def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
+    """Describes memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign memory."""
+    interface = {"shape": (memory.size_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+    # The tensor holds this object, and this object holds the mapping.
+    return SimpleNamespace(memory=memory, **{name: interface})
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
@@ -33,11 +25,11 @@ def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
     of another device.
     """
     if device.type == "cuda":
-        found = torch.as_tensor(_ArrayInterface(memory, "__cuda_array_interface__"), device=device)
+        found = torch.as_tensor(_with_interface(memory, "__cuda_array_interface__"), device=device)
         # Torch silently copies memory of another device.
         if found.data_ptr() != memory.address:
             raise ConfigError(
                 f"the KV node's memory is not on {device}: choose the GPU by CUDA_VISIBLE_DEVICES for both"
             )
         return found
-    return torch.from_numpy(np.asarray(_ArrayInterface(memory, "__array_interface__")))
+    return torch.from_numpy(np.asarray(_with_interface(memory, "__array_interface__")))

@@ -119,35 +119,26 @@ class GpuBackend:
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
         """``enforce_eager``: whether to capture no CUDA graphs."""
         self._model = model
-        self._layout = layout
+        self.layout = layout
+        self.vocab_size = model.config.vocab_size
         self._limits = limits
         self._eager = enforce_eager
-        self._sampler = GpuSampler(model.sampled, model.config.vocab_size, limits.max_seqs)
+        self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs)
         self._bound: _BoundPool | None = None
         # Held here, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
-
-    @property
-    def layout(self) -> KVLayout:
-        """The layout of this backend's KV."""
-        return self._layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of columns of the logits."""
-        return self._model.config.vocab_size
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses ``memory`` as the paged KV pool. Raises ConfigError if it is too small or on another device."""
         if isinstance(memory, memoryview):
             if self._model.device.type != "cpu":
                 raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
-            memory, needed = checked_memory(memory, num_slots, self._layout)
+            memory, needed = checked_memory(memory, num_slots, self.layout)
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=needed)
         else:
             flat = tensor_at(memory, self._model.device)
-            needed = num_slots * self._layout.block_bytes
-            if num_slots > MAX_ROWS // self._layout.block_size:
+            needed = num_slots * self.layout.block_bytes
+            if num_slots > MAX_ROWS // self.layout.block_size:
                 raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
             if len(flat) < needed:
                 raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
@@ -193,7 +184,7 @@ class GpuBackend:
 
         It is called before the KV node makes its pool of the rest of the device's memory.
         """
-        layout, device = self._layout, self._model.device
+        layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = -(-max_tokens // layout.block_size)
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
@@ -229,7 +220,7 @@ class GpuBackend:
                 raise BackendLost(f"the GPU failed: {error}") from error
 
     def _bind(self, pool: torch.Tensor, *, eager: bool) -> _BoundPool:
-        return _BoundPool(self._model, pool, self._layout, self._limits, eager=eager)
+        return _BoundPool(self._model, pool, self.layout, self._limits, eager=eager)
 
     def _bound_or_raise(self) -> _BoundPool:
         if self._bound is None:

@@ -8,7 +8,6 @@ Log probabilities are computed on the host by the host's code, for the few rows 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ import torch
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.sampler import whole_groups
-from pillion.engine.sampling.sampling_rows import Int64, SamplingRows
-from pillion.engine.scheduling.step_plan import Sampled
+from pillion.engine.sampling.sampling_rows import Int64, Sampled, SamplingRows
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
@@ -108,20 +106,9 @@ class GpuSampler:
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
     """Returns an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
     reporting = np.flatnonzero(rows.logprobs >= 0)
-    reported_rows = replace(
-        rows,
-        temperature=rows.temperature[reporting],
-        top_k=rows.top_k[reporting],
-        top_p=rows.top_p[reporting],
-        min_p=rows.min_p[reporting],
-        seeds=rows.seeds[reporting],
-        positions=rows.positions[reporting],
-        logprobs=rows.logprobs[reporting],
-        edits=(),
-    )
     entries: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):
-        report = LogprobReport(whole_groups(raw), raw.shape[1], reported_rows)
+        report = LogprobReport(whole_groups(raw), raw.shape[1], rows.logprobs[reporting])
         for row, entry in zip(reporting.tolist(), report.of(tokens[reporting]), strict=True):
             entries[row] = entry
     return tuple(entries)

@@ -1,14 +1,13 @@
-"""The micro-kernels of attention: a few query rows of one KV head against up to a partition of its tokens.
+"""The micro-kernels of attention: a few query rows of one KV head against at most a partition of its tokens.
 
     scores    S[r, t] = query r . key t                               accumulators: rows x groups side by side
-    weights   P[r, t] = 2**(S * factor - m[r]), 0 where hidden        m[r] the largest visible one, l[r] their sum
+    weights   P[r, t] = 2**(S * factor - m[r]), 0 where hidden        m[r] the largest visible score, l[r] their sum
     weighted  A[r, c] = sum over t of P[r, t] * V[t, c]               accumulators: rows x columns
     fold      two partitions' (m, l, A) of a row become one
 
-A *line* is 64 bytes of the pool: 16 pairs of bfloat16, or 16 float32
-(:mod:`pillion.kernels.cpu.attention.kv_layout`). Both products walk
-over lines, and multiply each with the numbers of a row that belong to it (a *step*). Every sum is one chain of
-additions in rising order, so a row's bits are the same whichever rows stand beside it.
+A *line* is 64 bytes of the pool: 16 pairs of bfloat16, or 16 float32 (:mod:`pillion.kernels.cpu.attention.kv_layout`).
+Both products walk over lines and multiply each with the values of a row that belong to it (a *step*). Every sum is one
+chain of additions in rising order, so a row's bits do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -18,33 +17,32 @@ from dataclasses import dataclass
 
 from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
 from pillion.kernels.cpu.attention.kv_layout import group_bytes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Kernel
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Pairs, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.values import Int, Pairs, Ptr, Variable, Vec
 
 PARTITION_GROUPS = PARTITION_TOKENS // LANES
 LOG2E = 1.4426950408889634
-# What a hidden token scores, and the least that a row's maximum is taken for. With the one below the other, a row that
-# sees nothing of a partition has weights of exactly 0 there, and folding these changes nothing.
+# The score of a hidden token, and the lower bound of a row's maximum. The score is below the bound, so a row that sees
+# nothing of a partition has weights of exactly 0 there, and folding these changes nothing.
 HIDDEN_SCORE = -1e30
 LEAST_MAXIMUM = -1e29
-# A row of scores, then of weights in their place. One line more than needed, so that rows do not share cache sets.
+# A row of scores, later of weights in their place. It has a spare line, so that rows do not share cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# Groups, or fewer, of which lines are asked for ahead of time, side by side.
+# The most groups whose lines are prefetched side by side.
 AHEAD_GROUPS = 4
-# How far behind the last one the list of groups is read, to ask for memory or to fill up groups side by side.
+# How many entries behind the last group the list of groups is read, for prefetches and to fill up groups side by side.
 TAIL_GROUPS = 2 * AHEAD_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the kernels of a model share.
+class AttentionShape:
+    """The parameters that a model's attention kernels share.
 
     Attributes:
-        head_dim: numbers of a head, a multiple of 16.
+        head_dim: values of a head, a multiple of 16.
         group: query heads of a KV head.
-        block_size: tokens of a piece, a multiple of 16.
-        bf16: type of queries, keys, values and results: bfloat16, else float32.
+        block_size: tokens of a block, a multiple of 16.
+        bf16: whether queries, keys, values and results are bfloat16, not float32.
     """
 
     head_dim: int
@@ -54,41 +52,41 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Names every parameter."""
+        """A name with every parameter, for the names of kernels."""
         return f"{self.head_dim}x{self.group}_{self.block_size}_{'bf16' if self.bf16 else 'f32'}"
 
     @property
     def element_bytes(self) -> int:
-        """Of queries, keys, values and results."""
+        """Bytes of a value of queries, keys, values and results."""
         return 2 if self.bf16 else 4
 
     @property
     def group_bytes(self) -> int:
-        """16 tokens in K, or in V."""
+        """Bytes of 16 tokens in K, and in V."""
         return group_bytes(self.head_dim, self.bf16)
 
     @property
     def sum_bytes(self) -> int:
-        """A row's (A, m, l): head_dim float32, then 16 times the same m, then 16 times the same l."""
+        """Bytes of a row's (A, m, l): head_dim float32, then m in 16 lanes, then l in 16 lanes."""
         return 4 * self.head_dim + 2 * VECTOR_BYTES
 
 
-class Lines:
-    """How lines of the pool are multiplied, and what the other factor looks like in memory.
+class PoolLines:
+    """The product of the pool's lines with rows in the scratch.
 
-    Where the processor multiplies pairs, rows are kept in bfloat16; else keys and values are widened as they are read,
-    and rows are kept in float32.
+    Where the processor multiplies pairs, rows are kept in bfloat16; elsewhere keys and values are widened when they are
+    loaded, and rows are kept in float32.
     """
 
     def __init__(self, k: Kernel, bf16: bool) -> None:
         self._k = k
         self._pairs_in_pool = bf16
         self.bf16_rows = bf16 and k.isa.bf16_dot != ""
-        # Bytes of a row that belong to a line.
+        # How many bytes of a row belong to a line.
         self.step_bytes = 8 if bf16 and not self.bf16_rows else 4
 
     def load(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
-        """A line: its pairs, or their first and second values, or its float32 values."""
+        """Loads a line: its pairs, or their first and their second values, or its float32 values."""
         k = self._k
         if not self._pairs_in_pool:
             return (k.load(ptr),)
@@ -96,14 +94,14 @@ class Lines:
         return (pairs,) if self.bf16_rows else (k.low(pairs), k.high(pairs))
 
     def spread(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
-        """A row's numbers for one step, each in all lanes."""
+        """Loads a row's values for one step, each into all lanes."""
         k = self._k
         if self.bf16_rows:
             return (k.broadcast_pair(ptr),)
         return tuple(k.broadcast(ptr + at) for at in range(0, self.step_bytes, 4))
 
-    def add(self, total: Variable, line: tuple[Vec | Pairs, ...], row: tuple[Vec | Pairs, ...]) -> None:
-        """total += line * row."""
+    def add(self, total: KernelVariable, line: tuple[Vec | Pairs, ...], row: tuple[Vec | Pairs, ...]) -> None:
+        """Appends total += line * row."""
         for a, b in zip(line, row, strict=True):
             if isinstance(a, Pairs) and isinstance(b, Pairs):
                 total.value = self._k.dot(total.value, a, b)
@@ -118,11 +116,11 @@ class Groups:
     """The groups of 16 tokens of a partition.
 
     Attributes:
-        pool: the layer's first piece of this KV head, in slot 0.
-        places: [2 * count + TAIL_GROUPS] int64: bytes from ``pool`` to each group of K, then of V, then of what is
-            likely to be read next.
+        pool: the layer's K of this KV head in slot 0.
+        places: [2 * count + TAIL_GROUPS] int64: bytes from ``pool`` to each group of K, then to each group of V, then
+            to the groups that are likely to be read next.
         first: position of the first group's first token.
-        count: how many groups.
+        count: number of groups.
     """
 
     pool: Ptr
@@ -131,29 +129,29 @@ class Groups:
     count: Int
 
     def at(self, index: Int) -> Ptr:
-        """Group ``index`` of ``places``."""
+        """The address of the group at ``places[index]``."""
         return self.pool + self.pool.k.load_int(self.places + index * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Which tokens a row sees: positions first .. behind - 1. ``first`` is None where there is no window."""
+    """The tokens that a row sees: positions first .. behind - 1. ``first`` is None where there is no window."""
 
     first: Int | None
     behind: Int
 
 
 def emit_scores(
-    lines: Lines, shape: Shape, groups: Groups, queries: Ptr, scores: Ptr, row_count: int, side: int
+    lines: PoolLines, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, row_count: int, side: int
 ) -> None:
     """Scores of ``row_count`` queries [row_count, head_dim] for all groups, ``side`` (1, 2 or 4) at a time.
 
-    What is computed behind the last group is of no use, and nobody reads it.
+    Scores behind the last group are computed too, and never read.
     """
     k = groups.pool.k
     steps = shape.group_bytes // VECTOR_BYTES
     query_bytes = steps * lines.step_bytes
-    # Each turn of the inner loop reads as many lines as groups are asked for.
+    # An iteration of the inner loop reads as many lines as there are groups to prefetch.
     unrolled = AHEAD_GROUPS // side
     with k.range(groups.count, step=side) as index:
         bases = [groups.at(index + i) for i in range(side)]
@@ -174,9 +172,9 @@ def emit_scores(
                 k.store(scores + (index * VECTOR_BYTES + (r * SCORE_BYTES + i * VECTOR_BYTES)), total.value)
 
 
-def _ahead(shape: Shape, groups: Groups, begin: Int, index: Int, side: int) -> list[Ptr]:
-    """What to ask for during group ``index`` of those that are listed from ``begin`` on: a part of each of ``side``
-    groups that follow. Several groups side by side come faster than one after the other.
+def _ahead(shape: AttentionShape, groups: Groups, begin: Int, index: Int, side: int) -> list[Ptr]:
+    """The addresses to prefetch during group ``index`` of the groups that are listed from ``begin`` on: a part of each
+    of ``side`` groups that follow. Memory delivers several groups side by side faster than one after the other.
     """
     part = index % side
     first = begin + index - part + side
@@ -184,7 +182,7 @@ def _ahead(shape: Shape, groups: Groups, begin: Int, index: Int, side: int) -> l
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
-    """A row's scores become softcap * tanh(score * scale / softcap) * log2(e)."""
+    """Turns a row's scores into softcap * tanh(score * scale / softcap) * log2(e)."""
     k = scores.k
     inner, outer = scale / softcap, softcap * LOG2E
     with k.range(count) as index:
@@ -193,9 +191,9 @@ def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
 
 
 def emit_weights(
-    lines: Lines, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, total: Ptr
+    lines: PoolLines, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, total: Ptr
 ) -> None:
-    """A row's scores become its weights, in the same place; its m and l are stored. ``factor`` None: 1."""
+    """Turns a row's scores into its weights, in the same place, and stores its m and l. ``factor`` None means 1."""
     k = scores.k
     best = _emit_masked_maximum(groups, visibility, scores)
     top = k.larger(k.maximum(best.value), LEAST_MAXIMUM)
@@ -213,8 +211,8 @@ def emit_weights(
     k.store(total, k.sum(sums.value))
 
 
-def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> Variable:
-    """Lane by lane; the scores of hidden tokens become HIDDEN_SCORE. Only groups at an edge are looked at closely."""
+def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
+    """The maximum of each lane. Scores of hidden tokens become HIDDEN_SCORE; only groups at an edge are masked."""
     k = scores.k
     best = k.variable(k.vector(HIDDEN_SCORE))
     whole_end = k.least(k.most(visibility.behind - groups.first, 0) // LANES, groups.count)
@@ -242,20 +240,28 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
 
 
 def emit_weighted(
-    lines: Lines, shape: Shape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int
+    lines: PoolLines, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int
 ) -> None:
-    """A[r] of ``row_count`` rows of weights, into rows of ``sum_bytes``; ``columns`` vectors at a time."""
+    """Stores A[r] of ``row_count`` rows of weights into rows of ``sum_bytes``, ``columns`` vectors at a time."""
     k = groups.pool.k
-    _emit_columns(lines, shape, groups, weights, sums, row_count, columns, asks=True)
+    _emit_columns(lines, shape, groups, weights, sums, row_count, columns, prefetches=True)
     with k.range(4 * shape.head_dim, begin=columns * VECTOR_BYTES, step=columns * VECTOR_BYTES) as left:
         here = Groups(groups.pool + left, groups.places, groups.first, groups.count)
-        _emit_columns(lines, shape, here, weights, sums + left, row_count, columns, asks=False)
+        _emit_columns(lines, shape, here, weights, sums + left, row_count, columns, prefetches=False)
 
 
 def _emit_columns(
-    lines: Lines, shape: Shape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int, *, asks: bool
+    lines: PoolLines,
+    shape: AttentionShape,
+    groups: Groups,
+    weights: Ptr,
+    sums: Ptr,
+    row_count: int,
+    columns: int,
+    *,
+    prefetches: bool,
 ) -> None:
-    """The first ``columns`` vectors of A. ``asks``: asks for all columns of the groups that follow."""
+    """The first ``columns`` vectors of A. ``prefetches``: also prefetches all columns of the groups that follow."""
     k = groups.pool.k
     width = shape.head_dim // LANES
     steps = shape.group_bytes // (width * VECTOR_BYTES)
@@ -263,7 +269,7 @@ def _emit_columns(
     totals = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(row_count)]
     with k.range(groups.count) as index:
         base = groups.at(groups.count + index)
-        ahead = _ahead(shape, groups, groups.count, index, side) if asks else []
+        ahead = _ahead(shape, groups, groups.count, index, side) if prefetches else []
         row = weights + index * (steps * lines.step_bytes)
         with k.range(steps) as step:
             for ptr in ahead:
@@ -279,8 +285,8 @@ def _emit_columns(
             k.store(sums + (r * shape.sum_bytes + c * VECTOR_BYTES), total.value)
 
 
-def emit_fold(shape: Shape, left: Ptr, right: Ptr) -> None:
-    """The (A, m, l) at ``left`` takes in the one at ``right``, of the partition that follows."""
+def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
+    """Folds the (A, m, l) at ``right``, of the partition that follows, into the one at ``left``."""
     k = left.k
     at_maximum, at_total = 4 * shape.head_dim, 4 * shape.head_dim + VECTOR_BYTES
     left_maximum, right_maximum = k.load(left + at_maximum), k.load(right + at_maximum)
@@ -296,8 +302,8 @@ def emit_fold(shape: Shape, left: Ptr, right: Ptr) -> None:
         fold(at)
 
 
-def emit_result(shape: Shape, sums: Ptr, out: Ptr) -> None:
-    """A / l, in the model's type."""
+def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
+    """Stores A / l in the model's type."""
     k = sums.k
     share = k.vector(1.0) / k.load(sums + (4 * shape.head_dim + VECTOR_BYTES))
     with k.range(shape.head_dim // LANES) as column:
@@ -306,7 +312,7 @@ def emit_result(shape: Shape, sums: Ptr, out: Ptr) -> None:
 
 
 def emit_copy(source: Ptr, target: Ptr, size: Int | int) -> None:
-    """``size`` bytes, a multiple of 64."""
+    """Copies ``size`` bytes, a multiple of 64."""
     k = source.k
     with k.range(size, step=VECTOR_BYTES) as at:
         k.store(target + at, k.load(source + at))

@@ -1,7 +1,7 @@
-"""How the CPU kernels keep keys and values inside a (layer, head) piece of the pool.
+"""The CPU kernels' layout of keys and values inside a (layer, head) piece of the KV pool.
 
 The pool is [slots, layers, 2, kv_heads, piece], K before V; a piece has block_size * head_dim values. Inside, tokens
-stand in groups of 16, one for each lane of a vector (block sizes are multiples of 16):
+are in groups of 16, one for each lane of a vector (block sizes are multiples of 16):
 
     bfloat16   K  [block_size / 16][head_dim / 2][16 tokens][2]     a lane's pair: two neighbours of one token's key
                V  [block_size / 2 pairs of tokens][head_dim][2]     a lane's pair: one column of two neighbour tokens
@@ -9,8 +9,8 @@ stand in groups of 16, one for each lane of a vector (block sizes are multiples 
                V  [block_size][head_dim]
 
 So scores of 16 tokens are one vector, and the product with V adds up tokens pair by pair: both are dot products of
-bfloat16 pairs without any shuffle (:meth:`pillion.kernels.cpu.language.emit.Kernel.dot`), and a group has the same
-bytes in K and V.
+bfloat16 pairs without any shuffle (:meth:`pillion.kernels.cpu.language.emit.Kernel.dot`), and a group has as many
+bytes in K as in V.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 from pillion.kernels.cpu.language.isa import LANES
 
-# Part of the block hash's namespace: other layouts share no blocks (I2).
+# The version of this layout in the block hash's namespace: other layouts share no blocks (I2).
 LAYOUT_VERSION = "lanes16-1"
 
 
 def group_bytes(head_dim: int, bf16: bool) -> int:
-    """Of 16 tokens in K, or in V."""
+    """Bytes of 16 tokens in K, and in V."""
     return LANES * head_dim * (2 if bf16 else 4)
 
 
 def pack_pool(pool: torch.Tensor) -> torch.Tensor:
-    """From the plain layout [..., 2, kv_heads, block_size, head_dim] to this one, of the same shape and type."""
+    """Converts the plain layout [..., 2, kv_heads, block_size, head_dim] to this layout, of the same shape and type."""
     pair, (block_size, head_dim) = _pair(pool), pool.shape[-2:]
     return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
 
@@ -41,12 +41,14 @@ def unpack_pool(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _pair(pool: torch.Tensor) -> int:
-    """Values of a lane."""
+    """The number of values in a lane."""
     return 2 if pool.dtype == torch.bfloat16 else 1
 
 
 def _turned(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
-    """Pieces seen in these shapes, with the two dimensions before a key's pair, or the last two of V, exchanged."""
+    """Views K and V in the shapes ``keys`` and ``values``, and exchanges the two dimensions before a key's pair, and
+    the last two dimensions of V.
+    """
     k, v = pool.unbind(-4)
     lead = k.shape[:-2]
     turned = (k.reshape(*lead, *keys).transpose(-3, -2), v.reshape(*lead, *values).transpose(-2, -1))

@@ -1,1 +1,9 @@
-"""Map of this package."""
+"""Map of the kernels' language: what the author of a kernel writes.
+
+    emit.py       Kernel and its values: each call appends LLVM instructions
+    module.py     the signature of a kernel, KernelCall, KernelSpec, and a module of kernels
+    records.py    records, which pass arguments from Python to a kernel, and the step's record
+    isa.py        the table of instruction sets, and the choice for this processor
+
+Open ``emit.py`` first. Nothing here compiles or runs code; that is ``kernels/cpu/runtime``.
+"""

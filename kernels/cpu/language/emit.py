@@ -1,32 +1,32 @@
-"""The language in which the CPU kernels are written: Python that writes LLVM IR, sixteen lanes at a time.
+"""The language of the CPU kernels: Python that writes LLVM IR, sixteen lanes at a time.
 
-A kernel is a Python function that calls a :class:`Kernel`; each call appends instructions. Values carry their type, so
-the arithmetic reads like arithmetic:
+A kernel is a Python function that calls methods of a :class:`Kernel`; each call appends instructions. Values carry
+their type, and their operators append instructions too:
 
     total = k.variable(k.vector(0.0))
     with k.range(count) as i:
         x = k.load(rows + i * VECTOR_BYTES)
         total.value = k.fma(x, x, total.value)
 
-A vector has 16 lanes everywhere; LLVM cuts it into what the processor has (one AVX-512 register, two of AVX2, four of
-NEON). What differs by processor are the tile sizes (:mod:`pillion.kernels.cpu.language.isa`) and the bf16 product
-(:meth:`Kernel.dot`).
+A vector has 16 lanes everywhere; LLVM cuts it into registers of the processor (one of AVX-512, two of AVX2, four of
+NEON). Only the tile sizes (:mod:`pillion.kernels.cpu.language.isa`) and the bfloat16 product (:meth:`Kernel.dot`)
+differ by processor.
 
-In checked mode (``PILLION_CHECK_KERNELS=1``) every pointer knows its bounds: an access outside of them is noted in the
-team's fault cell, and goes to a dummy line instead. Without it a pointer is a bare address, and what is read and
-written was proven to be inside by :mod:`pillion.kernels.cpu.program.program` before the call.
+In checked mode (``PILLION_CHECK_KERNELS=1``) every pointer has bounds: an access outside of them is noted in the fault
+cell and goes to a dummy line instead. In fast mode a pointer is a bare address; before each run
+:mod:`pillion.kernels.cpu.runtime.program` has checked that every access is inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from pillion.kernels.cpu.language.isa import LANES, Isa
-from pillion.kernels.cpu.language.values import Bool, Int, Pairs, Ptr, Variable, Vec
 
 VECTOR_BYTES = 64
 
@@ -40,12 +40,12 @@ _LOG2E = 1.4426950408889634
 # exp2 on [-0.5, 0.5]: Taylor of 2**x to the sixth power, within 3e-7 of the true value; highest power first.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
-# Below this 2**x is taken as 0: a hidden token must weigh exactly nothing, whatever its row holds.
+# Below this exponent 2**x counts as 0: a hidden token must weigh exactly nothing, whatever its row holds.
 _LEAST_EXPONENT = -126.0
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """llvmlite has no name for LLVM's bfloat."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -60,11 +60,144 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 BFLOAT = _BFloat()
 
 
+@dataclass(frozen=True, slots=True)
+class Bool:
+    """A condition: one bit, or sixteen."""
+
+    k: Kernel
+    ir: Any
+
+    def __and__(self, other: Bool) -> Bool:
+        return Bool(self.k, self.k.builder.and_(self.ir, other.ir))
+
+    def __or__(self, other: Bool) -> Bool:
+        return Bool(self.k, self.k.builder.or_(self.ir, other.ir))
+
+
+@dataclass(frozen=True, slots=True)
+class Int:
+    """A signed integer of 64 bits."""
+
+    k: Kernel
+    ir: Any
+
+    def _with(self, operation: str, other: Int | int) -> Int:
+        return Int(self.k, getattr(self.k.builder, operation)(self.ir, self.k.int(other).ir))
+
+    def __add__(self, other: Int | int) -> Int:
+        return self._with("add", other)
+
+    def __sub__(self, other: Int | int) -> Int:
+        return self._with("sub", other)
+
+    def __mul__(self, other: Int | int) -> Int:
+        return self._with("mul", other)
+
+    def __floordiv__(self, other: Int | int) -> Int:
+        """Rounds towards 0; kernels divide only positive numbers."""
+        return self._with("sdiv", other)
+
+    def __mod__(self, other: Int | int) -> Int:
+        return self._with("srem", other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def _compare(self, operation: str, other: Int | int) -> Bool:
+        return Bool(self.k, self.k.builder.icmp_signed(operation, self.ir, self.k.int(other).ir))
+
+    def __lt__(self, other: Int | int) -> Bool:
+        return self._compare("<", other)
+
+    def __le__(self, other: Int | int) -> Bool:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Int | int) -> Bool:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Int | int) -> Bool:
+        return self._compare(">=", other)
+
+    def equals(self, other: Int | int) -> Bool:
+        """Whether the numbers are equal; ``==`` keeps Python's meaning."""
+        return self._compare("==", other)
+
+
+@dataclass(frozen=True, slots=True)
+class Vec:
+    """Sixteen float32 values. A comparison is false in lanes where a side is NaN."""
+
+    k: Kernel
+    ir: Any
+
+    def _with(self, operation: str, other: Vec | float) -> Vec:
+        return Vec(self.k, getattr(self.k.builder, operation)(self.ir, self.k.vector(other).ir))
+
+    def __add__(self, other: Vec | float) -> Vec:
+        return self._with("fadd", other)
+
+    def __sub__(self, other: Vec | float) -> Vec:
+        return self._with("fsub", other)
+
+    def __mul__(self, other: Vec | float) -> Vec:
+        return self._with("fmul", other)
+
+    def __truediv__(self, other: Vec | float) -> Vec:
+        return self._with("fdiv", other)
+
+    def __lt__(self, other: Vec | float) -> Bool:
+        return Bool(self.k, self.k.builder.fcmp_ordered("<", self.ir, self.k.vector(other).ir))
+
+    def __gt__(self, other: Vec | float) -> Bool:
+        return Bool(self.k, self.k.builder.fcmp_ordered(">", self.ir, self.k.vector(other).ir))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Sixteen pairs of bfloat16 values, the first of a pair in the low half of its 32 bits."""
+
+    k: Kernel
+    ir: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ptr:
+    """An address in bytes and, in checked mode, the bounds of the memory that it may access."""
+
+    k: Kernel
+    ir: Any
+    begin: Any = None
+    end: Any = None
+
+    def __add__(self, offset: Int | int) -> Ptr:
+        if isinstance(offset, int) and offset == 0:
+            return self
+        return Ptr(self.k, self.k.builder.add(self.ir, self.k.int(offset).ir), self.begin, self.end)
+
+
+class KernelVariable:
+    """A value that can be assigned to; LLVM keeps it in a register."""
+
+    def __init__(self, k: Kernel, value: Vec | Int | Pairs) -> None:
+        self._k, self._kind = k, type(value)
+        with k.builder.goto_entry_block():
+            self._cell = k.builder.alloca(value.ir.type)
+        k.builder.store(value.ir, self._cell)
+
+    @property
+    def value(self) -> Any:
+        """The value that was assigned last."""
+        return self._kind(self._k, self._k.builder.load(self._cell))
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._k.builder.store(value.ir, self._cell)
+
+
 class Kernel:
     """Appends instructions to one function."""
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, number: Count = 0) -> None:
-        """``fault``: address of the fault cell in checked mode, else None; ``number`` is what this kernel writes."""
+        """``fault``: the fault cell's address in checked mode, else None; ``number``: what this kernel notes there."""
         self.builder = builder
         self.isa = isa
         self._fault = fault
@@ -73,30 +206,30 @@ class Kernel:
 
     @property
     def checked(self) -> bool:
-        """Whether accesses are checked."""
+        """Whether the kernel checks every access."""
         return self._fault is not None
 
     # -- numbers
 
     def int(self, value: Int | Count) -> Int:
-        """A number as a value."""
+        """An integer as a value."""
         return value if isinstance(value, Int) else Int(self, _I64(value))
 
     def vector(self, value: Vec | float) -> Vec:
-        """Sixteen times the same number."""
+        """The same number in all sixteen lanes."""
         return value if isinstance(value, Vec) else Vec(self, ir.Constant(_VF, [float(value)] * LANES))
 
     def real(self, value: Int) -> Vec:
-        """A number, as sixteen float32."""
+        """An integer as float32, in all sixteen lanes."""
         return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32), _VF))
 
     def lanes(self, start: Int | Count = 0) -> Any:
-        """start, start + 1 ... start + 15, as 16 numbers of 32 bits for :meth:`below`."""
+        """start, start + 1 ... start + 15 as sixteen integers of 32 bits, for :meth:`below`."""
         counted = ir.Constant(_VI, list(range(LANES)))
         return self.builder.add(counted, self._splat(self.builder.trunc(self.int(start).ir, _I32), _VI))
 
     def below(self, lanes: Any, limit: Int) -> Bool:
-        """Which of :meth:`lanes` are smaller than ``limit``."""
+        """In which lanes the integers of :meth:`lanes` are smaller than ``limit``."""
         bound = self._splat(self.builder.trunc(limit.ir, _I32), _VI)
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
@@ -114,15 +247,15 @@ class Kernel:
         """``yes`` where the condition holds, lane by lane or as a whole; both of one type."""
         return type(yes)(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
-    def variable(self, value: Vec | Int | Pairs) -> Variable:
-        """Something that can be assigned to."""
-        return Variable(self, value)
+    def variable(self, value: Vec | Int | Pairs) -> KernelVariable:
+        """A variable that begins with ``value``."""
+        return KernelVariable(self, value)
 
     # -- control
 
     @contextmanager
     def range(self, end: Int | Count, begin: Int | Count = 0, step: Count = 1) -> Iterator[Int]:
-        """begin, begin + step ... below end."""
+        """A loop over begin, begin + step ... below end."""
         b, first, last = self.builder, self.int(begin).ir, self.int(end).ir
         before, body, behind = b.block, b.append_basic_block("body"), b.append_basic_block("behind")
         b.cbranch(b.icmp_signed("<", first, last), body, behind)
@@ -137,7 +270,7 @@ class Kernel:
 
     @contextmanager
     def forever(self) -> Iterator[Any]:
-        """A loop that ends where :meth:`leave` is told the block it gives."""
+        """A loop that only :meth:`leave` ends; yields the block to pass to it."""
         b = self.builder
         body, behind = b.append_basic_block("body"), b.append_basic_block("behind")
         b.branch(body)
@@ -147,21 +280,21 @@ class Kernel:
         b.position_at_end(behind)
 
     def leave(self, behind: Any, condition: Bool) -> None:
-        """Ends a :meth:`forever` loop if the condition holds."""
+        """Ends a :meth:`forever` loop where the condition holds."""
         on = self.builder.append_basic_block("on")
         self.builder.cbranch(condition.ir, behind, on)
         self.builder.position_at_end(on)
 
     @contextmanager
     def when(self, condition: Bool) -> Iterator[None]:
-        """Only if the condition holds."""
+        """Instructions that run only where the condition holds."""
         with self.builder.if_then(condition.ir):
             yield
 
     # -- memory
 
     def holds(self, ptr: Ptr, size: Int | Count) -> Bool:
-        """Whether ``size`` bytes at ``ptr`` may be used, noted if not. Kernels that are not checked believe so."""
+        """Whether ``size`` bytes at ``ptr`` are inside its bounds; notes a fault if not. Always true in fast mode."""
         if self._fault is None:
             return Bool(self, _I1(1))
         assert ptr.begin is not None, "checked kernels need pointers with bounds"
@@ -176,12 +309,12 @@ class Kernel:
     def _checked(self, ptr: Ptr, size: Count) -> Any:
         if self._fault is None:
             return ptr.ir
-        # The line behind the cell is there to be read and written by strays.
+        # Accesses that stray read and write the line behind the fault cell.
         stray = self.builder.add(self._fault, _I64(VECTOR_BYTES))
         return self.builder.select(self.holds(ptr, size).ir, ptr.ir, stray)
 
     def read(self, ptr: Ptr, kind: Any, align: Count) -> Any:
-        """An LLVM value of type ``kind``."""
+        """Loads an LLVM value of type ``kind``."""
         size = _bytes_of(kind)
         loaded = self.builder.load(self.builder.inttoptr(self._checked(ptr, size), kind.as_pointer()))
         loaded.align = align
@@ -194,78 +327,78 @@ class Kernel:
         self.builder.store(value, address).align = align
 
     def load(self, ptr: Ptr) -> Vec:
-        """16 float32."""
+        """Loads 16 float32."""
         return Vec(self, self.read(ptr, _VF, 4))
 
     def store(self, ptr: Ptr, value: Vec) -> None:
-        """16 float32."""
+        """Stores 16 float32."""
         self.write(ptr, value.ir, 4)
 
     def load_pairs(self, ptr: Ptr) -> Pairs:
-        """32 bfloat16."""
+        """Loads 32 bfloat16 as 16 pairs."""
         return Pairs(self, self.read(ptr, _VI, 4))
 
     def load_bf16(self, ptr: Ptr) -> Vec:
-        """16 bfloat16, widened."""
+        """Loads 16 bfloat16 and widens them."""
         wide = self.builder.zext(self.read(ptr, _VH, 2), _VI)
         return Vec(self, self.builder.bitcast(self.builder.shl(wide, self._ints(16)), _VF))
 
     def store_bf16(self, ptr: Ptr, value: Vec) -> None:
-        """16 bfloat16, rounded to nearest even."""
+        """Stores 16 bfloat16, rounded to nearest even."""
         self.write(ptr, self.to_bf16(value), 2)
 
     def load_float(self, ptr: Ptr, bf16: bool) -> Vec:
-        """16 values that are bfloat16 or float32 in memory."""
+        """Loads 16 values that are bfloat16 or float32 in memory."""
         return self.load_bf16(ptr) if bf16 else self.load(ptr)
 
     def store_float(self, ptr: Ptr, value: Vec, bf16: bool) -> None:
-        """16 values, as bfloat16 or float32."""
+        """Stores 16 values as bfloat16 or float32."""
         (self.store_bf16 if bf16 else self.store)(ptr, value)
 
     def broadcast(self, ptr: Ptr) -> Vec:
-        """One float32, sixteen times."""
+        """Loads one float32 into all sixteen lanes."""
         return Vec(self, self._splat(self.read(ptr, _F32, 4), _VF))
 
     def broadcast_pair(self, ptr: Ptr) -> Pairs:
-        """Two bfloat16, sixteen times."""
+        """Loads one pair of bfloat16 into all sixteen lanes."""
         return Pairs(self, self._splat(self.read(ptr, _I32, 4), _VI))
 
     def load_int(self, ptr: Ptr, bits: Count = 64) -> Int:
-        """A signed number of 8, 16, 32 or 64 bits."""
+        """Loads a signed integer of 8, 16, 32 or 64 bits."""
         raw = self.read(ptr, ir.IntType(bits), bits // 8)
         return Int(self, raw if bits == 64 else self.builder.sext(raw, _I64))
 
     def store_int(self, ptr: Ptr, value: Int | Count, bits: Count = 64) -> None:
-        """The low bits of a number."""
+        """Stores the low bits of an integer."""
         raw = self.int(value).ir
         self.write(ptr, raw if bits == 64 else self.builder.trunc(raw, ir.IntType(bits)), bits // 8)
 
     def load_ptr(self, ptr: Ptr) -> Ptr:
-        """A pointer of a record: its address, and behind it how many bytes it may be used for."""
+        """Loads a pointer of a record: its address, then the number of bytes that it may access."""
         address = self.read(ptr, _I64, 8)
         if self._fault is None:
             return Ptr(self, address)
         return Ptr(self, address, address, self.builder.add(address, self.read(ptr + 8, _I64, 8)))
 
     def prefetch(self, ptr: Ptr, near: bool = True) -> None:
-        """Asks for a line of 64 bytes, into the first cache or only into the one behind it; may point anywhere."""
+        """Prefetches a line of 64 bytes into the first cache, or only into the second; ``ptr`` may point anywhere."""
         function = self.function("llvm.prefetch.p0", ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
         address = self.builder.inttoptr(ptr.ir, _I8.as_pointer())
         self.builder.call(function, [address, _I32(0), _I32(3 if near else 1), _I32(1)])
 
     def fetch_add(self, ptr: Ptr, amount: Int | Count) -> Int:
-        """Adds atomically; gives what was there before."""
+        """Adds atomically; returns the value before."""
         cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
 
     # -- arithmetic of vectors
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:
-        """a * b + c with one rounding."""
+        """a * b + c, rounded once."""
         return Vec(self, self.builder.call(self.function("llvm.fma.v16f32", _VF, [_VF] * 3), [a.ir, b.ir, c.ir]))
 
     def dot(self, total: Vec, a: Pairs, b: Pairs) -> Vec:
-        """total + the sum of both products of each lane's pair."""
+        """total + both products of each lane's pairs."""
         if self.isa.bf16_dot == "x86":
             wide = ir.VectorType(BFLOAT, 2 * LANES)
             function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", _VF, [_VF, wide, wide])
@@ -282,7 +415,7 @@ class Kernel:
         return Vec(self, self.builder.bitcast(self.builder.and_(pairs.ir, self._ints(-65536)), _VF))
 
     def to_bf16(self, value: Vec) -> Any:
-        """16 numbers of 16 bits, rounded to nearest even."""
+        """Sixteen bfloat16 as integers of 16 bits, rounded to nearest even."""
         b = self.builder
         if self.isa.bf16_dot == "x86":
             narrow = ir.VectorType(BFLOAT, LANES)
@@ -291,21 +424,21 @@ class Kernel:
         bits = b.bitcast(value.ir, _VI)
         odd = b.and_(b.lshr(bits, self._ints(16)), self._ints(1))
         rounded = b.add(b.add(bits, odd), self._ints(0x7FFF))
-        # NaN would round to infinity or to zero: it keeps its sign and becomes quiet.
+        # NaN would round to infinity or to zero: it keeps its sign and becomes a quiet NaN.
         unordered = b.fcmp_unordered("uno", value.ir, value.ir)
-        kept = b.select(unordered, b.or_(bits, self._ints(0x00400000)), rounded)
-        return b.trunc(b.lshr(kept, self._ints(16)), _VH)
+        result = b.select(unordered, b.or_(bits, self._ints(0x00400000)), rounded)
+        return b.trunc(b.lshr(result, self._ints(16)), _VH)
 
     def larger(self, a: Vec, b: Vec | float) -> Vec:
-        """The larger one of each lane; b's where a is NaN."""
+        """The larger value of each lane; b's where a is NaN."""
         return self.select(a > b, a, self.vector(b))  # type: ignore[no-any-return]
 
     def smaller(self, a: Vec, b: Vec | float) -> Vec:
-        """The smaller one of each lane; b's where a is NaN."""
+        """The smaller value of each lane; b's where a is NaN."""
         return self.select(a < b, a, self.vector(b))  # type: ignore[no-any-return]
 
     def sum(self, value: Vec) -> Vec:
-        """The sum of all lanes, in every lane. The tree is fixed, so the result is."""
+        """The sum of all lanes, in every lane. The tree of additions is fixed, so the result is too."""
         for distance in (8, 4, 2, 1):
             value = value + self._rotated(value, distance)
         return value
@@ -317,7 +450,7 @@ class Kernel:
         return value
 
     def exp2(self, x: Vec) -> Vec:
-        """2**x for x up to 127; exactly 0 below -126. NaN counts as what lies at -126."""
+        """2**x for x up to 127; exactly 0 below -126. NaN counts as -126."""
         b = self.builder
         bounded = self.larger(x, _LEAST_EXPONENT)
         whole = Vec(self, b.call(self.function("llvm.rint.v16f32", _VF, [_VF]), [bounded.ir]))
@@ -334,19 +467,73 @@ class Kernel:
         return self.vector(1.0) / (self.exp2(self.smaller(x * -_LOG2E, 126.0)) + 1.0)
 
     def tanh(self, x: Vec) -> Vec:
-        """1 - 2 / (1 + e**2x); exact to 1e-6 absolutely, which is what soft caps and gelu need. NaN stays NaN."""
-        found = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * _LOG2E), 126.0)) + 1.0)
+        """1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays NaN."""
+        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * _LOG2E), 126.0)) + 1.0)
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
-        return self.select(is_number, found, x)  # type: ignore[no-any-return]
+        return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
     def sqrt(self, x: Vec) -> Vec:
-        """Square root."""
+        """The square root of each lane."""
         return Vec(self, self.builder.call(self.function("llvm.sqrt.v16f32", _VF, [_VF]), [x.ir]))
 
-    # -- the rest
+    # -- single lanes of a vector
+
+    def constant(self, values: Sequence[float]) -> Vec:
+        """Sixteen numbers that are known when the kernel is compiled."""
+        return Vec(self, ir.Constant(_VF, list(values)))
+
+    def joined(self, a: Vec, b: Vec, first: Count) -> Vec:
+        """Lanes first .. first + 15 of the 32 lanes of ``a`` followed by ``b``."""
+        order = ir.Constant(_VI, list(range(first, first + LANES)))
+        return Vec(self, self.builder.shuffle_vector(a.ir, b.ir, order))
+
+    def load_halves(self, low: Ptr, high: Ptr) -> Vec:
+        """8 float32 from each of two addresses."""
+        half = ir.VectorType(_F32, LANES // 2)
+        order = ir.Constant(_VI, list(range(LANES)))
+        return Vec(self, self.builder.shuffle_vector(self.read(low, half, 4), self.read(high, half, 4), order))
+
+    def scatter(self, ptr: Ptr, values: Any, stride: Count) -> None:
+        """Stores each lane of an LLVM vector of integers, ``stride`` bytes behind the lane before it."""
+        b, kind, count = self.builder, values.type.element, values.type.count
+        size = kind.width // 8
+        # One check for all lanes: sixteen would be sixteen times the code.
+        with self.when(self.holds(ptr, (count - 1) * stride + size)):
+            for lane in range(count):
+                address = b.inttoptr((ptr + lane * stride).ir, kind.as_pointer())
+                b.store(b.extract_element(values, _I32(lane)), address).align = size
+
+    def store_first(self, ptr: Ptr, value: Vec) -> None:
+        """Stores the first lane as one float32."""
+        self.write(ptr, self.builder.extract_element(value.ir, _I32(0)), 4)
+
+    def first_as_int(self, value: Vec) -> Int:
+        """The first lane as an integer; its value must fit into int64."""
+        return Int(self, self.builder.fptosi(self.builder.extract_element(value.ir, _I32(0)), _I64))
+
+    # -- functions
+
+    def call_subroutine(self, name: str, values: Sequence[Int | Ptr], body: Callable[..., None]) -> None:
+        """Calls the module's function ``name`` with ``values``; kernels of one module share it, compiled once.
+
+        Where the module has no function of that name yet, ``body`` writes it: it is given a :class:`Kernel` and the
+        values as the function sees them. The function does not check its accesses: in checked mode its caller asks
+        :meth:`holds` for all that the function reads and writes.
+        """
+        function = self._module.globals.get(name)
+        if function is None:
+            function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), [_I64] * len(values)), name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            builder = ir.IRBuilder(function.append_basic_block("entry"))
+            inner = Kernel(builder, self.isa)
+            seen: list[Any] = [type(value)(inner, raw) for value, raw in zip(values, function.args, strict=True)]
+            body(inner, *seen)
+            builder.ret_void()
+        self.builder.call(function, [value.ir for value in values])
 
     def function(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-        """A function from outside: an LLVM intrinsic or one of libc."""
+        """An external function: an LLVM intrinsic or a function of libc."""
         found = self._module.globals.get(name)
         return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
 

@@ -1,6 +1,6 @@
-"""What the kernels need to know of a processor, as data; which rows of the table this one can run, and which is taken.
+"""The table of instruction sets that the CPU kernels are written for, and the choice of one row for this processor.
 
-Features are named as LLVM names them. Nothing here needs LLVM, except asking for the features of this processor.
+Features have LLVM's names. Only :func:`host_features` needs LLVM.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from pillion.errors import ConfigError
 
-# Of a vector in the kernels' language, whatever the processor has; tokens of a group of the pool.
+# Lanes of a vector in the kernels' language, on every processor; also the tokens of a group in the KV pool.
 LANES = 16
-# What ``--cpu-kernels`` takes besides the names of the table.
+# Values of ``--cpu-kernels`` besides the names of the table's rows.
 AUTO, TORCH = "auto", "torch"
 
 
@@ -23,15 +23,15 @@ class Isa:
     """An instruction set.
 
     Attributes:
-        name: what ``--cpu-kernels`` calls it.
-        needs: features of the processor without which this row cannot be taken.
-        without: features that are not used even where the processor has them, so that a row is the same code on all.
-        machine: the kind of processor, in the words of ``uname -m``.
+        name: its value of ``--cpu-kernels``.
+        needs: features that the processor must have.
+        without: features that stay unused even where the processor has them, so that a row is the same code everywhere.
+        machine: the kind of processor, as ``uname -m`` prints it.
         model: the processor that LLVM compiles for where this machine is of another kind.
         bf16_dot: "x86" where there is an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
         gemm_rows: the most rows of a register tile, 32 columns wide, that leave registers for weights and rows.
         attention_rows: query rows that share a pass over a KV head's blocks.
-        attention_sums: vectors of sums that stay in registers in such a pass, beside what they are computed from.
+        attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
     """
 
@@ -49,7 +49,7 @@ class Isa:
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
-# Best first: ``auto`` takes the first row that the processor has the features for.
+# Best first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
     Isa("avx512_bf16", (*_AVX512, "avx512bf16", "avx512vbmi"), without=("prefer-256-bit",), bf16_dot="x86"),
     Isa(
@@ -83,14 +83,14 @@ CHOICES = (AUTO, *BY_NAME, TORCH)
 
 
 def host_features() -> frozenset[str]:
-    """What this processor and its system can run. Empty where the kernels do not run: off Linux, or if LLVM is lost."""
+    """The features of this processor. Empty where the kernels cannot run: not on Linux, or without LLVM."""
     if sys.platform != "linux" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return frozenset()
     try:
         import llvmlite.binding as llvm
 
         found = llvm.get_host_cpu_features()
-    except (ImportError, OSError, RuntimeError):  # No LLVM here, or it does not know how to ask this processor.
+    except (ImportError, OSError, RuntimeError):  # LLVM is missing, or it cannot read this processor's features.
         return frozenset()
     features = {name for name, has in found.items() if has}
     if platform.machine() == "aarch64":
@@ -98,26 +98,26 @@ def host_features() -> frozenset[str]:
     return frozenset(features)
 
 
-def choose_isa(said: str, features: Collection[str]) -> Isa | None:
-    """The row to compile for, or None: torch computes.
+def choose_isa(choice: str, features: Collection[str]) -> Isa | None:
+    """The row to compile for; None where torch runs the model.
 
     Args:
-        said: one of ``CHOICES``. ``auto`` takes the best row, and None on a processor that no row knows.
-        features: of the processor, :func:`host_features`.
+        choice: one of ``CHOICES``. ``auto`` is the best row, or None where the processor has no row.
+        features: the processor's features, as :func:`host_features` lists them.
 
     Raises:
-        ConfigError: ``said`` is no choice, or a row that the processor lacks features for.
+        ConfigError: ``choice`` is not in ``CHOICES``, or the processor lacks features that its row needs.
     """
-    if said not in CHOICES:
-        raise ConfigError(f"--cpu-kernels: {said!r} is none of {', '.join(CHOICES)}")
-    if said == TORCH:
+    if choice not in CHOICES:
+        raise ConfigError(f"--cpu-kernels: {choice!r} is none of {', '.join(CHOICES)}")
+    if choice == TORCH:
         return None
-    if said == AUTO:
+    if choice == AUTO:
         return next((isa for isa in TABLE if not _lacking(isa, features)), None)
-    lacking = _lacking(BY_NAME[said], features)
+    lacking = _lacking(BY_NAME[choice], features)
     if lacking:
-        raise ConfigError(f"--cpu-kernels {said}: this processor lacks {', '.join(lacking)}; take auto or torch")
-    return BY_NAME[said]
+        raise ConfigError(f"--cpu-kernels {choice}: this processor lacks {', '.join(lacking)}; use auto or torch")
+    return BY_NAME[choice]
 
 
 def _lacking(isa: Isa, features: Collection[str]) -> list[str]:

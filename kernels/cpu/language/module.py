@@ -1,12 +1,12 @@
-"""A set of kernels that are compiled together, and what a kernel is given when it runs.
+"""A set of kernels that are compiled together, and the arguments of a kernel's call.
 
 Every kernel has the same signature, ``kernel(args, step, counter, scratch, thread, threads)``: its own record, the
-step's record, a counter that is 0 when the team begins with it, scratch memory that is this call's alone while it
-lasts, and which thread of how many this is. It is called once for each thread's number, and the calls share its work by
-taking numbers from the counter (:meth:`Call.shared_range`) or by an even cut (:meth:`Call.even_range`). They run at the
-same time or one after another (:mod:`pillion.kernels.cpu.program.thread_pool_code`), so a call never waits for
-another, and what a kernel
-computes never depends on which call computed it.
+step's record, a counter that is 0 when the thread pool begins with the kernel, scratch memory that belongs to this call
+while it lasts, the number of this call, and how many calls there are. A kernel is called once for each thread of the
+pool, and the calls share its work by drawing numbers from the counter (:meth:`KernelCall.shared_range`) or by an even
+cut (:meth:`KernelCall.even_range`). Calls run at the same time or one after another
+(:mod:`pillion.kernels.cpu.runtime.thread_pool_code`): a call never waits for another, and a kernel's result never
+depends on which call computed it.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Kernel
+from pillion.kernels.cpu.language.emit import Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import Isa
-from pillion.kernels.cpu.language.records import STEP, Layout, View
-from pillion.kernels.cpu.language.values import Int, Ptr
+from pillion.kernels.cpu.language.records import STEP, RecordLayout, RecordView
 
 _I64 = ir.IntType(64)
 SIGNATURE = ir.FunctionType(ir.VoidType(), [_I64] * 6)
-# The counter of an operation has a line of its own, so that threads meet on it and on nothing else.
+# The counter of an operation has a cache line of its own, so that threads contend for nothing else in it.
 COUNTER_BYTES = 64
-# Scratch of each thread.
+# Bytes of scratch memory of each thread.
 SCRATCH_BYTES = 2**20
-# What the fault cell is called in the compiled code.
+# Name of the fault cell in the compiled code.
 FAULT_CELL = "fault_cell"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What one thread knows while it runs a kernel."""
+class KernelCall:
+    """The arguments of one call of a kernel, as the kernel's code sees them."""
 
     k: Kernel
-    args: View
-    step: View
+    args: RecordView
+    step: RecordView
     counter: Ptr
     scratch: Ptr
     thread: Int
@@ -47,7 +46,7 @@ class Call:
 
     @contextmanager
     def shared_range(self, count: Int, chunk: Int | int) -> Iterator[tuple[Int, Int]]:
-        """Pieces (begin, end) of 0 .. count, each of ``chunk``, taken by whoever is free. At most once per kernel."""
+        """Ranges (begin, end) of 0 .. count, ``chunk`` each, drawn by the calls that are free. Once per kernel."""
         k = self.k
         with k.forever() as behind:
             begin = k.fetch_add(self.counter, chunk)
@@ -55,40 +54,40 @@ class Call:
             yield begin, k.least(begin + chunk, count)
 
     def even_range(self, count: Int) -> tuple[Int, Int]:
-        """This thread's part of 0 .. count."""
+        """This call's even share (begin, end) of 0 .. count."""
         return count * self.thread // self.threads, count * (self.thread + 1) // self.threads
 
 
 class KernelSpec(Protocol):
-    """What a kernel is made from: a frozen dataclass of its parameters. Equal specs are one kernel."""
+    """The parameters of a kernel, a frozen dataclass. Equal specs are one kernel."""
 
     @property
     def name(self) -> str:
-        """Names the kernel and every parameter, so that two specs of one name are equal."""
+        """Names the kernel and every parameter, so that two specs with one name are equal."""
 
     @property
-    def layout(self) -> Layout:
-        """Of its record."""
+    def layout(self) -> RecordLayout:
+        """The layout of the kernel's record."""
 
-    def emit(self, call: Call) -> None:
-        """Writes its instructions."""
+    def emit(self, call: KernelCall) -> None:
+        """Appends the kernel's instructions to ``call.k``."""
 
 
 class KernelModule:
-    """Collects kernels; :mod:`pillion.kernels.cpu.language.compiler` makes machine code of them."""
+    """An LLVM module of kernels; :mod:`pillion.kernels.cpu.runtime.compiler` turns it into machine code."""
 
     def __init__(self, isa: Isa, checked: bool = False) -> None:
         self.isa = isa
         self.checked = checked
         self.module = ir.Module("pillion")
         self.names: list[str] = []
-        # Two words that say which kernel strayed and where to, then a line that strays may use (checked mode).
+        # In checked mode: one word for the kernel that strayed, one for its offset, then a line that strays access.
         self._fault = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), 3 * 64), FAULT_CELL)
         self._fault.initializer = ir.Constant(self._fault.value_type, None)
         self._fault.align = 64
 
     def add(self, spec: KernelSpec) -> None:
-        """Writes a kernel, once; a spec of a name that is here already is left out."""
+        """Writes the kernel of ``spec``, unless the module has a kernel of that name already."""
         name, layout = spec.name, spec.layout
         if name in self.names:
             return
@@ -97,7 +96,7 @@ class KernelModule:
         fault = builder.ptrtoint(self._fault, _I64) if self.checked else None
         k = Kernel(builder, self.isa, fault, len(self.names) + 1)
         raw_args, raw_step, raw_counter, raw_scratch, thread, threads = function.args
-        call = Call(
+        call = KernelCall(
             k,
             layout.view(k, self._memory(k, raw_args, 8 * layout.num_words)),
             STEP.view(k, self._memory(k, raw_step, 8 * STEP.num_words)),

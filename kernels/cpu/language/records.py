@@ -1,8 +1,7 @@
-"""Records: how Python hands a kernel its arguments. A record is an array of 64-bit words with named places.
+"""Records pass arguments from Python to a kernel. A record is an array of 64-bit words with named fields.
 
-A pointer takes two words, its address and the bytes behind it that may be used; a number and a float32 take one each.
-Python fills a record through :class:`Record`, a kernel reads it through :class:`View`; both look the place up by name,
-so that a place has one home.
+A pointer has two words, its address and the number of bytes that may be used there; a number and a float32 have one
+word each. Python fills a record through :class:`RecordLayout`, a kernel reads it through :class:`RecordView`.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pillion.kernels.cpu.language.emit import Kernel
-from pillion.kernels.cpu.language.values import Int, Ptr, Vec
+from pillion.kernels.cpu.language.emit import Int, Kernel, Ptr, Vec
 
 WORD_BYTES = 8
 Words = npt.NDArray[np.int64]
 
 
-class Layout:
-    """Names and places of a record's words."""
+class RecordLayout:
+    """The names and places of a record's words."""
 
     def __init__(
         self, name: str, *, pointers: tuple[str, ...] = (), numbers: tuple[str, ...] = (), reals: tuple[str, ...] = ()
@@ -37,9 +35,9 @@ class Layout:
         self.num_words = base + len(numbers) + len(reals)
 
     def fill(self, words: Words, values: Mapping[str, Any]) -> None:
-        """Writes ``values`` into ``words`` [num_words]. A pointer is an array, (address, bytes), or None.
+        """Writes ``values`` into ``words`` [num_words]. A pointer's value is an array, (address, bytes), or None.
 
-        Raises KeyError for a field that is missing or not of this record.
+        Raises KeyError where a field is missing or unknown.
         """
         if set(values) != set(self.place):
             raise KeyError(f"{self.name}: {sorted(set(values) ^ set(self.place))} are missing or unknown")
@@ -50,33 +48,33 @@ class Layout:
         for field in self.reals:
             words[self.place[field]] = int(np.float32(values[field]).view(np.int32))
 
-    def view(self, k: Kernel, base: Ptr) -> View:
-        """How a kernel reads a record at ``base``."""
-        return View(self, k, base)
+    def view(self, k: Kernel, base: Ptr) -> RecordView:
+        """The record at ``base`` in the code of kernel ``k``."""
+        return RecordView(self, k, base)
 
 
-class View:
-    """A record as a kernel sees it."""
+class RecordView:
+    """A record in a kernel's code: each read of a field appends a load."""
 
-    def __init__(self, layout: Layout, k: Kernel, base: Ptr) -> None:
+    def __init__(self, layout: RecordLayout, k: Kernel, base: Ptr) -> None:
         self._layout, self._k, self._base = layout, k, base
 
     def at(self, field: str) -> Ptr:
-        """Where a field stands."""
+        """The address of a field."""
         return self._base + WORD_BYTES * self._layout.place[field]
 
     def pointer(self, field: str) -> Ptr:
-        """The memory that a field points to."""
+        """The memory that a pointer field points to."""
         assert field in self._layout.pointers, field
         return self._k.load_ptr(self.at(field))
 
     def number(self, field: str) -> Int:
-        """A number."""
+        """The value of a number field."""
         assert field in self._layout.numbers, field
         return self._k.load_int(self.at(field))
 
     def real(self, field: str) -> Vec:
-        """A float32, sixteen times."""
+        """The value of a float32 field in all sixteen lanes."""
         assert field in self._layout.reals, field
         return self._k.broadcast(self.at(field))
 
@@ -91,20 +89,20 @@ def _address(value: Any) -> tuple[int, int]:
     return value.data_ptr(), value.numel() * value.element_size()  # A torch tensor.
 
 
-# What all kernels of a step can see; filled by :class:`pillion.kernels.cpu.program.program.StepRecord` once per step.
-STEP = Layout(
+# The record that all kernels of a step read (:class:`pillion.kernels.cpu.runtime.program.CpuStepRecord` fills it).
+STEP = RecordLayout(
     "step",
     pointers=(
         "token_ids",  # [T] int32
         "positions",  # [T] int32
-        "row_seqs",  # [T] int32: which sequence a row belongs to
+        "row_seqs",  # [T] int32: the sequence that a row belongs to
         "query_starts",  # [S + 1] int32
         "context_lens",  # [S] int32
-        "block_tables",  # [S, table_stride] int32: slots; behind a sequence's last block any valid slot
+        "block_tables",  # [S, table_stride] int32: slots; any valid slot behind a sequence's last block
         "sample_rows",  # [R] int32
-        # [num_items, ITEM_WORDS] int32: pieces of attention work (pillion.kernels.cpu.attention.cpu_attention_plan)
+        # [num_items, ITEM_WORDS] int32: items of attention work (pillion.kernels.cpu.attention.cpu_attention_plan)
         "items",
-        "merges",  # [num_merges, MERGE_WORDS] int32: rows whose context was attended in several splits
+        "merges",  # [num_merges, ITEM_WORDS] int32: items whose context was attended in several splits
         "pool",  # the paged cache
     ),
     numbers=("num_tokens", "num_seqs", "num_samples", "table_stride", "num_items", "num_merges"),

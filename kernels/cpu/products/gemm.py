@@ -1,15 +1,15 @@
-"""Products of rows with packed weights (:mod:`pillion.kernels.cpu.products.packing`), and what is done to the sums
-before they leave.
+"""Products of rows with packed weights (:mod:`pillion.kernels.cpu.products.packing`), with an epilogue on the sums.
 
-    takes of panels -> for each panel: tiles of rows -> sums (gemm_tiles) -> epilogue -> out
+    ranges of panels -> for each panel: tiles of rows -> sums (gemm_tiles) -> epilogue -> out
 
-Threads take panels. A panel is met by all rows, in tiles of even height: the first tile streams it from memory, the
-others find it in the cache, and all of them ask for a part of the panel that this thread takes next, so that memory
-and arithmetic are busy at the same time. int8 weights are widened in registers, tile by tile; without an instruction
-for bfloat16 products that costs too much, so there a panel that meets more than one tile is widened once, to scratch.
+Threads draw ranges of panels. All rows meet a panel, in tiles of even height: the first tile streams it from memory,
+the others find it in the cache, and each of them prefetches a part of the panel that this thread works on next, so that
+memory and arithmetic are busy at the same time. int8 weights are widened in registers, tile by tile; without an
+instruction for bfloat16 products that costs too much, so there a panel that meets more than one tile is widened once,
+into the scratch.
 
 A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
-over rising inputs (gemm_tiles), and the epilogue is one piece of code for all rows.
+over rising inputs (gemm_tiles), and all rows share the epilogue's code.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-import torch
-from torch.nn.functional import gelu, silu
-
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Kernel
-from pillion.kernels.cpu.language.module import SCRATCH_BYTES, Call
-from pillion.kernels.cpu.language.records import Layout
-from pillion.kernels.cpu.language.values import Int, Ptr, Vec
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
+from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, most_rows, multiply_rows
 from pillion.kernels.cpu.products.int8 import LINE_BYTES, widen
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, TILE_COLUMNS, PackedWeight, unpack
+from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
 
-LAYOUT = Layout(
+LAYOUT = RecordLayout(
     "gemm",
     pointers=(
         "x",  # [rows, depth] bfloat16, or float32 with float32 weights; zeros behind the values up to depth
-        "weights",  # the packed matrix, or those of all groups behind each other
+        "weights",  # the packed matrix, or the matrices of all groups, one behind the other
         "scales",  # float32 [groups, pairs * 32], int8 weights only
-        "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec says so
+        "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec has a bias
         "out",  # [rows, pairs * 32] float32, or gated [rows, pairs * 16] of x's type
-        "group_starts",  # int32 [groups + 1]: which rows of x and out belong to a group; grouped only
+        "group_starts",  # int32 [groups + 1]: the rows of x and out that belong to a group; grouped only
     ),
     numbers=(
         "x_stride",  # bytes
@@ -45,48 +42,24 @@ LAYOUT = Layout(
         "pairs",
         "out_stride",  # bytes; rows of out have room for all packed columns
         "num_groups",
-        "group_bytes",  # of one group's weights
+        "group_bytes",  # bytes of one group's weights
     ),
-    reals=("factor",),  # of what is added
+    reals=("factor",),  # what "add" multiplies its sums by
 )
 
 GATED = ("gated_silu", "gated_gelu")
-# Of a thread, if there are panels enough: a take has many microseconds, and the last ones end together.
-TAKES = 16
-TAKES_OF_GROUP = 4
-# That a thread should find, where rows are enough to cut panels' work into blocks of rows.
-ITEMS = 2
-# Of a thread's scratch: first the sums of a tile, behind them a widened panel.
+# How many ranges each thread draws where there are panels enough: a range still takes many microseconds, and the last
+# ranges end at about the same time.
+RANGES_PER_THREAD = 16
+GROUP_RANGES_PER_THREAD = 4
+# How many work items there are for each thread, where there are rows enough to cut a panel's work into blocks of rows.
+ITEMS_PER_THREAD = 2
+# A thread's scratch holds the sums of a tile, then a widened panel.
 _SUMS_BYTES = 8192
 _WIDE_BYTES = SCRATCH_BYTES - _SUMS_BYTES
-# gelu(x) is x * sigmoid(x * (a + b * x * x)), by tanh.
+# gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
-
-
-def reference_gemm(
-    x: torch.Tensor,
-    packed: PackedWeight,
-    epilogue: str,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    factor: float = 1.0,
-) -> torch.Tensor:
-    """What one group computes, in float64. x [T, depth]; ``out`` is what is added to. Gated: [T, pairs * 16]."""
-    weight = unpack(packed).double()
-    if packed.scales is not None:
-        weight = weight * packed.scales.double().unsqueeze(-1)
-    total = x.double() @ weight.T
-    if bias is not None:
-        total = total + bias.double()
-    if epilogue == "add":
-        assert out is not None
-        return out.double() + factor * total
-    if epilogue in GATED:
-        gate, up = total.view(len(total), packed.pairs, 2, TILE_COLUMNS).unbind(-2)
-        gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
-        return (gated * up).flatten(-2)
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +70,13 @@ class Gemm:
         weights: kind of the packed weights: "bf16", "fp32" or "int8".
         epilogue: "store": out = sum * scale + bias. "add": out += factor * (sum * scale + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
-        rows_of: the number of the step's record that says how many rows there are; grouped: group_starts says.
-        bias: whether there is one.
+        rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
+        bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
     """
+
+    # All specs share one record; a field that a spec does not use is None or 0.
+    layout: ClassVar[RecordLayout] = LAYOUT
 
     weights: str
     epilogue: str
@@ -110,24 +86,21 @@ class Gemm:
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
         options = ("_bias" if self.bias else "") + ("_grouped" if self.grouped else "")
         return f"gemm_{self.weights}_{self.epilogue}_{self.rows_of}{options}"
 
-    @property
-    def layout(self) -> Layout:
-        """One for all specs; what a spec does not use is None or 0."""
-        return LAYOUT
-
-    def emit(self, call: Call) -> None:
-        """Writes its instructions."""
-        _Body(self, call).write()
+    def emit(self, call: KernelCall) -> None:
+        body = _Body(self, call)
+        if self.grouped:
+            body.emit_groups()
+        else:
+            body.emit_blocks()
 
 
 class _Body:
-    """The instructions of one kernel."""
+    """Emits one kernel; holds its arguments."""
 
-    def __init__(self, spec: Gemm, call: Call) -> None:
+    def __init__(self, spec: Gemm, call: KernelCall) -> None:
         k, args = call.k, call.args
         self.spec, self.call, self.k = spec, call, k
         self.x, self.weights, self.out = (args.pointer(name) for name in ("x", "weights", "out"))
@@ -138,34 +111,27 @@ class _Body:
         if spec.epilogue == "add":
             self.factor = args.real("factor")
 
-    def write(self) -> None:
-        """All of it."""
-        if self.spec.grouped:
-            self._groups()
-        else:
-            self._blocks()
-
-    def _blocks(self) -> None:
-        """An item is a panel with a block of the rows: all of them, unless there are fewer panels than threads like."""
+    def emit_blocks(self) -> None:
+        """The plain product. A work item is a panel with a block of the rows: with all rows where panels are enough."""
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
         tiles = self._tiles(rows)
-        blocks = k.least(tiles, (call.threads * ITEMS + (pairs - 1)) // pairs)
+        blocks = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
         count = pairs * blocks
-        with self._items(count, count // (call.threads * TAKES)) as (item, after):
+        with self._items(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             panel = item // blocks
             block = item - panel * blocks
             cut = _Cut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks)
             weights = self.weights + panel * self.panel_bytes
             self._panel(cut, panel, panel, weights, self.weights + after // blocks * self.panel_bytes)
 
-    def _groups(self) -> None:
-        """An item is a panel of a group with all of its rows, which are none for many a group."""
+    def emit_groups(self) -> None:
+        """The grouped product. A work item is a panel of a group with all rows of the group, which may have none."""
         k, call, pairs = self.k, self.call, self.pairs
         starts = call.args.pointer("group_starts")
         group_bytes = call.args.number("group_bytes")
-        # As one group may have all the work, a take is cut from a group's panels.
-        chunk = pairs // (call.threads * TAKES_OF_GROUP)
+        # One group may have all the work, so the length of a range follows from one group's panels.
+        chunk = pairs // (call.threads * GROUP_RANGES_PER_THREAD)
         with self._items(pairs * call.args.number("num_groups"), chunk) as (item, after):
             group, next_group = item // pairs, after // pairs
             panel, next_panel = item - group * pairs, after - next_group * pairs
@@ -183,24 +149,24 @@ class _Body:
 
     @contextmanager
     def _items(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
-        """Items of 0 .. count that this thread takes, ``chunk`` at a time, and the one that it works on after each."""
+        """The work items of 0 .. count that this thread draws, ``chunk`` at a time, each with the item after it."""
         k = self.k
         chunk = k.most(chunk, 1)
-        # A take is drawn before the one before it is worked on: so it is known what to ask memory for.
-        taken = k.variable(k.fetch_add(self.call.counter, chunk))
+        # A thread draws its next range before it works on this one, so that it knows which memory to prefetch.
+        drawn = k.variable(k.fetch_add(self.call.counter, chunk))
         with k.forever() as behind:
-            begin = taken.value
+            begin = drawn.value
             k.leave(behind, begin >= count)
             following = k.fetch_add(self.call.counter, chunk)
-            taken.value = following
+            drawn.value = following
             end = k.least(begin + chunk, count)
             with k.range(end, begin) as item:
                 after = k.select(item + 1 < end, item + 1, following)
-                # Behind the last take there is nothing to ask for: what is here is as good as anything.
+                # Behind the last range there is nothing to prefetch: the item itself does no harm.
                 yield item, k.select(after < count, after, item)
 
     def _panel(self, cut: _Cut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
-        """Some tiles of rows with one panel. ``panel`` counts in out, ``column`` in scales and bias."""
+        """Some tiles of rows with one panel. ``panel`` is its number in out, ``column`` in scales and bias."""
         k, kind = self.k, self.spec.weights
         count = cut.last - cut.first
         step_bytes = k.int(PANEL_STEP_BYTES[kind]) // count
@@ -231,13 +197,13 @@ class _Body:
                 self._finish(sums + row * SUMS_ROW_BYTES, out + (begin + row) * self.out_stride, constants)
 
     def _constants(self, offset: Int) -> dict[str, tuple[Vec, Vec]]:
-        """Scales and bias of a panel's tiles, of what there is."""
-        found = {}
+        """The scales and the bias of a panel's two tiles, where the spec has them."""
+        constants = {}
         for name, given in (("scales", self.spec.weights == "int8"), ("bias", self.spec.bias)):
             if given:
                 at = self.call.args.pointer(name) + offset
-                found[name] = self.k.load(at), self.k.load(at + VECTOR_BYTES)
-        return found
+                constants[name] = self.k.load(at), self.k.load(at + VECTOR_BYTES)
+        return constants
 
     def _finish(self, sums: Ptr, out: Ptr, constants: dict[str, tuple[Vec, Vec]]) -> None:
         """The epilogue for one row of a tile."""
@@ -258,7 +224,7 @@ class _Body:
             k.store(place, k.fma(self.factor, total, k.load(place)) if spec.epilogue == "add" else total)
 
     def _out_bytes(self) -> int:
-        """Of out, for each packed column."""
+        """Bytes of out for each packed column."""
         if self.spec.epilogue not in GATED:
             return 4
         return 2 if self.spec.weights == "fp32" else 1
@@ -266,7 +232,7 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tiles first .. last of those that rows base .. base + rows are cut into, as evenly as whole rows allow."""
+    """Tiles first .. last - 1 of the tiles that rows base .. base + rows - 1 are cut into, as evenly as possible."""
 
     base: Int
     rows: Int

@@ -1,11 +1,11 @@
-"""int8 weights: how they are made from larger ones, and how kernels widen them to bfloat16.
+"""int8 weights: quantization, the order of their bytes, and how kernels widen them to bfloat16.
 
 One float32 scale for each output column, symmetric: weight = scale * quantum with quanta in -127 .. 127. A quantum has
 7 bits and a sign, so bfloat16 holds it exactly: products and sums are those of the bfloat16 kernels, and the scale is
 applied once, to the finished sum.
 
-Quanta are kept as sign and magnitude, and a line of 64 in an order that AVX-512 widens with six instructions: both
-bytes of the bfloat16 come out of tables of 128 entries, and interleave within each quarter of the line.
+Quanta are stored as sign and magnitude, and a line of 64 in an order that AVX-512 widens with six instructions: both
+bytes of the bfloat16 come from tables of 128 entries and are interleaved within each quarter of the line.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Kernel
+from pillion.kernels.cpu.language.emit import Kernel, Pairs, Ptr
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.values import Pairs, Ptr
 
 MAX_QUANTUM = 127
-# A pair of inputs of the 32 columns of a panel: [4 quarters][2 tiles][4 columns][2 inputs].
+# A line is one pair of inputs of the 32 columns of a panel: [4 quarters][2 tiles][4 columns][2 inputs].
 LINE_BYTES = 64
 _QUARTERS = 4
 _SIGN = 0x80
@@ -36,7 +35,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., N, K] -> int8 [..., N, K] and float32 scales [..., N]. The largest weight of a column becomes +-127."""
     wide = weight.float()
     scales = wide.abs().amax(-1) / MAX_QUANTUM
-    # A column of zeros has any scale.
+    # Any scale is right for a column of zeros.
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     quanta = (wide / scales.unsqueeze(-1)).round().clamp(-MAX_QUANTUM, MAX_QUANTUM)
     return quanta.to(torch.int8), scales
@@ -50,7 +49,7 @@ def pack_lines(quanta: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_lines(lines: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`pack_lines`; what :func:`widen` computes."""
+    """The inverse of :func:`pack_lines`, and the reference of :func:`widen`."""
     lead = lines.shape[:-1]
     coded = lines.view(*lead, _QUARTERS, 2, LANES // _QUARTERS, 2).transpose(-4, -3).reshape(*lead, 2 * LANES, 2)
     magnitude = (coded & MAX_QUANTUM).to(torch.int8)
@@ -58,7 +57,7 @@ def unpack_lines(lines: torch.Tensor) -> torch.Tensor:
 
 
 def widen(k: Kernel, line: Ptr) -> tuple[Pairs, Pairs]:
-    """64 quanta -> the pairs of both tiles."""
+    """Loads 64 quanta and widens them to the pairs of both tiles."""
     if k.isa.bf16_dot == "x86":
         return _looked_up(k, k.read(line, _BYTES, 1))
     words = k.read(line, _WORDS, 1)
@@ -66,7 +65,7 @@ def widen(k: Kernel, line: Ptr) -> tuple[Pairs, Pairs]:
 
 
 def _looked_up(k: Kernel, quanta: Any) -> tuple[Pairs, Pairs]:
-    """Both bytes of the bfloat16 from tables, the sign into the upper one, then lower and upper bytes in turn."""
+    """Looks up both bytes of each bfloat16, adds the sign to the upper byte, and interleaves lower and upper bytes."""
     b = k.builder
     patterns = torch.arange(MAX_QUANTUM + 1).to(torch.bfloat16).view(torch.int16).tolist()
     lower = _table(k, quanta, [pattern & 0xFF for pattern in patterns])
@@ -82,14 +81,14 @@ def _looked_up(k: Kernel, quanta: Any) -> tuple[Pairs, Pairs]:
 
 
 def _table(k: Kernel, places: Any, table: list[int]) -> Any:
-    """table[place] for the lower 7 bits of each byte."""
+    """Looks up table[place] for the lower 7 bits of each byte."""
     halves = [ir.Constant(_BYTES, table[:LINE_BYTES]), ir.Constant(_BYTES, table[LINE_BYTES:])]
     function = k.function("llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
     return k.builder.call(function, [halves[0], places, halves[1]])
 
 
 def _converted(k: Kernel, words: Any, tile: int) -> Pairs:
-    """By way of float32, of whose bits the upper 16 are the bfloat16; a word holds both inputs of a column."""
+    """Converts by way of float32, whose upper 16 bits are the bfloat16; a word holds both inputs of a column."""
     b = k.builder
     order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
     word = b.zext(b.shuffle_vector(words, words, ir.Constant(_V32, order)), _V32)

@@ -1,9 +1,9 @@
-"""Mixture of experts around the grouped product: which experts a row goes to, rows sorted by expert, and their sum.
+"""The kernels around a mixture of experts' grouped products: the choice of experts, rows sorted by expert, and the sum.
 
-    route -> group -> gather -> (products, group by group) -> combine
+    Route -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
 
 A row and one of its experts are a pair; pair i of row t is number t * chosen + i. ``rows_of`` and strides are those of
-:mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.moe` is the same in torch.
+:mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.moe` computes the same in torch.
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from pillion.kernels.cpu.language import lanes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Kernel
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import SCRATCH_BYTES, Call
-from pillion.kernels.cpu.language.records import Layout
-from pillion.kernels.cpu.language.values import Int, Ptr, Vec
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
+from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import copy_row, vectors_of
 
-# What a thread's scratch has room for.
+# The most experts that a thread's scratch has room for.
 MAX_EXPERTS = SCRATCH_BYTES // 8 - LANES
 
-ROUTE = Layout("route", pointers=("logits", "scores", "experts"), numbers=("stride",))
-GROUP = Layout("group", pointers=("experts", "group_starts", "places", "sources"))
-GATHER_GROUPS = Layout("gather_groups", pointers=("rows", "sources", "grouped"), numbers=("stride",))
-COMBINE = Layout(
+ROUTE = RecordLayout("route", pointers=("logits", "scores", "experts"), numbers=("stride",))
+GROUP = RecordLayout("group", pointers=("experts", "group_starts", "places", "sources"))
+GATHER_GROUPS = RecordLayout("gather_groups", pointers=("rows", "sources", "grouped"), numbers=("stride",))
+COMBINE = RecordLayout(
     "combine",
     pointers=("found", "scores", "places", "out"),
     numbers=("width", "found_stride", "out_stride"),
@@ -39,14 +35,14 @@ _LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Each row's best experts: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best first, and
-    which ``experts`` they are [rows, chosen] int32.
+    """Chooses each row's best experts: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best
+    first, and the numbers of these ``experts`` [rows, chosen] int32.
 
-    Scores are the softmax over all experts; ``normalize`` makes those of the chosen ones sum up to 1. Of equal experts
-    the first wins.
+    Scores are the softmax over all experts; with ``normalize`` the scores of a row's chosen experts sum up to 1. Of
+    experts with equal scores the first wins.
     """
 
-    layout: ClassVar[Layout] = ROUTE
+    layout: ClassVar[RecordLayout] = ROUTE
 
     experts: int
     chosen: int
@@ -57,7 +53,7 @@ class Route:
     def name(self) -> str:
         return f"route_{self.experts}_{self.chosen}_{self.rows_of}{'_normalize' if self.normalize else ''}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         assert self.chosen <= self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
         logits, scores, experts = args.pointer("logits"), args.pointer("scores"), args.pointer("experts")
@@ -69,17 +65,17 @@ class Route:
             chosen_total = k.variable(k.vector(0.0))
             with k.range(self.chosen) as i:
                 best, expert = self._best(k, call.scratch)
-                # Below all others from now on.
-                lanes.store_first(k, call.scratch + expert * 4, k.vector(-1.0))
-                lanes.store_first(k, row_scores + i * 4, best)
+                # From now on this expert's score is below all others.
+                k.store_first(call.scratch + expert * 4, k.vector(-1.0))
+                k.store_first(row_scores + i * 4, best)
                 k.store_int(row_experts + i * 4, expert, 32)
                 chosen_total.value = chosen_total.value + best
             divisor = chosen_total.value if self.normalize else total
             with k.range(self.chosen) as i:
-                lanes.store_first(k, row_scores + i * 4, k.broadcast(row_scores + i * 4) / divisor)
+                k.store_first(row_scores + i * 4, k.broadcast(row_scores + i * 4) / divisor)
 
     def _exponentials(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
-        """e**(logit - the largest one) to ``out``, -1 behind the last expert; gives their sum."""
+        """Stores e**(logit - the largest logit) in ``out``, and -1 behind the last expert; returns the sum."""
         count, vectors = k.int(self.experts), vectors_of(k.int(self.experts))
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
@@ -96,9 +92,9 @@ class Route:
         return k.sum(total.value)
 
     def _best(self, k: Kernel, values: Ptr) -> tuple[Vec, Int]:
-        """The largest of ``values``, and the first place where it stands; place 0 if all are -1 or NaN."""
+        """The largest of ``values`` and the first place that holds it; place 0 if all values are -1 or NaN."""
         best, places = k.variable(k.vector(-1.0)), k.variable(k.vector(0.0))
-        counted = lanes.constant(k, [float(lane) for lane in range(LANES)])
+        counted = k.constant([float(lane) for lane in range(LANES)])
         with k.range(vectors_of(k.int(self.experts))) as i:
             value = k.load(values + i * VECTOR_BYTES)
             larger = value > best.value
@@ -106,24 +102,18 @@ class Route:
             places.value = k.select(larger, counted + k.real(i * LANES), places.value)
         largest = k.maximum(best.value)
         behind = k.select(best.value < largest, k.vector(-math.inf), places.value * -1.0)
-        return largest, lanes.first_as_int(k, k.maximum(behind) * -1.0)
-
-
-def reference_route(logits: torch.Tensor, chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
-    scores, experts = torch.softmax(logits, -1).topk(chosen, -1)
-    return scores / scores.sum(-1, keepdim=True) if normalize else scores, experts.int()
+        return largest, k.first_as_int(k.maximum(behind) * -1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A stable counting sort of the pairs by expert; one thread has it all.
+class GroupByExpert:
+    """Sorts the pairs by expert, a stable counting sort on one thread.
 
-    ``experts`` [rows, chosen] int32 -> ``group_starts`` [experts + 1] int32: which grouped rows an expert owns;
+    ``experts`` [rows, chosen] int32 -> ``group_starts`` [experts + 1] int32: the range of grouped rows of each expert;
     ``places`` [rows, chosen] int32: each pair's grouped row; ``sources`` [rows * chosen] int32: each grouped row's row.
     """
 
-    layout: ClassVar[Layout] = GROUP
+    layout: ClassVar[RecordLayout] = GROUP
 
     experts: int
     chosen: int
@@ -133,11 +123,11 @@ class Group:
     def name(self) -> str:
         return f"group_{self.experts}_{self.chosen}_{self.rows_of}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         assert self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
         experts, starts, places, sources = (args.pointer(field) for field in GROUP.pointers)
-        # How many pairs an expert has; then where its next one goes.
+        # First the number of an expert's pairs, then the place of its next pair.
         cursors = call.scratch
         rows = call.step.number(f"num_{self.rows_of}")
         with k.when(call.thread < 1):
@@ -162,24 +152,14 @@ class Group:
                 k.store_int(sources + place * 4, row, 32)
 
 
-def reference_group(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """experts [rows, chosen] -> group_starts [num_experts + 1], places [rows, chosen], sources [rows * chosen]."""
-    order = experts.view(-1).argsort(stable=True)
-    counts = torch.bincount(experts.view(-1), minlength=num_experts)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    return starts.int(), places.view(experts.shape).int(), (order // experts.shape[1]).int()
-
-
 @dataclass(frozen=True, slots=True)
 class GatherGroups:
     """``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at ``sources``.
 
-    Of any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
+    Rows have any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
     """
 
-    layout: ClassVar[Layout] = GATHER_GROUPS
+    layout: ClassVar[RecordLayout] = GATHER_GROUPS
 
     chosen: int
     rows_of: str = "tokens"
@@ -188,7 +168,7 @@ class GatherGroups:
     def name(self) -> str:
         return f"gather_groups_{self.chosen}_{self.rows_of}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         rows, sources, grouped = (args.pointer(field) for field in GATHER_GROUPS.pointers)
         stride = args.number("stride")
@@ -197,20 +177,15 @@ class GatherGroups:
             copy_row(k, rows + k.load_int(sources + place * 4, 32) * stride, grouped + place * stride, stride)
 
 
-def reference_gather_groups(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """rows [rows, ...], sources [N] -> [N, ...]."""
-    return rows[sources]
-
-
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """``out`` [rows, width] = factor * (sum of a row's pairs, each its score * what its expert found), all float32.
+    """``out`` [rows, width] = factor * (sum over a row's pairs of the score * the expert's output), all float32.
 
-    ``found`` is [rows * chosen, width] in groups. ``add``: to what is in ``out`` already. A row's pairs are summed from
-    its best expert on, wherever they stand, so that other rows change nothing.
+    ``found`` [rows * chosen, width] holds the experts' outputs in groups. ``add``: adds to ``out`` instead. A row's
+    pairs are summed from its best expert on, wherever they are, so a result does not depend on other rows.
     """
 
-    layout: ClassVar[Layout] = COMBINE
+    layout: ClassVar[RecordLayout] = COMBINE
 
     chosen: int
     add: bool
@@ -220,7 +195,7 @@ class Combine:
     def name(self) -> str:
         return f"combine_{self.chosen}_{self.rows_of}{'_add' if self.add else ''}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         found, scores, places, out = (args.pointer(field) for field in COMBINE.pointers)
         width, found_stride, out_stride = (args.number(field) for field in COMBINE.numbers)
@@ -236,11 +211,3 @@ class Combine:
                     total = k.fma(k.load(source + at), weight, total)
                 target = out + row * out_stride + at
                 k.store(target, k.fma(total, factor, k.load(target)) if self.add else total * factor)
-
-
-def reference_combine(
-    out: torch.Tensor, found: torch.Tensor, scores: torch.Tensor, places: torch.Tensor, factor: float, add: bool
-) -> torch.Tensor:
-    """out [rows, width], found [rows * chosen, width], scores and places [rows, chosen] -> the new out."""
-    total = factor * (found[places] * scores[..., None]).sum(1)
-    return out + total if add else total

@@ -1,13 +1,12 @@
-"""How weight matrices lie in memory for the products of :mod:`pillion.kernels.cpu.products.gemm`.
+"""The layout of weight matrices in memory for the products of :mod:`pillion.kernels.cpu.products.gemm`.
 
 A matrix [N outputs, K inputs] is cut into panels of 32 outputs, and a panel into two tiles of 16: one output for each
-lane of a vector. Kernels walk a panel from its first byte to its last:
+lane of a vector. Kernels read a panel from its first byte to its last:
 
     bf16   [N / 32][K / 2][2 tiles][16][2]    a lane's pair: two neighbouring inputs of one output
     fp32   [N / 32][K][2 tiles][16]
-    int8   [N / 32][K / 2][64]                a line of 32 outputs and 2 inputs, as pillion.kernels.cpu.products.int8
-    has it; and one
-                                              float32 scale for each output
+    int8   [N / 32][K / 2][64]                a line of 32 outputs and 2 inputs (pillion.kernels.cpu.products.int8),
+                                              and one float32 scale for each output
 
 N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: of
 each panel, the first tile holds 16 outputs of the gate and the second the same 16 of the other matrix.
@@ -36,8 +35,8 @@ class PackedWeight:
         kind: "bf16", "fp32" or "int8".
         data: [pairs * depth * 32], contiguous, of the kind's type; a multiple of 64 bytes.
         scales: float32 [pairs * 32] of int8 weights, in the order of the packed columns, else None.
-        depth: inputs, padded: a row that meets this matrix has zeros behind its own values.
-        pairs: panels: pairs of tiles.
+        depth: inputs with padding: a row that meets this matrix has zeros behind its own values.
+        pairs: number of panels, which are pairs of tiles.
     """
 
     kind: str
@@ -48,32 +47,32 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the data."""
+        """Bytes of ``data``."""
         return self.data.numel() * self.data.element_size()
 
 
 def pack_linear(weight: torch.Tensor, kind: str) -> PackedWeight:
-    """Packs a matrix [N, K] of any floating type; bf16 rounds to nearest even."""
+    """Packs a matrix [N, K] of any floating-point type; bf16 rounds to nearest even."""
     return _pack(_padded(weight, PANEL_COLUMNS), kind)
 
 
 def pack_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> PackedWeight:
-    """Packs two matrices [N, K] as one of 2 N outputs, tile by tile in turn."""
+    """Packs two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
     return _pack(_in_turn(_padded(gate, TILE_COLUMNS), _padded(up, TILE_COLUMNS)), kind)
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
-    """[N] -> float32, as long as the packed columns."""
+    """Packs a bias [N] as float32, padded to the number of packed columns."""
     return pad(bias.float(), (0, -len(bias) % PANEL_COLUMNS))
 
 
 def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Two of [N] -> float32, in the order of :func:`pack_gated`."""
+    """Packs two biases [N] as float32, in the order of :func:`pack_gated`."""
     return _in_turn(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
-    """The columns of a packed matrix [pairs * 32, depth] in their packed order, without scales: int8 as quanta."""
+    """The columns of a packed matrix [pairs * 32, depth] in packed order, without scales: int8 weights as quanta."""
     steps = packed.data.view(packed.pairs, -1, PANEL_COLUMNS * (1 if packed.kind == "fp32" else 2))
     if packed.kind == "int8":
         steps = unpack_lines(steps)
@@ -101,6 +100,6 @@ def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """16 of the one, 16 of the other, and so on."""
-    tiles = [part.view(-1, TILE_COLUMNS, *part.shape[1:]) for part in (gate, up)]
+    """16 columns of ``gate``, 16 of ``up``, and so on."""
+    tiles = [matrix.view(-1, TILE_COLUMNS, *matrix.shape[1:]) for matrix in (gate, up)]
     return torch.stack(tiles, 1).flatten(0, 2)

@@ -1,1 +1,8 @@
-"""Map of this package."""
+"""Map of the kernels that treat rows one by one.
+
+    rows.py      embedding, norms, the choice of sampled rows, logits
+    rotate.py    rotary embedding, norms of queries and keys, and the write of K and V into the pool
+
+Open ``rows.py`` first. The kernels' references in torch are in ``tests/support/cpu_references.py``; matrix
+products are in ``products``.
+"""

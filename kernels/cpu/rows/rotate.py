@@ -1,7 +1,7 @@
-"""From the product of a row with the QKV matrix to what attention reads: queries in a buffer, K and V in the pool.
+"""Rotary embedding and the KV write: turns the QKV product of a row into queries in a buffer and K and V in the pool.
 
-Queries and keys are normed where the model does that, and turned to their position; the pool's layout is that of
-:mod:`pillion.kernels.cpu.attention.kv_layout`. A head is held in registers from load to store.
+Queries and keys are normed where the model has such a norm, and rotated by their position. The pool's layout is that
+of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers from load to store.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from llvmlite import ir
 
-from pillion.kernels.cpu.attention.kv_layout import group_bytes, pack_pool, unpack_pool
-from pillion.kernels.cpu.language import lanes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.attention.kv_layout import group_bytes
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import Call
-from pillion.kernels.cpu.language.records import Layout
-from pillion.kernels.cpu.language.values import Bool, Int, Ptr, Vec
+from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import norm_factor, row_factor
-from pillion.kernels.torch.reference import RaggedBatch, write_kv
 
-ROTATE_WRITE = Layout(
+ROTATE_WRITE = RecordLayout(
     "rotate_write",
     pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
     numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
@@ -37,18 +33,18 @@ class RotateWrite:
 
     queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
              KV head
-    K and V  into the step's pool, a layer's ``layer_offset`` bytes behind the start of a slot of ``slot_bytes``
+    K and V  go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``
 
-    ``rope``: pairs (i, i + head_dim / 2) turn by the angles whose cosines and sines stand in ``cos`` and ``sin``
+    ``rope``: pairs (i, i + head_dim / 2) rotate by the angles whose cosines and sines are in ``cos`` and ``sin``
     [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
-    ``k_norm`` [head_dim] float32) or over all of a row's queries, and keys, as a "projection" (weights
-    [heads * head_dim], [kv_heads * head_dim]); "" for none. What is not used may be None.
+    ``k_norm`` [head_dim] float32), or over all queries, and all keys, of a row as a "projection" (weights
+    [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
 
-    head_dim and block_size are multiples of 16. The row that is its sequence's last also zeroes V behind it, where this
-    step has begun the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
+    head_dim and block_size are multiples of 16. A sequence's last row also zeroes V behind it where this step began
+    the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
     """
 
-    layout: ClassVar[Layout] = ROTATE_WRITE
+    layout: ClassVar[RecordLayout] = ROTATE_WRITE
 
     head_dim: int
     heads: int
@@ -64,15 +60,15 @@ class RotateWrite:
         options = ("_rope" if self.rope else "") + (f"_{self.qk_norm}_norm" if self.qk_norm else "")
         return f"rotate_write_{shape}_{'bf16' if self.bf16 else 'f32'}{options}"
 
-    def emit(self, call: Call) -> None:
-        # A row's KV heads are tasks of their own, so that the few rows of a decode step occupy all threads; a norm over
-        # a projection needs the whole row.
-        tasks = 1 if self.qk_norm == "projection" else self.kv_heads
-        k, writer = call.k, _Writer(self, call)
-        begin, end = call.even_range(call.step.number("num_tokens") * tasks)
-        with k.range(end, begin) as task:
-            row, first = writer.row(task // tasks), task % tasks
-            with k.range(first + self.kv_heads // tasks, first) as head:
+    def emit(self, call: KernelCall) -> None:
+        # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
+        # projection needs the whole row.
+        items = 1 if self.qk_norm == "projection" else self.kv_heads
+        k, writer = call.k, _RowWriter(self, call)
+        begin, end = call.even_range(call.step.number("num_tokens") * items)
+        with k.range(end, begin) as item:
+            row, first = writer.row(item // items), item % items
+            with k.range(first + self.kv_heads // items, first) as head:
                 writer.write_queries(row, head)
                 writer.write_keys(row, head)
                 writer.write_values(row, head)
@@ -83,12 +79,13 @@ class _Row:
     """One row of the step.
 
     Attributes:
-        source: its queries, keys and values, of ``qkv``.
-        angles: bytes from the tables' start to its position's cosines, and sines.
-        factors: what norms of a whole projection multiply its queries and its keys by.
-        piece: K of its block in this layer, of the first KV head.
-        offset: its place in the block.
-        clears: whether it zeroes V behind it.
+        index: the row's number in the step.
+        source: the row of ``qkv`` with its queries, keys and values.
+        angles: bytes from the tables' start to the cosines, and sines, of the row's position.
+        factors: factors of its queries and its keys by norms over a whole projection.
+        piece: K of the row's block in this layer, of the first KV head.
+        offset: the row's place in the block.
+        clears: whether the row zeroes V behind it.
     """
 
     index: Int
@@ -100,10 +97,10 @@ class _Row:
     clears: Bool
 
 
-class _Writer:
-    """Emits what happens to a row; holds what is the same for all rows."""
+class _RowWriter:
+    """Emits the work on a row; holds the values that all rows share."""
 
-    def __init__(self, spec: RotateWrite, call: Call) -> None:
+    def __init__(self, spec: RotateWrite, call: KernelCall) -> None:
         self._spec, self._k, self._args = spec, call.k, call.args
         self._arrays = {name: call.step.pointer(name) for name in ("positions", "row_seqs", "query_starts")}
         self._tables, self._table_stride = call.step.pointer("block_tables"), call.step.number("table_stride")
@@ -117,13 +114,13 @@ class _Writer:
         self._group = spec.heads // spec.kv_heads
         self._vectors = spec.head_dim // LANES
         self._size = 2 if spec.bf16 else 4
-        # Of float32 in ``qkv``, and of the model's type elsewhere.
+        # Bytes of a head: float32 in ``qkv``, and of the model's type elsewhere.
         self._wide_head, self._head = spec.head_dim * 4, spec.head_dim * self._size
         self._keys_at, self._values_at = spec.heads * self._wide_head, (spec.heads + spec.kv_heads) * self._wide_head
         self._piece = spec.block_size // LANES * group_bytes(spec.head_dim, spec.bf16)
 
     def row(self, index: Int) -> _Row:
-        """Finds a row's source, angles, and place in the pool."""
+        """Looks up a row's source, angles, and place in the pool."""
         k, spec = self._k, self._spec
         source = self._qkv + index * self._qkv_stride
         position = k.load_int(self._arrays["positions"] + index * 4, 32)
@@ -150,7 +147,7 @@ class _Writer:
         )
 
     def write_queries(self, row: _Row, kv_head: Int) -> None:
-        """All queries that read ``kv_head``: side by side in the row's place of the buffer."""
+        """Writes all queries of ``kv_head``'s group, side by side, to the row's place in the buffer."""
         k = self._k
         target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
         with k.range(self._group) as i:
@@ -161,7 +158,7 @@ class _Writer:
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
     def write_keys(self, row: _Row, kv_head: Int) -> None:
-        """16 tokens are 16 lanes there, so a key's values, or bfloat16 pairs of them, stand a vector apart."""
+        """Writes a key. 16 tokens are 16 lanes in K, so a key's values, or bfloat16 pairs, are a vector apart."""
         k = self._k
         group = row.offset // LANES * group_bytes(self._spec.head_dim, self._spec.bf16)
         target = row.piece + kv_head * self._piece + group + row.offset % LANES * 4
@@ -171,10 +168,10 @@ class _Writer:
         for vector, value in enumerate(keys):
             raw = k.to_bf16(value) if self._spec.bf16 else value.ir
             parts = k.builder.bitcast(raw, ir.VectorType(ir.IntType(32), parts_each))
-            lanes.scatter(k, target + vector * parts_each * VECTOR_BYTES, parts, VECTOR_BYTES)
+            k.scatter(target + vector * parts_each * VECTOR_BYTES, parts, VECTOR_BYTES)
 
     def write_values(self, row: _Row, kv_head: Int) -> None:
-        """float32: a token's values as they are. bfloat16: each beside the neighbour token's."""
+        """Writes V of a token: float32 values in order, or bfloat16 values each beside the neighbour token's value."""
         k, bf16 = self._k, self._spec.bf16
         source = row.source + self._values_at + kv_head * self._wide_head
         piece = row.piece + (self._spec.kv_heads + kv_head) * self._piece
@@ -183,7 +180,7 @@ class _Writer:
         for vector in range(self._vectors):
             value = k.load(source + vector * VECTOR_BYTES)
             if bf16:
-                lanes.scatter(k, target + vector * VECTOR_BYTES, k.to_bf16(value), 4)
+                k.scatter(target + vector * VECTOR_BYTES, k.to_bf16(value), 4)
             else:
                 k.store(target + vector * VECTOR_BYTES, value)
         with k.when(row.clears):
@@ -194,7 +191,7 @@ class _Writer:
         k = self._k
         behind = offset + 1
         if self._spec.bf16:
-            # The neighbour of a first of two shares its vectors.
+            # The first token of a pair shares its vectors with its neighbour.
             with k.when(offset % 2 < 1), k.range(self._spec.head_dim) as i:
                 k.store_int(piece + offset * self._head + i * 4 + 2, 0, 16)
             behind = behind + behind % 2
@@ -202,7 +199,7 @@ class _Writer:
             k.store(piece + i * VECTOR_BYTES, k.vector(0.0))
 
     def _normed(self, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
-        """A head of ``heads``, as vectors."""
+        """Loads a head of ``heads`` as vectors, normed where the model has such a norm."""
         k, kind = self._k, self._spec.qk_norm
         values = [k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
         if not kind:
@@ -216,69 +213,27 @@ class _Writer:
         return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
 
     def _turned(self, row: _Row, head: list[Vec]) -> list[Vec]:
-        """head * cos + (head, its halves swapped) * signed sin, as :func:`pillion.engine.models.rope.rotate` has it."""
+        """head * cos + (head with swapped halves) * signed sin, as in :func:`pillion.engine.models.rope.rotate`."""
         if not self._spec.rope:
             return head
         k, half = self._k, self._spec.head_dim // 2
         turned = []
         for i, value in enumerate(head):
             signs = [-1.0 if i * LANES + lane < half else 1.0 for lane in range(LANES)]
-            sin = self._angles(self._sin + row.angles, i) * lanes.constant(k, signs)
+            sin = self._angles(self._sin + row.angles, i) * k.constant(signs)
             turned.append(value * self._angles(self._cos + row.angles, i) + self._swapped(head, i) * sin)
         return turned
 
     def _swapped(self, head: list[Vec], i: int) -> Vec:
-        """Vector i of a head whose halves are swapped; where a half is no whole vector, it begins in one's middle."""
+        """Vector i of a head whose halves are swapped; a half that is no whole number of vectors ends inside one."""
         whole, rest = divmod(self._spec.head_dim // 2, LANES)
         first = head[(i + whole) % len(head)]
-        return lanes.joined(self._k, first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
+        return self._k.joined(first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
 
     def _angles(self, table: Ptr, i: int) -> Vec:
-        """Vector i of a position's entries [head_dim / 2], said twice."""
+        """Vector i of a position's entries [head_dim / 2] followed by the same entries again."""
         half = self._spec.head_dim // 2
         first = i * LANES % half
         if first + LANES <= half:
             return self._k.load(table + first * 4)
-        return lanes.load_halves(self._k, table + first * 4, table)
-
-
-def reference_rotate(
-    spec: RotateWrite,
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
-    [T, kv_heads, head_dim], of the model's type. tables: cosines, sines; norms: weights of queries, of keys."""
-    parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
-    found = []
-    for number, part in enumerate(parts[:2]):
-        turned = part
-        if norms is not None:
-            over = part if spec.qk_norm == "head" else part.flatten(1)
-            turned = (over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * norms[number]).view(part.shape)
-        if spec.rope:
-            cos, sin = (table[positions][:, None] for table in tables)
-            low, high = turned.chunk(2, -1)
-            turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-        found.append(turned)
-    return tuple(part.to(torch.bfloat16 if spec.bf16 else torch.float32) for part in (*found, parts[2]))
-
-
-def reference_write(
-    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    """A pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 behind the ends
-    of begun blocks.
-    """
-    plain = unpack_pool(pool)
-    write_kv(plain, layer, batch, keys, values)
-    block_size = plain.shape[4]
-    for seq, end in enumerate(batch.context_lens.tolist()):
-        first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
-        block, rest = divmod(end, block_size)
-        if rest and first <= block * block_size:
-            plain[int(batch.block_tables[seq, block]), layer, 1, :, rest:] = 0
-    return pack_pool(plain)
+        return self._k.load_halves(table + first * 4, table)

@@ -1,10 +1,10 @@
-"""What is done to rows one by one, between the products: embedding, norms, the choice of sampled rows, logits.
+"""Kernels that treat rows one by one, between the products: embedding, norms, the choice of sampled rows, logits.
 
-The residual stream is float32 for all types of model. Rows of products are of the model's type, rounded once, after
-the norm. ``rows_of`` says which rows a kernel runs over: those of all "tokens" of the step, or those of its "samples".
+The residual stream is float32 for all types of model. Rows of products have the model's type, rounded once, after the
+norm. ``rows_of`` names the rows that a kernel runs over: those of all "tokens" of the step, or those of its "samples".
 
-Records: strides are bytes from row to row. ``width`` counts a row's values; rows and weights are read and written up to
-the next multiple of 16, where buffers hold zeros.
+In records, strides are bytes from row to row, and ``width`` is the number of a row's values; rows and weights are read
+and written up to the next multiple of 16, where buffers hold zeros.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Kernel
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import Call
-from pillion.kernels.cpu.language.records import Layout
-from pillion.kernels.cpu.language.values import Int, Ptr, Vec
+from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.records import RecordLayout
 
-# Vectors of logits that a thread takes at a time: a step often samples fewer rows than there are threads.
-_PIECE_VECTORS = 64
+# Vectors of logits in a work item: a step often samples fewer rows than there are threads, so rows are cut.
+_CHUNK_VECTORS = 64
 
-EMBED = Layout("embed", pointers=("table", "hidden"), numbers=("width", "hidden_stride"), reals=("scale",))
-NORM = Layout(
+EMBED = RecordLayout("embed", pointers=("table", "hidden"), numbers=("width", "hidden_stride"), reals=("scale",))
+NORM = RecordLayout(
     "norm", pointers=("x", "weight", "bias", "out"), numbers=("width", "x_stride", "out_stride"), reals=("eps",)
 )
-NORM_ADD = Layout(
+NORM_ADD = RecordLayout(
     "norm_add",
     pointers=("found", "weight", "hidden"),
     numbers=("width", "found_stride", "hidden_stride"),
     reals=("eps", "factor"),
 )
-GATHER_ROWS = Layout(
+GATHER_ROWS = RecordLayout(
     "gather_rows",
     pointers=("hidden", "attended", "sampled_hidden", "sampled_attended"),
     numbers=("hidden_stride", "attended_stride"),
 )
-SOFT_CAP_SCALE = Layout("soft_cap_scale", pointers=("logits",), numbers=("width", "stride"), reals=("divisor", "cap"))
+SOFT_CAP_SCALE = RecordLayout(
+    "soft_cap_scale", pointers=("logits",), numbers=("width", "stride"), reals=("divisor", "cap")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,14 @@ class Embed:
     ``width`` is at least 16.
     """
 
-    layout: ClassVar[Layout] = EMBED
+    layout: ClassVar[RecordLayout] = EMBED
     bf16: bool
 
     @property
     def name(self) -> str:
         return f"embed_{_type_name(self.bf16)}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         table, hidden, tokens = args.pointer("table"), args.pointer("hidden"), call.step.pointer("token_ids")
         width, stride, scale = args.number("width"), args.number("hidden_stride"), args.real("scale")
@@ -66,26 +65,21 @@ class Embed:
             target = hidden + row * stride
             with k.range(width // LANES) as i:
                 k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
-            # The last vector of a row that does not divide ends where the row does: the table has no padding.
+            # The last vector of a row that is no multiple of 16 ends where the row ends: the table has no padding.
             with k.when(width % LANES > 0):
                 last = width - LANES
                 k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
 
 
-def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
-    """table [vocab, width], token_ids [T] -> [T, width] float32."""
-    return table[token_ids].float() * scale
-
-
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormRows:
     """out = norm(x float32) * weight (+ bias), out bfloat16 or float32; weight and bias float32 [width].
 
-    ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", which only changes the type: for
-    models that norm behind their products. It takes neither weight nor bias.
+    ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", which only changes the type, for
+    models that norm behind their products, and has neither weight nor bias.
     """
 
-    layout: ClassVar[Layout] = NORM
+    layout: ClassVar[RecordLayout] = NORM
     kind: str
     bf16_out: bool
     rows_of: str = "tokens"
@@ -95,7 +89,7 @@ class Norm:
     def name(self) -> str:
         return f"norm_{self.kind}_{_type_name(self.bf16_out)}_{self.rows_of}{'_bias' if self.bias else ''}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         x, out, weight, bias = (args.pointer(field) for field in ("x", "out", "weight", "bias"))
         width, x_stride, out_stride = (args.number(field) for field in ("width", "x_stride", "out_stride"))
@@ -114,30 +108,18 @@ class Norm:
                 k.store_float(target + i * (LANES * _bytes(self.bf16_out)), value, self.bf16_out)
 
 
-def reference_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: str, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [rows, width] float32 -> the same."""
-    if weight is None or kind == "none":
-        return x
-    if kind == "layer":
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-    return normed if bias is None else normed + bias
-
-
 @dataclass(frozen=True, slots=True)
 class NormAdd:
-    """hidden += factor * (RMS norm of found * weight), all float32: norms behind attention and MLP."""
+    """hidden += factor * (RMS norm of found * weight), all float32: for norms behind attention and MLP."""
 
-    layout: ClassVar[Layout] = NORM_ADD
+    layout: ClassVar[RecordLayout] = NORM_ADD
     rows_of: str = "tokens"
 
     @property
     def name(self) -> str:
         return f"norm_add_{self.rows_of}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         found, hidden, weight = (args.pointer(field) for field in ("found", "hidden", "weight"))
         width, found_stride, hidden_stride = (args.number(name) for name in ("width", "found_stride", "hidden_stride"))
@@ -152,27 +134,20 @@ class NormAdd:
                 k.store(target + at, k.fma(normed, factor, k.load(target + at)))
 
 
-def reference_norm_add(
-    hidden: torch.Tensor, found: torch.Tensor, weight: torch.Tensor, eps: float, factor: float
-) -> torch.Tensor:
-    """hidden and found [rows, width] float32 -> the new hidden."""
-    return hidden + factor * reference_norm(found, weight, eps, "rms")
-
-
 @dataclass(frozen=True, slots=True)
 class GatherRows:
-    """The sampled rows of the residual stream and of attention's result, side by side: [R, ...] of [T, ...].
+    """Copies the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
 
-    A row is copied with its padding, so strides are multiples of 64 bytes, and the same on both sides.
+    A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides.
     """
 
-    layout: ClassVar[Layout] = GATHER_ROWS
+    layout: ClassVar[RecordLayout] = GATHER_ROWS
 
     @property
     def name(self) -> str:
         return "gather_rows"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args, rows = call.k, call.args, call.step.pointer("sample_rows")
         begin, end = call.even_range(call.step.number("num_samples"))
         for name in ("hidden", "attended"):
@@ -182,51 +157,38 @@ class GatherRows:
                 copy_row(k, source + k.load_int(rows + i * 4, 32) * stride, target + i * stride, stride)
 
 
-def reference_gather_rows(
-    hidden: torch.Tensor, attended: torch.Tensor, sample_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden and attended [T, ...], sample_rows [R] -> both [R, ...]."""
-    return hidden[sample_rows], attended[sample_rows]
-
-
 @dataclass(frozen=True, slots=True)
 class SoftCapScale:
     """logits [R, width] float32, in place: divided by ``divisor``, then with ``capped`` cap * tanh(logits / cap)."""
 
-    layout: ClassVar[Layout] = SOFT_CAP_SCALE
+    layout: ClassVar[RecordLayout] = SOFT_CAP_SCALE
     capped: bool
 
     @property
     def name(self) -> str:
         return f"soft_cap_scale_{'capped' if self.capped else 'plain'}"
 
-    def emit(self, call: Call) -> None:
+    def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         logits, stride, vectors = args.pointer("logits"), args.number("stride"), vectors_of(args.number("width"))
         divisor, cap = args.real("divisor"), args.real("cap")
-        pieces = (vectors + (_PIECE_VECTORS - 1)) // _PIECE_VECTORS
-        begin, end = call.even_range(call.step.number("num_samples") * pieces)
+        chunks = (vectors + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
+        begin, end = call.even_range(call.step.number("num_samples") * chunks)
         with k.range(end, begin) as item:
-            row, first = logits + item // pieces * stride, item % pieces * _PIECE_VECTORS
-            with k.range(k.least(first + _PIECE_VECTORS, vectors), first) as i:
+            row, first = logits + item // chunks * stride, item % chunks * _CHUNK_VECTORS
+            with k.range(k.least(first + _CHUNK_VECTORS, vectors), first) as i:
                 at = row + i * VECTOR_BYTES
                 value = k.load(at) / divisor
                 k.store(at, k.tanh(value / cap) * cap if self.capped else value)
 
 
-def reference_soft_cap_scale(logits: torch.Tensor, divisor: float, cap: float) -> torch.Tensor:
-    """logits [R, vocab] float32 -> the same; cap 0 for none."""
-    scaled = logits / divisor
-    return cap * torch.tanh(scaled / cap) if cap else scaled
-
-
 def vectors_of(width: Int) -> Int:
-    """How many vectors hold ``width`` values."""
+    """The number of vectors that hold ``width`` values."""
     return (width + (LANES - 1)) // LANES
 
 
 def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
-    """Of ``width`` float32, behind which zeros fill the last vector."""
+    """The mean of ``width`` float32, behind which zeros fill the last vector."""
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         total.value = total.value + k.load(row + i * VECTOR_BYTES)
@@ -234,8 +196,9 @@ def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
 
 
 def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = None) -> Vec:
-    """1 / sqrt(mean square + eps) of ``width`` float32, behind which zeros fill the last vector; with a ``mean``,
-    of their distances from it. One sum per lane in rising order, then a fixed tree: no row sees another."""
+    """1 / sqrt(mean square + eps) of ``width`` float32, behind which zeros fill the last vector; with a ``mean``, of
+    their distances from it. Each lane sums in rising order, then lanes add up in a fixed tree: rows are independent.
+    """
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         value = k.load(row + i * VECTOR_BYTES)
@@ -251,7 +214,7 @@ def norm_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
 
 
 def copy_row(k: Kernel, source: Ptr, target: Ptr, size: Int) -> None:
-    """``size`` bytes, a multiple of 64."""
+    """Copies ``size`` bytes, a multiple of 64."""
     with k.range(size // VECTOR_BYTES) as i:
         k.store(target + i * VECTOR_BYTES, k.load(source + i * VECTOR_BYTES))
 

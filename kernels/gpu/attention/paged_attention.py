@@ -132,11 +132,6 @@ class PagedAttention:
         """Most int32 words of a step's record: the size of its device buffer."""
         return self.planner.max_record_words
 
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of device memory for partial results."""
-        return self._partials.nbytes + self._partial_logs.nbytes
-
     def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
         """Plans a step. The plan's record must be in the device's buffer before ``attend`` runs.
 

@@ -1,0 +1,130 @@
+"""Kernels that measure the limits of a processor and its memory: they do nothing but multiply, or nothing but read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pillion.kernels.cpu.attention.attention_rows import PARTITION_GROUPS, AttentionShape, Groups
+from pillion.kernels.cpu.attention.cpu_attention import GroupRange, each_attention_item, emit_groups
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Vec
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.records import RecordLayout
+
+# Sums in flight: enough to hide the latency of a product, few enough to stay in registers.
+SUMS = 12
+# ``sink`` has 64 bytes for each thread: a kernel must store its result, or the compiler drops the work.
+PEAK = RecordLayout("peak", pointers=("sink",), numbers=("rounds",))
+READ = RecordLayout("read", pointers=("data", "sink"), numbers=("bytes",))
+ATTENTION_READ = RecordLayout(
+    "stream",
+    pointers=("sink",),
+    numbers=("layer_offset", "slot_bytes", "piece_bytes", "value_offset", "kv_heads"),
+)
+# How many bytes a thread draws at a time, and how far ahead it prefetches.
+_CHUNK_BYTES = 65536
+_AHEAD_BYTES = 4096
+_STREAMS = 8
+# Groups that are read side by side, each into a sum of its own: memory delivers several streams faster than one.
+_SIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PeakDots:
+    """Products of bfloat16 pairs (or of float32) that never leave the registers: ``rounds`` of SUMS on each thread."""
+
+    layout: ClassVar[RecordLayout] = PEAK
+    bf16: bool
+
+    @property
+    def name(self) -> str:
+        return f"peak_dots_{'bf16' if self.bf16 else 'f32'}"
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of a round."""
+        return SUMS * LANES * (4 if self.bf16 else 2)
+
+    def emit(self, call: KernelCall) -> None:
+        k, sink = call.k, call.args.pointer("sink") + call.thread * VECTOR_BYTES
+        values, pairs = k.load(sink), k.load_pairs(sink)
+        sums = [k.variable(k.vector(0.0)) for _ in range(SUMS)]
+        with k.range(call.args.number("rounds")):
+            for total in sums:
+                total.value = k.dot(total.value, pairs, pairs) if self.bf16 else k.fma(values, values, total.value)
+        k.store(sink, _added(sums))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAll:
+    """Reads ``bytes`` of ``data`` once, a multiple of 64 KiB, all threads together."""
+
+    layout: ClassVar[RecordLayout] = READ
+
+    @property
+    def name(self) -> str:
+        return "read_all"
+
+    def emit(self, call: KernelCall) -> None:
+        k, data = call.k, call.args.pointer("data")
+        sums = [k.variable(k.vector(0.0)) for _ in range(_STREAMS)]
+        with call.shared_range(call.args.number("bytes") // _CHUNK_BYTES, 1) as (chunk, _):
+            base = data + chunk * _CHUNK_BYTES
+            with k.range(_CHUNK_BYTES // VECTOR_BYTES, step=_STREAMS) as line:
+                for number, total in enumerate(sums):
+                    at = base + (line + number) * VECTOR_BYTES
+                    k.prefetch(at + _AHEAD_BYTES)
+                    total.value = total.value + k.load(at)
+        _store_sum(call, k, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRead:
+    """Reads the memory that attention reads, item by item, and adds up its lines as if they were float32.
+
+    The items, the groups and their order are those of attention; its speed is the limit that attention is measured
+    against.
+    """
+
+    layout: ClassVar[RecordLayout] = ATTENTION_READ
+    shape: AttentionShape
+
+    @property
+    def name(self) -> str:
+        return f"stream_{self.shape.name}"
+
+    def emit(self, call: KernelCall) -> None:
+        k = call.k
+        sums = [k.variable(k.vector(0.0)) for _ in range(_SIDE)]
+        with each_attention_item(call, "items") as (head, item):
+            last = (item.behind(self.shape.group, item.rows - 1) + (LANES - 1)) // LANES
+            with k.range(item.last, item.first) as partition:
+                end = k.least((partition + 1) * PARTITION_GROUPS, last)
+                wanted = GroupRange(partition * PARTITION_GROUPS, end, last)
+                groups = emit_groups(call, self.shape, item.sequence, head, wanted, 0)
+                with k.range(groups.count * 2, step=_SIDE) as place:
+                    self._read_groups(groups, place, sums)
+        _store_sum(call, k, sums)
+
+    def _read_groups(self, groups: Groups, place: Int, sums: list[KernelVariable]) -> None:
+        k = groups.pool.k
+        bases = [groups.at(place + i) for i in range(_SIDE)]
+        ahead = [groups.at(place + (_SIDE + i)) for i in range(_SIDE)]
+        with k.range(self.shape.group_bytes, step=VECTOR_BYTES) as offset:
+            for total, base, ptr in zip(sums, bases, ahead, strict=True):
+                k.prefetch(ptr + offset)
+                total.value = total.value + k.load(base + offset)
+
+
+def _added(sums: list[KernelVariable]) -> Vec:
+    result: Vec = sums[0].value
+    for total in sums[1:]:
+        result = result + total.value
+    return result
+
+
+def _store_sum(call: KernelCall, k: Kernel, sums: list[KernelVariable]) -> None:
+    """Stores the sum of all ``sums`` into this call's place in ``sink``."""
+    result = _added(sums)
+    k.store(call.args.pointer("sink") + call.thread * VECTOR_BYTES, result)

@@ -1,0 +1,73 @@
+"""What the planner is given: the split policy, and the cluster as it is when a request is planned (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from pillion.config import parse_split_policy
+from pillion.wire.registry import ComponentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPolicy:
+    """How far prefill workers go.
+
+    Attributes:
+        name: as in ``--split-policy``.
+        share: share of the whole uncached blocks that prefill workers compute, rounded down to blocks; None where
+            predictions decide (:mod:`pillion.gateway.planning.plan_auto`).
+    """
+
+    name: str
+    share: Fraction | None
+
+    def split_blocks(self, cached_blocks: int, limit_blocks: int) -> int:
+        """Blocks before the split, in [cached_blocks, limit_blocks]; all that are whole where no share is given."""
+        return limit_blocks if self.share is None else cached_blocks + int((limit_blocks - cached_blocks) * self.share)
+
+
+def parse_policy(text: str) -> SplitPolicy:
+    """The policy that ``--split-policy`` names. Raises ConfigError."""
+    return SplitPolicy(text, parse_split_policy(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """What the planner knows of a request and of the cluster when it decides.
+
+    Attributes:
+        prompt_tokens: N; on a replay, prompt and answer so far.
+        hits: blocks that the index believes to be on each node, by node id.
+        components: usable ones only: nodes, and workers of this request's model and namespace.
+        block_size: tokens per block.
+        chunk_tokens: most tokens of one chunk.
+        own_load: tokens (prefill) and streams (decode) that this gateway has under way, by component id. Heartbeats are
+            up to a second old, and do not know of them.
+        own_tokens: prompt tokens that this gateway has sent to each component and that are not computed yet, by
+            component id.
+        fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
+        demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
+            (see Demand in plan_cost).
+        sticky_choice: what the last request of this size did (see StickyChoices in plan_auto).
+        index_available: whether the index could be asked for ``hits``.
+        avoid: components that failed this request before; used only where there is no other.
+        spread: any number that differs from request to request; it settles ties.
+    """
+
+    model: str
+    prompt_tokens: int
+    hits: Mapping[str, int]
+    components: Sequence[ComponentRecord]
+    policy: SplitPolicy
+    block_size: int
+    chunk_tokens: int
+    own_load: Mapping[str, int] = field(default_factory=dict)
+    own_tokens: Mapping[str, int] = field(default_factory=dict)
+    fetch_block_s: float = 0.0
+    sticky_choice: str = ""
+    demand_per_s: tuple[float, float] = (0.0, 0.0)
+    index_available: bool = True
+    avoid: frozenset[str] = frozenset()
+    spread: int = 0

@@ -1,0 +1,184 @@
+"""What requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how it all ended.
+
+RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
+GatewayMeter (one)                   counts refused requests; makes the meters of the others
+begin_span ... describe_span         the request's trace span; a Generation ends it, or end_refused_span
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from pillion.errors import Cancelled, Overloaded, PillionError
+from pillion.gateway.request.job import Job
+from pillion.observability import metric_catalog as names
+from pillion.observability import telemetry
+from pillion.observability.metrics import Meters, Reading
+from pillion.types import GenerateRequest, Timings, Usage
+
+CHAT, TEXT = "chat", "text_completion"
+CANCELLED = "cancelled"
+# Characters of the model's name as the client wrote it; it may be no model at all.
+MAX_NAME_CHARS = 100
+
+
+class GatewayMeter:
+    """The meters of one gateway."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+
+    def refused(self, error: PillionError) -> None:
+        """Counts a refused request. The quota or bound that it met is named; the tenant is not."""
+        met = error.quotas if isinstance(error, Overloaded) else ()
+        bound = met[0].subject.rpartition("/")[2] if met else ""
+        kind = type(error).__name__
+        self._meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
+
+    def request(self, model: str, operation: str, arrived_s: float, answers: int) -> RequestMeter:
+        """The meter of a request that begins."""
+        return RequestMeter(self._meters, model, operation, arrived_s, answers)
+
+
+class RequestMeter:
+    """The meter of one request. Times are monotonic, in seconds.
+
+    Args:
+        arrived_s: when the request came.
+        answers: number of answers that are generated.
+    """
+
+    __slots__ = (
+        "_arrived_s",
+        "_counts",
+        "_first_s",
+        "_generated",
+        "_itl",
+        "_last_s",
+        "_meters",
+        "_model",
+        "_operation",
+    )
+
+    def __init__(self, meters: Meters, model: str, operation: str, arrived_s: float, answers: int) -> None:
+        self._meters = meters
+        self._model = model
+        self._operation = operation
+        self._arrived_s = arrived_s
+        self._itl = meters.distribution(names.ITL, model)
+        self._generated = meters.counter(names.GENERATED_TOKENS, model)
+        self._first_s = [0.0] * answers
+        self._last_s = [0.0] * answers
+        self._counts = [0] * answers
+
+    def tokens(self, index: int, count: int, now_s: float) -> None:
+        """Notes ``count`` tokens of an answer that came together: they share the time since the last ones."""
+        self._generated.add(count)
+        if self._counts[index]:
+            self._itl.observe((now_s - self._last_s[index]) / count, count)
+        else:
+            if not any(self._counts):
+                self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
+            self._first_s[index] = now_s
+            if count > 1:
+                # The others came with the first token, without a wait.
+                self._itl.observe(0.0, count - 1)
+        self._last_s[index] = now_s
+        self._counts[index] += count
+
+    def ended(
+        self,
+        now_s: float,
+        usage: Usage,
+        timings: Timings,
+        brought: tuple[int, int],
+        reasons: Sequence[str],
+        error: PillionError | None,
+    ) -> None:
+        """Notes the end of the request; called once.
+
+        Args:
+            brought: tokens of the prompt that were fetched from other nodes, and restored from disk.
+            reasons: why each answer that is given ended, where it did.
+            error: why the request failed.
+        """
+        model, meters = self._model, self._meters
+        kind = "" if error is None or isinstance(error, Cancelled) else type(error).__name__
+        meters.distribution(names.DURATION, self._operation, model, kind).observe(now_s - self._arrived_s)
+        for first_s, last_s, count in zip(self._first_s, self._last_s, self._counts, strict=True):
+            if count > 1:
+                per_token_s = (last_s - first_s) / (count - 1)
+                meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
+        outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
+        meters.counter(names.REQUESTS, model, outcome).add()
+        # Also where there was none: a rate needs the value before an increase.
+        meters.counter(names.REPLAYS, model).add(timings.replays)
+        self._prompt(usage, timings, brought)
+
+    def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:
+        if not any(self._counts):
+            # It is not known what of the prompt was computed.
+            return
+        model, meters = self._model, self._meters
+        waited_ms = timings.admission_ms + timings.decode_queue_ms
+        meters.distribution(names.QUEUE_TIME, model).observe(waited_ms / 1000)
+        fetched, restored = brought
+        sources = {
+            "pool": max(0, usage.cached_tokens - fetched - restored),
+            "fetched": fetched,
+            "restored": restored,
+            "prefill": timings.prefilled_tokens,
+            "tail": timings.tail_tokens,
+        }
+        for source, tokens in sources.items():
+            meters.counter(names.PROMPT_TOKENS, model, source).add(tokens)
+        computed = timings.prefilled_tokens + timings.tail_tokens
+        if computed:
+            meters.distribution(names.SPLIT, model).observe(timings.prefilled_tokens / computed)
+
+
+def readings(running: int, waiting: int, index_available: bool) -> Iterator[Reading]:
+    """The gauges of a gateway."""
+    yield names.REQUESTS_NOW, ("running",), running - waiting
+    yield names.REQUESTS_NOW, ("waiting",), waiting
+    yield names.INDEX_UP, (), float(index_available)
+
+
+def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:
+    """Starts the request's span under the client's ``parent``, as soon as the request is here."""
+    name = f"generate {request.model[:MAX_NAME_CHARS]}".rstrip()
+    return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER)
+
+
+def describe_span(span: trace.Span, job: Job, is_chat: bool) -> None:
+    """Adds what the request asks for, by OpenTelemetry's conventions for generative AI. Never its content."""
+    if not span.is_recording():
+        return
+    sampling = job.resolved.sampling
+    span.update_name(f"generate {job.model}")
+    attributes = {
+        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+        "gen_ai.provider.name": "pillion",
+        "gen_ai.request.model": job.model,
+        "gen_ai.response.model": job.model,
+        "gen_ai.response.id": job.request_id,
+        "gen_ai.request.max_tokens": job.resolved.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stream": True,
+        # The convention has it only where it is not 1.
+        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
+    }
+    span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+
+
+def end_refused_span(span: trace.Span, error: BaseException) -> None:
+    """Ends the span of a request that was refused."""
+    span.set_attribute("error.type", type(error).__name__)
+    span.set_status(trace.StatusCode.ERROR, str(error))
+    span.end()

@@ -1,1 +1,0 @@
-"""Map of this package."""

@@ -1,0 +1,133 @@
+"""A cache of compiled kernels on disk, so that the next start does not compile.
+
+A file's name is the digest of everything that determines its machine code. Its first line is the digest of its name and
+its content: a truncated, edited or renamed file is no hit, and neither is a file that another user could have written.
+These checks keep out accidents and other users, not processes of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+# A write removes the files that were not used for longest until both bounds hold.
+MAX_ENTRIES = 16
+MAX_CACHE_BYTES = 256 * 2**20
+MAX_ENTRY_BYTES = 64 * 2**20
+_SUFFIX = ".kernels"
+_DIGEST_CHARS = 64
+_HEADER_BYTES = _DIGEST_CHARS + 1
+
+
+class CodeCache:
+    """A folder of machine code. Every failure is a warning and costs the time to compile, no more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, key: str) -> bytes | None:
+        """The code that was written under ``key``, or None."""
+        path = self._path(key)
+        if not sources_digest:
+            return None
+        try:
+            with path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if others_could_write(about):
+                    _log.warning("%s could have been written by others; it is not used", path)
+                    return None
+                content = file.read(MAX_ENTRY_BYTES + _HEADER_BYTES)
+            digest, code = content[:_HEADER_BYTES], content[_HEADER_BYTES:]
+            if digest != _digest(key, code):
+                _log.warning("%s is damaged; compiling again", path)
+                return None
+            with contextlib.suppress(OSError):
+                os.utime(path)  # The file was used just now, so it is the last to be removed.
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _log.warning("compiled kernels cannot be read from %s: %s", path, error.strerror)
+            return None
+        return code
+
+    def write(self, key: str, code: bytes) -> None:
+        """Keeps ``code`` under ``key``. Several processes may write at once: files appear whole or not at all."""
+        if not sources_digest:
+            _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the file")
+            return
+        if len(code) > MAX_ENTRY_BYTES:
+            _log.warning("compiled kernels of %d bytes are not kept: the bound is %d", len(code), MAX_ENTRY_BYTES)
+            return
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)
+            handle, name = tempfile.mkstemp(dir=self._folder, prefix="new-", suffix=_SUFFIX)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(_digest(key, code) + code)
+                os.replace(name, self._path(key))
+            except BaseException:
+                os.unlink(name)
+                raise
+            self._trim()
+        except OSError as error:
+            _log.warning("compiled kernels cannot be kept in %s: %s", self._folder, error.strerror)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / (key + _SUFFIX)
+
+    def _trim(self) -> None:
+        """Removes files beyond the bounds. Another process may remove some meanwhile; its own files are the newest."""
+        known: list[tuple[float, int, Path]] = []
+        for path in self._folder.glob("*" + _SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                known.append((about.st_mtime, about.st_size, path))
+        total = 0
+        for count, (_, size, path) in enumerate(sorted(known, reverse=True)):
+            total += size
+            if count >= MAX_ENTRIES or total > MAX_CACHE_BYTES:
+                path.unlink(missing_ok=True)
+
+
+def others_could_write(about: os.stat_result) -> bool:
+    """Whether a file belongs to another user, or its group or others may write it."""
+    return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def key_of(*parts: str) -> str:
+    """One digest of the sources of pillion.kernels.cpu and of ``parts``; the boundaries of the parts count too."""
+    digest = hashlib.sha256(sources_digest)
+    for part in parts:
+        _add(digest, part.encode())
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, part: bytes) -> None:
+    digest.update(len(part).to_bytes(8, "little") + part)
+
+
+def digest_sources() -> bytes:
+    """The digest of the sources of pillion.kernels.cpu on disk; empty where there are none: nothing is kept then."""
+    digest = hashlib.sha256()
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
+    for path in paths:
+        _add(digest, path.name.encode())
+        _add(digest, path.read_bytes())
+    return digest.digest() if paths else b""
+
+
+# The digest is made when this module is imported, as the other modules are: until something is compiled, the sources on
+# disk may have changed.
+sources_digest = digest_sources()
+
+
+def _digest(key: str, code: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + code).hexdigest().encode() + b"\n"

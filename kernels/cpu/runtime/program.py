@@ -1,0 +1,217 @@
+"""A step's program: the table of kernels that the thread pool runs, and the step's record, checked before every run.
+
+    Program(operations) --bind--> run, run, ... --a step with more rows than any before--> bind to larger buffers
+
+Kernels trust addresses. Which memory they read and write follows from the batch's arrays, which :func:`check_batch`
+checks once per step, and from the shapes of weights and buffers, which do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.errors import Internal
+from pillion.kernels.cpu.language.module import KernelSpec
+from pillion.kernels.cpu.language.records import STEP, Words
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
+from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS, LINE_BYTES
+from pillion.kernels.torch.reference import Int32, RaggedBatch
+
+# Buffers grow in steps of this many rows, so that they seldom grow.
+ROWS_STEP = 64
+_INT32 = np.dtype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...)."""
+
+    name: str
+    width: int
+    dtype: str
+    unit: str = "tokens"
+    each: int = 1
+
+    @property
+    def stride(self) -> int:
+        """Bytes from row to row, a multiple of a cache line."""
+        return -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES) * LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStride:
+    """A number of bytes that grows with a buffer: ``row_bytes`` for each row that the buffer holds."""
+
+    row_bytes: int
+    unit: str = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel with its arguments. Values may be arrays, buffers or numbers; ``when`` names a number of the step's
+    record that must be above 0 for the kernel to run."""
+
+    spec: KernelSpec
+    values: Mapping[str, Any]
+    when: str = ""
+
+
+class Workspace:
+    """The buffers of a program, zeroed when they are allocated: the padding behind a row's values stays zero."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+        self._arrays: dict[str, npt.NDArray[np.uint8]] = {}
+        self._canary = np.uint8(0xA5)
+
+    def reserve(self, unit: str, rows: int) -> bool:
+        """Makes room for ``rows`` rows of a unit. True where it grew: buffers are new, and programs must bind again."""
+        if rows <= self.rows.get(unit, 0):
+            return False
+        self.rows[unit] = rows if rows == 1 else -(-rows // ROWS_STEP) * ROWS_STEP
+        self._arrays.clear()
+        return True
+
+    def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
+        """The bytes of a buffer, aligned to a cache line, with a line of canaries behind them."""
+        found = self._arrays.get(buffer.name)
+        if found is None:
+            size = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride
+            whole = aligned_bytes(size + LINE_BYTES)
+            whole[size:] = self._canary
+            found = self._arrays[buffer.name] = whole[:size]
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all buffers in bytes."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def check_integrity(self) -> None:
+        """Raises Internal where a kernel wrote behind the end of a buffer."""
+        for name, array in self._arrays.items():
+            whole = array.base
+            assert isinstance(whole, np.ndarray)
+            first = array.ctypes.data - whole.ctypes.data + array.nbytes
+            if (whole[first : first + LINE_BYTES] != self._canary).any():
+                raise Internal(f"a CPU kernel wrote behind the end of {name}")
+
+
+class Program:
+    """Operations bound to addresses: ``entries`` [n, ENTRY_WORDS] is the table that a thread pool runs."""
+
+    def __init__(self, operations: Sequence[Operation], kernels: CompiledKernels, workspace: Workspace) -> None:
+        self._operations = tuple(operations)
+        self._kernels = kernels
+        self._workspace = workspace
+        self._args = np.zeros(sum(operation.spec.layout.num_words for operation in operations), np.int64)
+        self.entries = np.zeros((len(operations), ENTRY_WORDS), np.int64)
+        self.bind()
+
+    def bind(self) -> None:
+        """Writes all records and entries; to be repeated when the workspace has grown."""
+        begin = 0
+        for number, (entry, operation) in enumerate(zip(self.entries, self._operations, strict=True)):
+            layout = operation.spec.layout
+            words = self._args[begin : begin + layout.num_words]
+            layout.fill(words, {key: self._resolved(value) for key, value in operation.values.items()})
+            condition = STEP.place[operation.when] if operation.when else -1
+            entry[:] = (self._kernels.address(operation.spec.name), words.ctypes.data, condition, number)
+            begin += layout.num_words
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, Buffer):
+            return self._workspace.array(value)
+        if isinstance(value, HeadStride):
+            return self._workspace.rows.get(value.unit, 0) * value.row_bytes
+        return value
+
+
+class CpuStepRecord:
+    """The record that all kernels of a step read; it keeps the step's arrays alive."""
+
+    def __init__(self) -> None:
+        self.words: Words = np.zeros(STEP.num_words, np.int64)
+        self._alive: dict[str, Any] = {}
+
+    def point(self, field: str, array: npt.NDArray[Any]) -> None:
+        """Points a field to an array of int32."""
+        place = STEP.place[field]
+        self.words[place] = array.__array_interface__["data"][0]
+        self.words[place + 1] = array.nbytes
+        self._alive[field] = array
+
+    def point_pool(self, address: int, size: int) -> None:
+        """Points ``pool`` to memory that the caller keeps alive."""
+        self.words[STEP.place["pool"]] = address
+        self.words[STEP.place["pool"] + 1] = size
+
+    def count(self, field: str, value: int) -> None:
+        """Sets a number."""
+        self.words[STEP.place[field]] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Upper bounds of a batch's values."""
+
+    vocab_size: int
+    num_slots: int
+    max_tokens: int
+    block_size: int
+
+
+class BatchArrays(RaggedBatch, Protocol):
+    """The arrays of a step; ``pillion.engine.backends.batch.StepBatch`` documents them."""
+
+    @property
+    def token_ids(self) -> Int32: ...
+    @property
+    def sample_rows(self) -> Int32: ...
+
+
+def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
+    """Raises Internal where a kernel could leave its memory with this batch."""
+    ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
+    starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
+    for array in (ids, positions, starts, lengths, tables, samples):
+        if array.dtype != _INT32 or not array.flags.c_contiguous:
+            raise Internal("a batch's arrays must be contiguous int32")
+    tokens, seqs = len(ids), len(lengths)
+    if not tokens or len(positions) != tokens or len(starts) != seqs + 1 or len(tables) != seqs:
+        raise Internal(f"a batch of {tokens} tokens and {seqs} sequences has arrays of other lengths")
+    counts = starts[1:] - starts[:-1]
+    if starts[0] != 0 or starts[-1] != tokens or int(counts.min()) < 1:
+        raise Internal("a batch's sequences do not divide its rows")
+    # Positions follow from lengths, so kernels may use either. Most steps run one token of each sequence.
+    first = expected = lengths - counts
+    if tokens != seqs:
+        expected = np.arange(tokens, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
+    if int(first.min()) < 0 or positions.tobytes() != expected.tobytes():
+        raise Internal("a batch's positions are not the last ones of its contexts")
+    longest = _greatest(lengths)
+    if longest > bounds.max_tokens or longest > tables.shape[1] * bounds.block_size:
+        raise Internal(f"a context of {longest} tokens is longer than its table or the model allows")
+    if _greatest(tables) >= bounds.num_slots:
+        raise Internal(f"a block table leaves the pool of {bounds.num_slots} slots")
+    if _greatest(ids) >= bounds.vocab_size:
+        raise Internal("a token id is not of the vocabulary")
+    if len(samples) and _greatest(samples) >= tokens:
+        raise Internal("a sampled row is not of the batch")
+
+
+def _greatest(array: Int32) -> int:
+    """The greatest value, compared as unsigned: a negative value is above every bound."""
+    return int(np.maximum.reduce(array.view(np.uint32), axis=None))
+
+
+def aligned_bytes(size: int, alignment: int = LINE_BYTES) -> npt.NDArray[np.uint8]:
+    """``size`` bytes of zeroed memory at a multiple of ``alignment``."""
+    raw = np.zeros(size + alignment, np.uint8)
+    first = -raw.ctypes.data % alignment
+    return raw[first : first + size]

@@ -1,0 +1,205 @@
+"""A pool of threads that runs programs of kernels. Linux only.
+
+    ThreadPool(kernels, threads) --run--> run --run--> ... --close, or the interpreter's exit--> helpers joined
+
+The caller of :meth:`ThreadPool.run` is the leader, thread 0. The other threads, the helpers, are native: pthread_create
+starts them in the pool's machine code (:mod:`pillion.kernels.cpu.runtime.thread_pool_code`). So no Python runs in a
+helper and it never waits for the interpreter's lock; the leader releases that lock during a run. Helpers block signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.cores import MAX_CPU_THREADS
+from pillion.errors import ConfigError, Internal
+from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES
+from pillion.kernels.cpu.language.records import STEP, Words
+from pillion.kernels.cpu.runtime import thread_pool_code
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
+from pillion.kernels.cpu.runtime.thread_pool_code import COUNTER_STRIDE, ENTRY_WORDS, LINE_BYTES
+
+# Memory behind each thread's scratch. In checked mode every run verifies that it still holds the canary pattern. It
+# also spreads the threads' scratch over the sets of the caches.
+CANARY_BYTES = 4096
+_CANARY_BYTE = 0xC5
+_HUGE_PAGE_BYTES = 2**21
+_INT64 = ctypes.c_int64
+# The system sends these to the very thread that has failed; blocking them would only lose the message.
+_SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
+
+class ThreadPool:
+    """``threads`` threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
+
+    Args:
+        kernels: machine code, kept alive as long as the pool.
+        threads: 1 to ``MAX_CPU_THREADS``, including the leader.
+        affinity: () or one processor's number for each thread. A leader is bound in its first run; threads that it
+            starts later (torch's, for instance) inherit its processor.
+
+    Raises:
+        ConfigError: this system is not Linux, ``threads`` is out of range, ``affinity`` names a processor that this
+            process may not use, or the system starts no more threads.
+    """
+
+    def __init__(self, kernels: CompiledKernels, threads: int, affinity: Sequence[int] = ()) -> None:
+        if not 1 <= threads <= MAX_CPU_THREADS:
+            raise ConfigError(f"a thread pool has 1 to {MAX_CPU_THREADS} threads, not {threads}")
+        if sys.platform != "linux":
+            raise ConfigError("the CPU kernels' thread pool runs on Linux alone")
+        if affinity and (len(affinity) != threads or not set(affinity) <= os.sched_getaffinity(0)):
+            allowed = sorted(os.sched_getaffinity(0))
+            raise ConfigError(f"affinity {list(affinity)}: {threads} processors out of {allowed} are needed")
+        self.threads = threads
+        self._kernels = kernels
+        self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
+        self._native = _Native(kernels, threads, affinity[1:])
+        self._run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
+        # The finalizer also runs at the interpreter's exit, while the helpers' code and memory are still there.
+        self._finalizer = weakref.finalize(self, self._native.close)
+
+    def run(self, program: Words, step: Words) -> None:
+        """Runs every entry of ``program`` [n, ENTRY_WORDS] whose condition holds, and returns when all have ended.
+
+        An entry is the address of a kernel, the address of its record, the word of ``step`` that must be above 0 for
+        the kernel to run or -1, and one unused word. Everything that entries point to must live until the run returns.
+
+        Raises:
+            Internal: a checked kernel left its memory, the pool is closed or was made before a fork, or an array has
+                another shape or type.
+        """
+        if program.dtype != np.int64 or program.ndim != 2 or program.shape[1] != ENTRY_WORDS:
+            raise Internal(f"a program is int64 [n, {ENTRY_WORDS}], not {program.dtype} {program.shape}")
+        if step.dtype != np.int64 or step.size < STEP.num_words:
+            raise Internal(f"a step is int64 [{STEP.num_words}], not {step.dtype} {step.shape}")
+        if not (program.flags.c_contiguous and step.flags.c_contiguous):
+            raise Internal("a program and a step must be contiguous")
+        native = self._native
+        with native.lock:
+            native.use(len(program))
+            if self._leader_cpu and self._leader != threading.get_native_id():
+                os.sched_setaffinity(0, self._leader_cpu)
+                self._leader = threading.get_native_id()
+            self._run(native.address, program.ctypes.data, len(program), step.ctypes.data)
+            if self._kernels.checked:
+                native.check()
+
+    def close(self) -> None:
+        """Ends and joins the helpers. Repeated calls do nothing."""
+        self._finalizer()
+
+
+class _Native:
+    """The memory and the helpers of a pool; apart from it, so that a forgotten pool can be finalized."""
+
+    def __init__(self, kernels: CompiledKernels, threads: int, affinity: Sequence[int]) -> None:
+        self.lock = threading.Lock()
+        self._kernels, self._threads = kernels, threads
+        self._pid: int | None = os.getpid()
+        self._stop = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
+        self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + threads * LINE_BYTES, LINE_BYTES)
+        self._words = self._memory.view(np.int64)
+        self._scratch, scratch = _aligned(threads * (SCRATCH_BYTES + CANARY_BYTES), _HUGE_PAGE_BYTES)
+        self._canaries = self._scratch.reshape(threads, -1)[:, SCRATCH_BYTES:]
+        if kernels.checked:
+            self._canaries.fill(_CANARY_BYTE)
+            self._fault = np.ctypeslib.as_array(
+                ctypes.cast(kernels.address(FAULT_CELL), ctypes.POINTER(_INT64)), shape=(2,)
+            )
+        self._counters = np.zeros(0, np.uint8)
+        self._set(thread_pool_code.THREADS, threads)
+        self._handles: list[int] = []
+        for thread in range(threads):
+            line = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
+            self._set(line + thread_pool_code.POOL, self.address)
+            self._set(line + thread_pool_code.SCRATCH, scratch + thread * (SCRATCH_BYTES + CANARY_BYTES))
+        self._start(affinity)
+
+    def use(self, num_entries: int) -> None:
+        """Makes room for the counters of ``num_entries`` entries. Raises Internal in a closed or forked pool."""
+        if self._pid != os.getpid():
+            raise Internal("this thread pool is closed" if self._pid is None else "thread pools do not survive a fork")
+        if num_entries * COUNTER_STRIDE > self._counters.nbytes:
+            self._counters, address = _aligned(2 * num_entries * COUNTER_STRIDE, LINE_BYTES)
+            self._set(thread_pool_code.COUNTERS, address)
+
+    def check(self) -> None:
+        """Raises Internal where the checked kernels of the last run left their memory, and resets the marks."""
+        number, offset = (int(word) for word in self._fault)
+        if number:
+            self._fault[:] = 0
+            name = self._kernels.names[number - 1]
+            raise Internal(f"kernel {name} strayed to byte {offset} of the memory that it was given")
+        broken = np.flatnonzero((self._canaries != _CANARY_BYTE).any(1))
+        if broken.size:
+            self._canaries.fill(_CANARY_BYTE)
+            raise Internal(f"a kernel wrote behind the scratch of thread {broken[0]}")
+
+    def close(self) -> None:
+        """Waits for a run that is under way, then ends and joins the helpers."""
+        with self.lock:
+            owned, self._pid = self._pid == os.getpid(), None
+            if not owned:
+                return  # The pool was closed before, or its helpers stayed in the process that forked this one.
+            self._stop(self.address, 0, -1, 0)
+            for handle in self._handles:
+                _libc().pthread_join(handle, None)
+
+    def _start(self, affinity: Sequence[int]) -> None:
+        libc = _libc()
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _SYNCHRONOUS)
+        try:
+            for thread in range(1, self._threads):
+                handle = ctypes.c_ulong()
+                line = self.address + thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
+                code = libc.pthread_create(
+                    ctypes.byref(handle), None, self._kernels.address(thread_pool_code.MAIN), line
+                )
+                if code:
+                    self.close()
+                    raise ConfigError(f"cannot start thread {thread + 1} of {self._threads}: {os.strerror(code)}")
+                self._handles.append(handle.value)
+                libc.pthread_setname_np(handle, f"pillion-{thread}".encode())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for handle_value, cpu in zip(self._handles, affinity, strict=bool(affinity)):
+            mask = np.zeros(max(1024, cpu + 1 + -(cpu + 1) % 64) // 8, np.uint8)
+            mask[cpu // 8] = 1 << cpu % 8
+            code = libc.pthread_setaffinity_np(handle_value, mask.nbytes, mask.ctypes.data)
+            if code:
+                self.close()
+                raise ConfigError(f"cannot bind a thread to processor {cpu}: {os.strerror(code)}")
+
+    def _set(self, place: int, value: int) -> None:
+        self._words[place // 8] = value
+
+
+def _aligned(size: int, alignment: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """Zeroed private memory and its address. The thread that uses a page touches it first, and so places it."""
+    mapped = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # A system without huge pages.
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(mapped, np.uint8)
+    skipped = -raw.ctypes.data % alignment
+    return raw[skipped : skipped + size], raw.ctypes.data + skipped
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.pthread_create.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    libc.pthread_join.argtypes = [ctypes.c_ulong, ctypes.c_void_p]
+    libc.pthread_setname_np.argtypes = [ctypes.c_ulong, ctypes.c_char_p]
+    libc.pthread_setaffinity_np.argtypes = [ctypes.c_ulong, ctypes.c_size_t, ctypes.c_void_p]
+    return libc

@@ -1,0 +1,294 @@
+"""The thread pool's machine code, in the kernels' language: how threads divide a program, and how they wait.
+
+Each entry of a program is cut into as many work items as the pool has threads. A thread draws a work item, calls the
+kernel with the item's number, and draws the next one; the thread that finishes the last item moves the gate on to the
+next entry. So a run never waits for a thread that has not begun: where a helper still sleeps or another process holds
+its core, the leader executes all items. Results stay the same, because a kernel's bits do not depend on its caller.
+
+    helper: wait at the gate -> ACTIVE -> execute items -> not ACTIVE -> wait at the gate
+    leader: open the door -> move the gate -> execute items -> close the door -> wait until no helper is ACTIVE
+
+The gate is a word that only grows: BASE of the run + the first entry that is not finished. Helpers wait at the gate;
+when it moves they join at the entry that it names, and leave when no work item is left. A helper inside sets ACTIVE in
+its line; a run ends by closing the door (OPEN = 0) and waiting until no line says ACTIVE. From then on no helper reads
+the program, the step or the counters. Door and lines are written and read in sequentially consistent order: the leader
+sees every helper that has found the door open.
+
+A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
+two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
+wake-up is lost: the futex compares the word once more under a lock, and the thread that moves the gate counts the
+sleepers after moving it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import Bool, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.isa import Isa
+from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE
+
+# A program is a table of entries: address of the kernel, address of its arguments, the word of the step's record that
+# has to be above 0 for the kernel to run (-1: it always runs), and a word that the program's owner may use.
+ENTRY_WORDS = 4
+_ENTRY_BYTES = 8 * ENTRY_WORDS
+
+# The pool's memory. Words that different threads write lie in different lines.
+LINE_BYTES = 64
+PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE = (8 * word for word in range(6))
+GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
+# Places of words in the gate's line, in the door's line, and in the line of a thread.
+_VALUE, _SLEEPERS = 0, 8
+OPEN, _STOP = 0, 8
+POOL, SCRATCH, ACTIVE = 0, 8, 16
+# Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
+_DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
+COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
+
+# How often a thread polls before it sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about what
+# sleeping and waking up take, and longer than the last work items of a kernel keep the other threads waiting.
+POLLS = 4_000
+# How long the leader sleeps between polls for a helper that is done but is kept from its core.
+_NAP_US = 50
+
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
+_ALL = 2**31 - 1
+# Floating-point state: round to nearest, denormals kept, nothing trapped.
+_PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+# The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line).
+THREAD_POOL_FUNCTIONS = RUN, MAIN = "pool_run", "pool_main"
+
+
+def add_thread_pool(module: ir.Module, isa: Isa) -> None:
+    """Writes the pool's functions into ``module``."""
+    code = _ThreadPoolCode(module, isa)
+    wait = code.wait()
+    work = code.work(wait)
+    code.main(wait, work)
+    code.run(work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a thread reads once when it joins a run."""
+
+    k: Kernel
+    gate: Ptr
+    program: Int
+    entries: Int
+    step: Int
+    counters: Int
+    threads: Int
+    base: Int
+
+    def wants(self, condition: Int) -> Bool:
+        """Whether an entry with ``condition`` runs."""
+        number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
+        return (condition < 0) | (number > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadPoolCode:
+    module: ir.Module
+    isa: Isa
+
+    @contextmanager
+    def _function(self, name: str, num_args: int, result: Any = None) -> Iterator[tuple[Any, Kernel, list[Any]]]:
+        kind = ir.FunctionType(result or ir.VoidType(), [_I64] * num_args)
+        function = ir.Function(self.module, kind, name)
+        function.attributes.add("noinline")
+        if result is None:
+            function.linkage = "internal"
+        k = Kernel(ir.IRBuilder(function.append_basic_block("entry")), self.isa)
+        yield function, k, list(function.args)
+        if result is None:
+            k.builder.ret_void()
+        else:
+            k.builder.ret(result(0))
+
+    def wait(self) -> Any:
+        """wait(gate, old): returns when the gate's value is above ``old``."""
+        with self._function("pool_wait", 2) as (function, k, (gate_address, old_value)):
+            b, gate, old = k.builder, Ptr(k, gate_address), Int(k, old_value)
+
+            def return_if_moved() -> None:
+                with k.when(self._load(k, gate + _VALUE) > old):
+                    b.ret_void()
+
+            with k.range(POLLS):
+                return_if_moved()
+                self._pause(k)
+            with k.forever():
+                now = self._load(k, gate + _VALUE)
+                with k.when(now > old):
+                    b.ret_void()
+                self._add(k, gate + _SLEEPERS, 1)
+                self._futex(k, gate + _VALUE, _FUTEX_WAIT_PRIVATE, now.ir)
+                self._add(k, gate + _SLEEPERS, -1)
+        return function
+
+    def work(self, wait: Any) -> Any:
+        """work(pool, scratch, leads): executes work items from the first unfinished entry on.
+
+        A helper returns when no item is left, the leader when the program is finished.
+        """
+        with self._function("pool_work", 3) as (function, k, (pool_address, scratch, leads)):
+            b, pool = k.builder, Ptr(k, pool_address)
+            places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
+            run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
+            # The difference is -1 where the leader has opened the door and not yet moved the gate.
+            position = k.variable(k.most(self._load(k, run.gate) - run.base, 0))
+            with k.forever() as end:
+                index = position.value
+                k.leave(end, index >= run.entries)
+                entry = Ptr(k, run.program.ir) + index * _ENTRY_BYTES
+                kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
+                with b.if_else(run.wants(condition).ir) as (wanted, skipped):
+                    with wanted:
+                        self._execute_items(run, index, kernel, [args.ir, run.step.ir], scratch)
+                        with k.when(self._load(k, run.gate) <= run.base + index):
+                            with k.when(Int(k, leads).equals(0)):
+                                b.ret_void()
+                            b.call(wait, [run.gate.ir, (run.base + index).ir])
+                        position.value = self._load(k, run.gate) - run.base
+                    with skipped:
+                        position.value = index + 1
+        return function
+
+    def _execute_items(self, run: _Run, index: Int, kernel: Int, front: list[Any], scratch: Any) -> None:
+        k, b = run.k, run.k.builder
+        counter = Ptr(k, (run.counters + index * COUNTER_STRIDE).ir)
+        function = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
+        with k.forever() as none_left:
+            item = self._add(k, counter + _DRAWN, 1)
+            k.leave(none_left, item >= run.threads)
+            b.call(function, [*front, counter.ir, scratch, item.ir, run.threads.ir])
+            done = self._add(k, counter + _DONE, 1) + 1
+            with k.when(done.equals(run.threads)):
+                self._move(k, run.gate, run.base + index + 1)
+            k.leave(none_left, (item + 1).equals(run.threads))
+
+    def main(self, wait: Any, work: Any) -> None:
+        """main(thread line): waits for runs and works on them until the pool stops."""
+        with self._function(MAIN, 1, _I64) as (_, k, (line_address,)):
+            b, line = k.builder, Ptr(k, line_address)
+            pool_address, scratch = (k.load_int(line + place) for place in (POOL, SCRATCH))
+            pool = Ptr(k, pool_address.ir)
+            self._set_arithmetic(k)
+            seen = k.variable(k.int(0))
+            with k.forever() as end:
+                b.call(wait, [(pool + GATE).ir, seen.value.ir])
+                seen.value = self._load(k, pool + GATE)
+                k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
+                self._swap(k, line + ACTIVE, 1)
+                with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
+                    b.call(work, [pool.ir, scratch.ir, _I64(0)])
+                self._swap(k, line + ACTIVE, 0)
+
+    def run(self, work: Any) -> None:
+        """run(pool, program, entries, step): the leader's work on a step. Negative ``entries`` end the helpers."""
+        with self._function(RUN, 4, _I64) as (_, k, (pool_address, program, entries, step)):
+            b, pool = k.builder, Ptr(k, pool_address)
+            base = self._load(k, pool + GATE) + 1
+            for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
+                k.store_int(pool + place, Int(k, value))
+            counters = Ptr(k, k.load_int(pool + COUNTERS).ir)
+            with k.range(Int(k, entries)) as index:
+                for word in (0, _DRAWN, _DONE):
+                    k.store_int(counters + (index * COUNTER_STRIDE + word), 0)
+            stopping = Int(k, entries) < 0
+            with b.if_else(stopping.ir) as (stop, go):
+                with stop:
+                    self._swap(k, pool + (DOOR + _STOP), 1)
+                with go:
+                    self._swap(k, pool + (DOOR + OPEN), 1)
+            self._move(k, pool + GATE, base)
+            with k.when(stopping):
+                b.ret(_I64(0))
+            before = self._set_arithmetic(k)
+            scratch = k.load_int(pool + (FIRST_THREAD_LINE + SCRATCH))
+            b.call(work, [pool.ir, scratch.ir, _I64(1)])
+            self._set_arithmetic(k, before)
+            self._swap(k, pool + (DOOR + OPEN), 0)
+            with k.range(k.load_int(pool + THREADS), 1) as thread:
+                self._wait_until_out(k, pool + thread * LINE_BYTES + FIRST_THREAD_LINE)
+
+    def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
+        polls = k.variable(k.int(0))
+        polls.value = k.int(0)
+        with k.forever() as out:
+            k.leave(out, self._load(k, line + ACTIVE).equals(0))
+            polls.value = polls.value + 1
+            with k.builder.if_else((polls.value < POLLS).ir) as (soon, late):
+                with soon:
+                    self._pause(k)
+                with late:
+                    k.builder.call(k.function("usleep", _I32, [_I32]), [_I32(_NAP_US)])
+
+    # -- instructions that the kernels' language does not have
+
+    def _load(self, k: Kernel, ptr: Ptr) -> Int:
+        return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
+
+    def _add(self, k: Kernel, ptr: Ptr, amount: int) -> Int:
+        return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), _I64(amount), "seq_cst"))
+
+    def _swap(self, k: Kernel, ptr: Ptr, value: Int | int) -> None:
+        k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
+
+    def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
+        k.builder.atomic_rmw("max", _word(k, gate + _VALUE), value.ir, "seq_cst")
+        with k.when(self._load(k, gate + _SLEEPERS) > 0):
+            self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, _I64(_ALL))
+
+    def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any) -> None:
+        """Linux compares 32 bits: on little-endian machines the low half of the word, which changes first."""
+        name = "syscall"
+        function = self.module.globals.get(name)
+        if function is None:
+            function = ir.Function(self.module, ir.FunctionType(_I64, [_I64], var_arg=True), name)
+        number = _I64(_FUTEX_CALL[self.isa.machine])
+        k.builder.call(function, [number, word.ir, _I64(operation), value, _I64(0), _I64(0), _I64(0)])
+
+    def _pause(self, k: Kernel) -> None:
+        if self.isa.machine == "x86_64":
+            k.builder.call(k.function("llvm.x86.sse2.pause", ir.VoidType(), []), [])
+        else:
+            # YIELD does nothing on most cores; an instruction barrier waits for some 10 ns.
+            k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [_I32]), [_I32(15)])
+
+    def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
+        """Sets this thread's floating-point state, to the plain one or to ``value``; returns the state before.
+
+        Libraries change that state for threads that call them (denormals to zero, for instance), and a result must not
+        depend on the thread that computed it.
+        """
+        b = k.builder
+        if self.isa.machine == "x86_64":
+            cell = b.alloca(_I32)
+            kind = [ir.IntType(8).as_pointer()]
+            raw = b.bitcast(cell, kind[0])
+            b.call(k.function("llvm.x86.sse.stmxcsr", ir.VoidType(), kind), [raw])
+            before = b.load(cell)
+            b.store(_I32(_PLAIN_MXCSR) if value is None else value, cell)
+            b.call(k.function("llvm.x86.sse.ldmxcsr", ir.VoidType(), kind), [raw])
+            return before
+        before = b.call(k.function("llvm.aarch64.get.fpcr", _I64, []), [])
+        b.call(
+            k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [_I64]), [_I64(_PLAIN_FPCR) if value is None else value]
+        )
+        return before
+
+
+def _word(k: Kernel, ptr: Ptr) -> Any:
+    return k.builder.inttoptr(ptr.ir, _I64.as_pointer())

@@ -1,0 +1,135 @@
+"""Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and forks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.types import SamplingParams
+
+BLOCK = 4
+
+
+def sequence(
+    seq_id: int, tokens: Seq[int], *, prompt: int | None = None, span: bool = False, **overrides: Any
+) -> Sequence:
+    params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
+    spec = SequenceSpec(
+        seq_id=seq_id,
+        token_ids=np.array(tokens, np.int32),
+        parent_hash=b"\7" * 32,
+        prompt_tokens=len(tokens) if prompt is None else prompt,
+        sampling=None if span else SamplingParams(**params | overrides),
+        stop_token_ids=frozenset({9, 11}),
+        max_tokens=50,
+        max_model_len=100,
+        chunk_ends=(len(tokens),) if span else (),
+    )
+    slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
+    return Sequence(spec, Holding(seq_id, (), slots), BLOCK, 0.0)
+
+
+def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
+    stream.draft(np.array(drafts, np.int32))
+    return stream
+
+
+def test_a_mixed_step() -> None:
+    decode, prompt_tail = sequence(1, range(10)), sequence(2, range(50, 57))
+    part, span = sequence(3, range(20)), sequence(4, range(8), span=True)
+    drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
+    plan = StepPlan(
+        (
+            SequencePiece(decode, 9, 1, 1),
+            SequencePiece(drafted, 5, 3, 3),
+            SequencePiece(prompt_tail, 4, 3, 1, fork_seeds=(7, -8)),
+            SequencePiece(part, 8, 4, 0),
+            SequencePiece(span, 0, 8, 0),
+        )
+    )
+    batch, rows = build_batch(plan, BLOCK), build_sampling(plan)
+    assert batch.token_ids.tolist() == [9, 35, 90, 91, 54, 55, 56, *range(8, 12), *range(8)]
+    assert batch.positions.tolist() == [9, 5, 6, 7, 4, 5, 6, *range(8, 12), *range(8)]
+    assert batch.query_starts.tolist() == [0, 1, 4, 7, 11, 19]
+    assert batch.context_lens.tolist() == [10, 8, 7, 12, 8]
+    assert batch.block_tables.tolist() == [
+        [1000, 1001, 1002],
+        [5000, 5001, 0],
+        [2000, 2001, 0],
+        [3000, 3001, 3002],
+        [4000, 4001, 0],
+    ]
+    assert batch.sample_rows.tolist() == [0, 1, 2, 3, 6, 6, 6]
+    assert all(values.dtype == np.int32 for values in (batch.token_ids, batch.sample_rows, batch.block_tables))
+    assert rows.positions.tolist() == [10, 6, 7, 8, 7, 7, 7]
+    assert rows.seeds.tolist() == [101, 105, 105, 105, 102, 7, 2**64 - 8]
+    assert len(rows) == 7
+    assert rows.edits == ()
+
+
+def test_rows_of_a_plain_step() -> None:
+    plan = StepPlan((SequencePiece(sequence(1, range(10)), 9, 1, 1), SequencePiece(sequence(2, range(8)), 2, 3, 0)))
+    assert build_batch(plan, BLOCK).sample_rows.tolist() == [0]
+    nothing = StepPlan(plan.pieces[1:])
+    assert build_batch(nothing, BLOCK).sample_rows.tolist() == []
+    assert len(build_sampling(nothing)) == 0
+
+
+def test_parameters_and_their_defaults() -> None:
+    tuned = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
+    bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
+    rows = build_sampling(StepPlan((SequencePiece(tuned, 0, 1, 1), SequencePiece(bare, 0, 1, 1))))
+    assert rows.temperature.tolist() == [0.5, 1.0]
+    assert rows.top_p.tolist() == [0.25, 1.0]
+    assert rows.top_k.tolist() == [0, 0]
+    assert rows.min_p.tolist() == [0.125, 0.0]
+    assert rows.logprobs.tolist() == [4, -1]
+    assert rows.seeds.tolist() == [2**64 - 1, 0]
+
+
+def test_edits_know_their_history() -> None:
+    """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees the tokens before the one it chooses."""
+    params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
+    stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **params), [6, 7])
+    plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
+    rows = build_sampling(StepPlan((SequencePiece(plain, 1, 1, 1), SequencePiece(stream, 4, 3, 3))))
+    assert [edit.row for edit in rows.edits] == [1, 2, 3]
+    assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
+    assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
+    # Two tokens are generated; with min_tokens 4, the third and fourth must not end the answer and the fifth may.
+    assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[9, 11], [9, 11], []]
+    for edit in rows.edits:
+        assert dict(zip(edit.biased.tolist(), edit.bias.tolist(), strict=True)) == {8: 1.0, 1: -2.0}
+        assert (edit.repetition, edit.presence, edit.frequency) == (2.0, 0.0, 0.5)
+
+
+def test_only_histories_that_a_row_needs_are_gathered() -> None:
+    only = {
+        "presence_penalty": ("answered", [3]),
+        "repetition_penalty": ("seen", [1, 2, 3]),
+        "min_tokens": ("banned", [9, 11]),
+    }
+    for name, (array, wanted) in only.items():
+        stream = sequence(1, [1, 2, 3], prompt=2, **{name: 2})
+        (edit,) = build_sampling(StepPlan((SequencePiece(stream, 2, 1, 1),))).edits
+        for each in ("biased", "seen", "answered", "banned"):
+            assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
+
+
+def test_drafts_are_judged_as_single_steps_would_choose() -> None:
+    """Each row of a piece with drafts chooses the token of a step without drafts (I6)."""
+    params = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
+    history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    drafted = with_drafts(sequence(1, history, prompt=3, **params), [5, 6])
+    together = sample(logits, build_sampling(StepPlan((SequencePiece(drafted, 3, 3, 3),)))).token_ids
+    for row in range(3):
+        alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **params)
+        plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
+        assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]

@@ -1,0 +1,76 @@
+"""The torch backend beside its forward pass: copies of blocks, sampled rows, misuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pillion.config import ModelFlags
+from pillion.engine.backends import torch_backend
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.errors import Internal
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def driver(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    folder = save_model(tmp_path / "model")
+    return BackendDriver(prepare(ModelFlags(model=str(folder), dtype=request.param)))
+
+
+@pytest.mark.parametrize("length", [37, 32, 5])
+def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length):
+    """Two answers over shared blocks get the logits that each gets over blocks of its own."""
+    prompt = [7 * i % 250 for i in range(length)]
+    alone, shared = driver.sequences.add(2)
+    driver.step((alone, prompt))
+    driver.step((shared, prompt))
+    fork, sources, targets = driver.sequences.fork(shared)
+    assert len(sources) == (1 if length % 16 else 0)
+    driver.backend.copy_blocks(sources, targets)
+    first = driver.step((alone, [11, 12, 13]))
+    # The fork writes other tokens into its copy; the original must not see them.
+    driver.step((fork, [200, 201, 202]))
+    assert torch.equal(driver.step((shared, [11, 12, 13])), first)
+    other = driver.sequences.add()[0]
+    driver.step((other, prompt))
+    driver.step((other, [200, 201, 202]))
+    assert torch.equal(driver.step((fork, [3])), driver.step((other, [3])))
+
+
+def test_a_row_that_is_sampled_several_times_is_computed_once(driver, monkeypatch):
+    (number,) = driver.sequences.add()
+    computed, run = [], torch_backend.run_decoder
+    once = driver.step((number, [5, 6, 7, 8]), sample=[1, 3])
+    # The last argument is the rows whose logits are computed.
+    monkeypatch.setattr(torch_backend, "run_decoder", lambda *args: computed.append(len(args[-1])) or run(*args))
+    (again,) = driver.sequences.add()
+    several = driver.step((again, [5, 6, 7, 8]), sample=[1, 1, 3, 3, 3])
+    assert computed == [2]
+    assert torch.equal(several, once[[0, 0, 1, 1, 1]])
+
+
+def test_many_blocks_are_copied_pair_by_pair(driver):
+    """A target may be the source of a later pair."""
+    pool = torch.frombuffer(driver.memory, dtype=torch.uint8).view(64, -1)
+    pool.zero_()
+    for slot in range(5):
+        pool[slot] = slot
+    driver.backend.copy_blocks([1, 2, 4], [2, 3, 0])
+    assert [pool[slot].unique().tolist() for slot in range(5)] == [[4], [1], [1], [1], [4]]
+
+
+@pytest.mark.parametrize(("sources", "targets"), [([1], []), ([0], [64]), ([-1], [3])])
+def test_bad_copies_are_refused_before_anything_is_copied(driver, sources, targets):
+    with pytest.raises(Internal, match="cannot copy blocks"):
+        driver.backend.copy_blocks(sources, targets)
+
+
+def test_a_copy_needs_a_pool(driver):
+    driver.backend.close()
+    with pytest.raises(Internal, match="bind_pool"):
+        driver.backend.copy_blocks([0], [1])

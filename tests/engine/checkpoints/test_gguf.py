@@ -1,0 +1,185 @@
+"""GGUF files of families that transformers can de-quantize, and metadata that transformers ignores."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints import convert
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config, parse_config
+from pillion.errors import ConfigError
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver, perturb_vectors
+
+torch.set_num_threads(1)
+
+SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
+PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
+GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}
+
+# Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
+FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2": ({}, {}),
+    "qwen3": ({"head_dim": 32}, {"attention.key_length": 32}),
+    "qwen3moe": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"norm_topk_prob": True, "stacked_experts": True},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48, "attention.key_length": 16},
+    ),
+    "phi3": (
+        {"tie_word_embeddings": False, "pad_token_id": 2, "partial_rotary_factor": 0.5, "sliding_window": 24}
+        | {"original_max_position_embeddings": 32, "rope_parameters": PHI3_ROPE},
+        {"attention.sliding_window": 24, "rope.dimension_count": 8, "rope.scaling.original_context_length": 32},
+    ),
+    "gemma2": (
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+        {"attention.key_length": 16, "attention.sliding_window": 24}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (
+        {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 7}
+        | {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}},
+        {"attention.key_length": 16, "attention.sliding_window": 24}
+        | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+}
+
+
+def write_gguf(path, architecture: str, tensors: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        key = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(key, value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
+    """Converts tensors like llama.cpp's converter: other names, and 1 added to Gemma's norms."""
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            layer = name.split(".")[2]
+            found |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+            continue
+        stem, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
+        shifted = tensor + 1 if architecture.startswith("gemma") and stem.endswith("norm") else tensor
+        found[f"{names.get_name(stem)}.{suffix}"] = shifted
+    return {name: tensor.contiguous().numpy() for name, tensor in found.items()}
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "embedding_length": config.hidden_size,
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 2,
+    }
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatch):
+    overrides, metadata = FILES[name]
+    folder = save_model(tmp_path / "model", **{"model_type": name, **overrides})
+    perturb_vectors(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = gguf_tensors(model, name)
+    if name == "phi3":
+        tensors |= {
+            f"rope_factors_{key}.weight": np.array(PHI3_ROPE[f"{key}_factor"], np.float32) for key in ("short", "long")
+        }
+    write_gguf(tmp_path / "a.gguf", name, tensors, sizes(model.config) | metadata)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    prepared = prepare(ModelFlags(model=str(tmp_path / "a.gguf"), dtype="float32", max_model_len=100))
+    assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and in the chat template.
+    plain = load_config(folder)
+    eps = load_config(prepared.folder).rms_norm_eps
+    assert eps == pytest.approx(plain.rms_norm_eps)  # A GGUF file has it in float32.
+    assert (
+        dataclasses.replace(load_config(prepared.folder), eos_token_ids=(1,), rms_norm_eps=plain.rms_norm_eps) == plain
+    )
+    text = torch.randint(0, 258, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    driver = BackendDriver(prepared)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [33]), wanted, atol=1e-4, rtol=1e-4)
+
+
+def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | None = None, **metadata: Any) -> Any:
+    write_gguf(
+        path / "a.gguf", architecture, tensors or {}, {key.replace("__", "."): value for key, value in metadata.items()}
+    )
+    return gguf.GGUFReader(path / "a.gguf")
+
+
+def test_rope_scaling_is_not_lost(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
+    config = {"rope_parameters": {"rope_theta": 5.0}}
+    convert.add_rope(config, read(tmp_path, **{f"rope__scaling__{key}": scaling[key] for key in scaling}))
+    wanted = {"rope_theta": 5.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert config["rope_parameters"] == wanted
+
+
+def test_rope_factors_are_not_lost(tmp_path):
+    config: dict[str, Any] = {}
+    convert.add_rope(config, read(tmp_path, tensors={"rope_freqs.weight": np.array([1, 2, 8], np.float32)}))
+    assert config["rope_parameters"]["rope_type"] == "longrope"
+    assert config["rope_parameters"]["long_factor"] == [1.0, 2.0, 8.0]
+
+
+def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
+    config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
+    convert.add_ignored_metadata(config, read(tmp_path, "gemma2"))
+    assert config["query_pre_attn_scalar"] == 144
+
+
+def test_the_file_names_the_end_of_a_turn(tmp_path):
+    class Plain:
+        chat_template = None
+
+        def get_vocab(self):
+            return {"<|eot_id|>": 7, "<|end|>": 8}
+
+    reader = read(tmp_path, tokenizer__ggml__eot_token_id=9)
+    assert convert.turn_ends({"eos_token_id": 2}, reader, Plain()) == [2, 9]
+
+
+def test_experts_that_would_be_lost_are_refused(tmp_path):
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config["num_attention_heads"] = 1
+    assert parse_config(config).moe is None
+    with pytest.raises(ConfigError, match="experts"):
+        convert.refuse_lost_experts(config, read(tmp_path, expert_count=8))

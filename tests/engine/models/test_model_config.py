@@ -1,0 +1,290 @@
+"""Reading config.json: old and new spellings, missing keys, options, and refused values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.models.families import FAMILIES
+from pillion.engine.models.model_config import known_architectures, load_config, parse_config
+from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
+from pillion.engine.models.rope_config import served_variant
+from pillion.errors import ConfigError
+from tests.support.fake_backend import prepared_model
+
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+SETS = {"short_factor": [1.0, 2.0] * 4, "long_factor": [1.0, 3.0] * 4, "original_max_position_embeddings": 64}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+
+
+def test_old_and_new_spelling_of_rope_are_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = parse_config({**BASE, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    new = parse_config({**BASE, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}})
+    assert old == new
+    assert old.ropes[0].theta == 5e5
+    assert parse_config({**BASE, "rope_theta": 77.0}).ropes[0].theta == 77.0
+    assert parse_config(BASE).ropes[0].theta == 10_000.0
+
+
+def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'mamba'.*llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe"):
+        parse_config({**BASE, "model_type": "mamba"})
+    with pytest.raises(ConfigError, match="None"):
+        parse_config({})
+    assert set(known_architectures()) == {*FAMILIES, "gemma3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "do not fit"),
+        ({"head_dim": 15}, "do not fit"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ({"rope_scaling": [1]}, "must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be above 0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, "3 of 16 values"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "8 factors in short_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", **SETS, "long_factor": [1.0, 0.0] * 4}}, "long_factor"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"model_type": "qwen2", **WINDOW, "layer_types": ["full_attention"]}, "all 2 layers"),
+        ({"model_type": "qwen2", **WINDOW, "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gemma2", "hidden_activation": "relu"}, "relu"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        (
+            {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 3},
+            "3 experts per token",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(change, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_config({**BASE, **change})
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_missing_keys_have_the_defaults_of_transformers(name):
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape = {**BASE, "num_attention_heads": 8}
+    given = {key: shape[key] for key in required if not name.startswith("gemma")} | {"model_type": name}
+    if name in ("qwen2", "qwen3"):
+        given["num_key_value_heads"] = 8  # transformers assumes the number of query heads of its own default.
+    theirs, ours = AutoConfig.for_model(**given), parse_config(given)
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    rope = theirs.rope_parameters
+    by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
+    assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    window = getattr(theirs, "sliding_window", None) or 0
+    assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    assert ours.layer_ropes == tuple(
+        None if not rope else int(len(ours.ropes) > 1 and kind == "sliding_attention")
+        for kind, rope in zip(kinds, getattr(theirs, "no_rope_layers", None) or [1] * len(kinds), strict=True)
+    )
+    if ours.moe is not None:
+        assert ours.moe.num_experts == theirs.num_local_experts
+        assert ours.moe.experts_per_token == theirs.num_experts_per_tok
+        assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", True)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, tmp_path):
+    given = {**BASE, "model_type": name, "num_key_value_heads": 2, "head_dim": 16}
+    AutoConfig.for_model(**given).save_pretrained(tmp_path)
+    saved = dataclasses.asdict(load_config(tmp_path))
+    plain = dataclasses.asdict(parse_config(given))
+    for of_text in ("bos_token_id", "eos_token_ids"):
+        del saved[of_text], plain[of_text]
+    assert saved == plain
+
+
+@pytest.mark.parametrize("name", ["smollm3", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_which_layers_have_a_window(name):
+    given = {
+        **BASE,
+        "model_type": name,
+        **WINDOW,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 8,
+        "max_window_layers": 3,
+    }
+    kinds = AutoConfig.for_model(**given).layer_types
+    assert set(kinds) == {"sliding_attention", "full_attention"}
+    windows = tuple(8 if kind == "sliding_attention" else 0 for kind in kinds)
+    assert parse_config(given).sliding_windows == windows
+    assert parse_config({**given, "layer_types": kinds[::-1]}).sliding_windows == windows[::-1]
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_names_that_phi3_had_for_longrope(name):
+    config = parse_config({**BASE, "model_type": "phi3", "rope_scaling": {"type": name, **SETS}})
+    assert config.ropes[0].kind == "longrope"
+    assert config.ropes[0].original_max_position == 4096  # The family's own says more than the scaling's.
+
+
+def test_old_gemma3_has_other_keys_for_its_two_rotary_embeddings():
+    old = {"rope_theta": 1e5, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        }
+    }
+    base = {**BASE, "model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window_pattern": 4}
+    config = parse_config({**base, **old})
+    assert config == parse_config({**base, **new})
+    assert [rope.kind for rope in config.ropes] == ["linear", "default"]
+    assert config.layer_ropes == (1, 1, 1, 0) * 3
+    assert config.max_position_embeddings == 256  # Said as stretched already.
+
+
+def test_options_of_other_families_are_ignored():
+    """A key counts only for families that have it, as in transformers."""
+    strange = {"attention_bias": True, "sliding_window": 8, "num_experts_per_tok": 2, "logits_scaling": 3.0}
+    config = parse_config({**BASE, **strange, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 3})
+    assert config == dataclasses.replace(parse_config(BASE), qkv_bias=True, o_bias=True)
+    assert parse_config({**BASE, "model_type": "qwen2"}).qkv_bias
+    assert not parse_config({**BASE, "model_type": "qwen2"}).o_bias
+
+
+def test_which_layers_have_experts():
+    config = {
+        **BASE,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    assert parse_config(config).moe.layers == (False, True, False, False, False, True)
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.9},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+    {"rope_type": "longrope", "factor": 4.0, **SETS},
+    {"rope_type": "longrope", **SETS},
+    {"rope_type": "longrope", **SETS, "attention_factor": 1.25},
+]
+
+
+@pytest.mark.parametrize("served", [32, 64, 65, 256, 257, 1000])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_frequencies_are_those_of_transformers_at_the_served_length(rope, served):
+    config = {**BASE, "rope_parameters": {"rope_theta": 1000.0, **rope}}
+    theirs, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**config), torch.device("cpu"), seq_len=served)
+    (ours,) = make_ropes(parse_config(config), served)
+    torch.testing.assert_close(ours.frequencies, theirs, atol=0, rtol=1e-6)
+    assert ours.scales.tolist() == pytest.approx([scale] * 8)
+
+
+def test_the_longest_text_with_scaling():
+    def longest(**rope):
+        return parse_config({**BASE, "rope_parameters": rope}).max_position_embeddings
+
+    assert longest(rope_type="linear", factor=2.0) == 512
+    assert longest(rope_type="dynamic", factor=4.0) == 1024
+    assert longest(rope_type="yarn", factor=8.0, original_max_position_embeddings=64) == 512
+    assert longest(rope_type="yarn", factor=2.0, original_max_position_embeddings=64) == 256
+    assert longest(rope_type="llama3", factor=8.0, original_max_position_embeddings=64) == 256
+    assert longest(rope_type="longrope", **SETS) == 256
+
+
+def test_a_model_served_at_two_lengths_shares_blocks_only_where_they_are_the_same(tmp_path):
+    def version(served, **rope):
+        (tmp_path / "config.json").write_text(json.dumps({**BASE, "rope_parameters": rope}))
+        return kv_layout(dataclasses.replace(prepared_model(served), folder=tmp_path), 16).version
+
+    plain = version(100)
+    for rope in ROPES:
+        versions = [version(served, **rope) for served in (64, 65, 256, 257, 1000)]
+        if rope["rope_type"] == "dynamic":
+            assert versions[:3] == [plain] * 3
+            assert len(set(versions)) == 3
+        elif rope["rope_type"] == "longrope":
+            assert versions[0] == plain
+            assert len(set(versions[1:])) == 1
+            assert versions[1] != plain
+        else:
+            assert set(versions) == {plain}
+    one_set = {**SETS, "long_factor": SETS["short_factor"]}
+    assert (
+        served_variant(parse_config({**BASE, "rope_parameters": {"rope_type": "longrope", **one_set}}).ropes, 99) == ""
+    )
+
+
+def test_partial_rotation_is_whole_rotation_of_reordered_heads():
+    rope = parse_config({**BASE, "model_type": "phi3", "partial_rotary_factor": 0.75}).ropes[0]
+    assert rope.rotary_dim == 12
+    order = partial_order(16, 12)
+    assert sorted(order.tolist()) == list(range(16))
+    heads, positions = torch.randn(5, 2, 16), torch.arange(5) * 7
+    whole = rotate(heads[..., order], *make_rope(rope, 16, 256).tables(positions, torch.float32))
+    first = rotate(heads[..., :12], *make_rope(rope, 12, 256).tables(positions, torch.float32))
+    torch.testing.assert_close(whole, torch.cat((first, heads[..., 12:]), -1)[..., order])
+
+
+def test_files_that_are_not_a_config_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no model folder"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": [4, 5], "bos_token_id": 1}))
+    assert load_config(tmp_path).eos_token_ids == (4, 5)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_scaling_that_is_added_by_hand_counts(key: str) -> None:
+    """rope_scaling wins, which users add by hand, as model cards tell them, to a config that transformers 5 saved."""
+    saved = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 258,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    }
+    scaling = {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    found = parse_config({**saved, "rope_scaling": scaling})
+    assert (found.ropes[0].kind, found.ropes[0].theta, found.max_position_embeddings) == ("yarn", 1e6, 131072)

@@ -1,0 +1,246 @@
+"""Chosen tokens against transformers' processors, the softmax itself, and a draw without any pruning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.sampling.cuts import cuts, group_maxima
+from pillion.engine.sampling.sampler import sample
+from tests.support.sampling import RowParameters, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
+
+torch.set_num_threads(1)
+
+
+def random_logits(*shape: int, seed: int = 4, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def chosen(logits: torch.Tensor, *all_params: RowParameters) -> list[int]:
+    return list(sample(logits, rows_of(all_params)).token_ids)
+
+
+def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
+    """Marks the tokens [V] of one row that may be drawn."""
+    table = padded(logits[None])
+    return logits.numpy() >= cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
+
+
+@pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("vocab_size", [97, 1280])
+def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
+    """A step of greedy rows alone takes a shortcut to the same tokens."""
+    logits, greedy = random_logits(4, vocab_size, spread=0.1), RowParameters(temperature=0.0)
+    logits[1, [9, 40, 90]] = odd
+    logits[2] = odd
+    rows = rows_of([greedy] * 4)
+    assert rows.plain
+    alone = sample(logits, rows).token_ids
+    for beside in (RowParameters(seed=1), replace(greedy, logprobs=0), replace(greedy, bias={3: 1.0})):
+        longer = rows_of([*[greedy] * 4, beside])
+        assert not longer.plain
+        assert sample(torch.cat((logits, logits[:1])), longer).token_ids[:4] == alone
+
+
+@pytest.mark.parametrize("vocab_size", [97, 300, 1280])
+def test_greedy_is_the_argmax(vocab_size: int) -> None:
+    logits, wanted = random_logits(5, vocab_size), random_logits(5, vocab_size).argmax(-1).tolist()
+    for params in (
+        RowParameters(temperature=0.0),
+        RowParameters(temperature=1e-6, seed=3),
+        RowParameters(top_k=1, seed=3),
+        RowParameters(top_p=1e-6, seed=3),
+        RowParameters(min_p=1.0, seed=3),
+        RowParameters(temperature=100.0, top_k=1, seed=3),
+    ):
+        assert chosen(logits, *[params] * 5) == wanted
+    # Greedy rows in a batch with drawn rows take another path.
+    assert chosen(logits, *[RowParameters(temperature=0.0)] * 4, RowParameters())[:4] == wanted[:4]
+
+
+FILTERS = [
+    RowParameters(),
+    RowParameters(temperature=0.6),
+    RowParameters(top_p=0.8),
+    RowParameters(temperature=1.3, top_k=7),
+    RowParameters(temperature=0.9, top_k=12, top_p=0.9),
+    RowParameters(min_p=0.1),
+    RowParameters(temperature=1.5, top_k=30, top_p=0.95, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("vocab_size", [40, 1000])
+@pytest.mark.parametrize("ask", FILTERS, ids=repr)
+def test_tokens_are_distributed_as_the_softmax_says(params: RowParameters, vocab_size: int) -> None:
+    logits, draws = random_logits(vocab_size), 6_000
+    tokens = sample(logits.expand(draws, -1), draws_of(params, draws)).token_ids
+    assert chi_square_fits(tokens, warp(logits[None], params)[0].double().softmax(-1).numpy())
+
+
+def test_a_flat_and_a_steep_distribution() -> None:
+    """In a flat distribution nearly every winner is the first of its group, in a steep one nearly none is."""
+    draws = 8_000
+    for logits in (torch.zeros(640), torch.tensor([0.0, -1.0, *[-9.0] * 500])):
+        tokens = sample(logits.expand(draws, -1), draws_of(RowParameters(), draws)).token_ids
+        assert chi_square_fits(tokens, logits.double().softmax(-1).numpy())
+
+
+def test_the_chi_square_test_sees_a_wrong_temperature() -> None:
+    logits, draws = random_logits(40), 6_000
+    tokens = sample(logits.expand(draws, -1), draws_of(RowParameters(temperature=1.1), draws)).token_ids
+    assert not chi_square_fits(tokens, logits.double().softmax(-1).numpy())
+
+
+all_params = st.builds(
+    RowParameters,
+    temperature=st.sampled_from([1e-5, 0.01, 0.3, 1.0, 2.5, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 50, 700, 5000]),
+    top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.9, 0.999, 1.0, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.2, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    position=st.integers(0, 2**33),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    params=all_params,
+    seed=st.integers(0, 2**20),
+    size=st.sampled_from([1, 5, 127, 128, 129, 1000, 5003, 40_000]),
+    spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
+)
+def test_pruning_changes_nothing(params: RowParameters, seed: int, size: int, spread: float) -> None:
+    logits = random_logits(size, seed=seed, spread=spread)
+    assert chosen(logits[None], params) == [unpruned(logits, params)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    size=st.sampled_from([5, 64, 3000, 70_000]),
+    spread=st.sampled_from([0.3, 2.0, 8.0]),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3]),
+)
+def test_what_may_be_drawn_is_what_transformers_leaves(
+    seed: int, size: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = random_logits(size, seed=seed, spread=spread)
+    params = RowParameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ours = kept(logits, params)
+    # transformers sums from the smallest in fp32; in float64 both orders agree.
+    wide = logits[None].double()
+    unsure = ours != (warp(wide, params)[0].numpy() > -np.inf)
+    if unsure.any():
+        # Only a token at whose edge the mass is p, or the ratio min_p, to within fp32 rounding may be judged otherwise.
+        before_p = warp(wide, replace(params, top_p=1.0, min_p=0.0))[0].softmax(-1).numpy()
+        edge = before_p[unsure].max()
+        mass = before_p[before_p > edge].sum()
+        assert unsure.sum() == 1
+        assert abs(mass - top_p) < 1e-5 or abs(edge / before_p.max() - min_p) < 1e-6
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
+    logits = torch.tensor([0.0, -1.0, -1.0, -1.0, -5.0])
+    assert kept(logits, RowParameters(top_k=2)).tolist() == [True, True, True, True, False]
+    assert kept(logits, RowParameters(top_p=0.5)).tolist() == [True, True, True, True, False]
+    assert kept(logits, RowParameters(top_p=0.3)).tolist() == [True, False, False, False, False]
+    assert kept(logits, RowParameters(top_k=5)).all()
+    # All logits are equal: there is no short head, and each token may win.
+    flat = torch.zeros(50_000)
+    assert kept(flat, RowParameters(top_k=3)).all()
+    assert len({*chosen(flat.expand(20, -1), *[RowParameters(top_k=3, top_p=0.5, seed=n) for n in range(20)])}) > 10
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_long_nucleus(temperature: float, top_p: float) -> None:
+    """With the mass spread over thousands of tokens, the cut is found by ranges of logits."""
+    logits = random_logits(60_000)
+    params = RowParameters(temperature=temperature, top_p=top_p)
+    probabilities = (logits.double() / temperature).softmax(-1).numpy()
+    inside = kept(logits, params)
+    least = probabilities[inside].min()
+    assert least > probabilities[~inside].max()
+    assert probabilities[inside].sum() >= top_p - 1e-5
+    assert probabilities[inside].sum() - least < top_p + 1e-5
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    """The same logits, parameters, seed and position give the same token and log probabilities alone and in
+    any batch and row (I6)."""
+    random, count, vocab_size = np.random.default_rng(0), 24, 20_003
+    logits = random_logits(count, vocab_size)
+    batch = [
+        RowParameters(
+            temperature=float(random.choice([0.0, 0.7, 1.0, 1.5])),
+            top_k=int(random.choice([0, 20, 2000])),
+            top_p=float(random.choice([0.5, 0.95, 1.0])),
+            min_p=float(random.choice([0.0, 0.05])),
+            seed=int(random.integers(0, 2**63)),
+            position=int(random.integers(0, 10_000)),
+            logprobs=int(random.choice([-1, 0, 5])),
+            seen=random.integers(0, vocab_size, 50).tolist(),
+            repetition=float(random.choice([1.0, 1.3])),
+            bias={int(random.integers(vocab_size)): 5.0} if random.random() < 0.5 else {},
+        )
+        for _ in range(count)
+    ]
+    together = sample(logits, rows_of(batch))
+    for order in (random.permutation(count), np.array([3]), np.array([7, 2]), *np.arange(count)[:, None]):
+        part = sample(logits[order], rows_of([batch[row] for row in order]))
+        assert part.token_ids == tuple(together.token_ids[row] for row in order)
+        if part.logprobs:
+            assert part.logprobs == tuple(together.logprobs[row] for row in order)
+
+
+def test_sampling_changes_nothing() -> None:
+    for vocab_size in (50, 256):
+        logits = random_logits(3, vocab_size)
+        before = logits.clone()
+        params = RowParameters(
+            top_k=5, top_p=0.5, seen=[1, 2, 2], repetition=2.0, bias={2: 3.0}, banned=[1], logprobs=3
+        )
+        sample(logits, rows_of([params] * 3))
+        assert torch.equal(logits, before)
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(0, 300), rows_of([])).token_ids == ()
+
+
+ODD = [-torch.inf, torch.inf, torch.nan, 0.0, 1.0, 3e38, -3e38]
+
+
+@settings(max_examples=200, deadline=None)
+@example(values=[-torch.inf, torch.nan, 0.0, 1.0], params=RowParameters(), logprobs=2, greedy=False)
+@example(values=[torch.nan, -torch.inf], params=RowParameters(), logprobs=2, greedy=True)
+@given(
+    values=st.lists(st.sampled_from(ODD), min_size=1, max_size=300),
+    params=all_params,
+    logprobs=st.sampled_from([-1, 0, 20]),
+    greedy=st.booleans(),
+)
+def test_logits_that_are_not_numbers_neither_raise_nor_win(
+    values: list[float], params: RowParameters, logprobs: int, greedy: bool
+) -> None:
+    logits = torch.tensor([values, [0.0] * len(values)])
+    params = replace(params, logprobs=logprobs, temperature=0.0 if greedy else params.temperature)
+    sampled = sample(logits, rows_of([params, params]))
+    value = values[sampled.token_ids[0]]
+    numbers = [v for v in values if v > -torch.inf]
+    assert value in numbers or (not numbers and sampled.token_ids[0] == 0)
+    if numbers and (greedy or torch.inf in numbers):
+        assert value == max(numbers)
+    for entry in sampled.logprobs:
+        assert entry is not None
+        assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
+    # The other row is not affected.
+    assert sampled.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]

@@ -1,0 +1,178 @@
+"""Eviction policies against the real tree and ledger: the chain rule, what is known, and what each policy is for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.errors import ConfigError, Internal
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.eviction import MAX_USES, EvictionPolicy, LfuEviction, LruEviction, make_policy
+from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION, Block
+from pillion.wire.kvnode import CommitRun
+
+POLICIES = ("lru", "lfu")
+
+
+def prompt(*tokens: int) -> list[bytes]:
+    return split_hashes(chain_hashes(bytes(32), tokens, 1))
+
+
+class LedgerDriver:
+    """A ledger with one caller, which serves prompts whole."""
+
+    def __init__(self, policy: EvictionPolicy, num_slots: int) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0, policy)
+        self.ledger.shape(num_slots)
+        self.epoch = self.ledger.attach("one", SESSION)
+        self.nonces = itertools.count(1)
+
+    def open(self, hashes: list[bytes]) -> int:
+        """Serves a prompt, and keeps its ticket. Returns that."""
+        ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
+        assert ticket is not None
+        left = hashes[ticket.blocks :]
+        slots = self.ledger.adopt(self.epoch, ticket.ticket_id, len(left)).leased_slots
+        if left:
+            [result] = self.ledger.commit(self.epoch, [CommitRun(ticket.ticket_id, slots, b"".join(left))])
+            assert not result.refusal
+        return ticket.ticket_id
+
+    def close(self, ticket_id: int) -> None:
+        self.ledger.release(self.epoch, [ticket_id])
+
+    def serve(self, *tokens: int) -> None:
+        self.close(self.open(prompt(*tokens)))
+
+    def has(self, *tokens: int) -> bool:
+        return self.ledger.tree.longest_prefix(prompt(*tokens)).blocks == len(tokens)
+
+    def block(self, *tokens: int) -> Block:
+        return self.ledger.tree.by_hash[prompt(*tokens)[-1]]
+
+
+def test_policies_have_names() -> None:
+    made = [make_policy(name) for name in POLICIES]
+    assert [type(policy) for policy in made] == [LruEviction, LfuEviction]
+    with pytest.raises(ConfigError, match="lru, lfu"):
+        make_policy("random")
+    with pytest.raises(ConfigError, match="--eviction-policy arc: this policy was removed"):
+        make_policy("arc")
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("serve"), st.lists(st.integers(0, 1), min_size=1, max_size=6)),
+        st.tuples(st.just("open"), st.lists(st.integers(0, 1), min_size=1, max_size=6)),
+        st.tuples(st.just("close"), st.integers(0, 3)),
+        st.tuples(st.just("drop"), st.integers(0, 11)),
+    ),
+    min_size=20,
+    max_size=120,
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(steps=STEPS)
+@settings(max_examples=60, deadline=None)
+def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) -> None:
+    """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
+    protects is known, and the order that is shown is the order in which blocks go."""
+    node, tickets = LedgerDriver(make_policy(name), 12), []
+    for what, value in steps:
+        policy = node.ledger.tree.policy
+        if what in ("serve", "open"):
+            hashes = prompt(*value)  # type: ignore[misc]
+            if node.ledger.shortage(hashes, len(hashes)):
+                continue
+            ticket = node.open(hashes)
+            if what == "open":
+                tickets.append(ticket)
+            else:
+                node.close(ticket)
+        elif what == "close" and tickets:
+            node.close(tickets.pop(int(value) % len(tickets)))  # type: ignore[call-overload]
+        elif what == "drop" and len(policy):
+            leaves = [block for block in policy if not block.children]
+            node.ledger.evict_block(leaves[int(value) % len(leaves)])  # type: ignore[call-overload]
+        check_integrity(node.ledger)
+    shown = list(node.ledger.tree.policy)
+    assert [node.ledger.tree.evict() for _ in shown] == shown
+    for ticket in tickets:
+        node.close(ticket)
+    while len(node.ledger.tree.policy):
+        node.ledger.tree.evict()
+    with pytest.raises(KeyError):
+        node.ledger.tree.evict()
+    assert not node.ledger.tree.by_hash
+    assert len(node.ledger.tree.policy) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_is_remembered_of_what_is_gone(name: str) -> None:
+    policy = make_policy(name)
+    node = LedgerDriver(policy, 8)
+    for first in range(100):
+        node.serve(first, 1, 2)
+    for block in list(policy):
+        node.ledger.evict_block(block)
+    assert len(policy) == len(node.ledger.tree) == 0
+    assert list(policy) == []
+    with pytest.raises(KeyError):
+        policy.pop()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_only_a_cached_leaf_leaves_out_of_turn(name: str) -> None:
+    node = LedgerDriver(make_policy(name), 8)
+    node.serve(1, 2)
+    held = node.open(prompt(3))
+    for tokens in ((1,), (3,)):
+        with pytest.raises(Internal):
+            node.ledger.evict_block(node.block(*tokens))
+    check_integrity(node.ledger)
+    node.ledger.drain_events()
+    node.ledger.evict_block(node.block(1, 2))
+    assert [event.here for event in node.ledger.drain_events()] == [False]
+    assert len(node.ledger.free) == 6
+    node.close(held)
+    check_integrity(node.ledger)
+
+
+def test_what_was_used_twice_outlives_a_scan() -> None:
+    """LRU's weakness: a long document that is read once pushes everything else out."""
+    policies: list[tuple[EvictionPolicy, bool]] = [(LfuEviction(), True), (LruEviction(), False)]
+    for policy, stays in policies:
+        node = LedgerDriver(policy, 8)
+        node.serve(1, 2, 3)
+        node.serve(1, 2, 3)
+        for page in range(8):
+            node.serve(100 + page)
+        assert node.has(1, 2, 3) == stays
+
+
+def test_a_parent_counts_the_uses_of_all_its_children() -> None:
+    """Even of those that ended while another ticket still protected it."""
+    policy = LfuEviction()
+    node = LedgerDriver(policy, 16)
+    held = node.open(prompt(1))
+    for child in (2, 3, 4):
+        node.serve(1, child)
+    node.close(held)
+    assert node.block(1).uses == 3
+    assert node.block(1, 2).uses == 1
+
+
+def test_lfu_forgets_old_fame() -> None:
+    """However often it was used once: after enough others went by, it goes."""
+    node = LedgerDriver(LfuEviction(), 4)
+    for _ in range(1000):
+        node.serve(1)
+    for other in range(2, 5 + 4 * MAX_USES):
+        node.serve(other)
+    assert not node.has(1)

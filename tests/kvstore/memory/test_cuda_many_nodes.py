@@ -1,0 +1,283 @@
+"""Nodes with pools on GPUs: blocks go down to pinned memory and disk and come back, and from node to node.
+
+Every block's bytes follow from its hash, so whoever pins a chain can tell whether it holds what it stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.hashing import split_hashes
+from pillion.kvstore.memory import cuda_driver, cuda_memory
+from pillion.kvstore.memory.cuda_driver import CudaDriver
+from pillion.kvstore.memory.cuda_memory import STAGES, CudaMemory
+from pillion.kvstore.memory.cuda_segment import DeviceSegment
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.tiers.host_tier import HostTier
+from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from testbed import fake_cuda
+from testbed.fake_cuda import NATIVE, DeviceBytes
+from testbed.redis import RedisServer
+from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, content, hosts, prompt
+
+CUDA: dict[str, Any] = {"kv_device": "cuda", "kv_transport": "grpc"}
+HOST_BLOCKS = 16
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
+    # Several batches for what would be one, and callers that wait for each other.
+    monkeypatch.setattr(cuda_memory, "STAGE_BYTES", 3 * BLOCK_BYTES)
+
+
+def spilled(status: NodeStatus) -> bool:
+    """What the watermarks want out of the pool is below."""
+    return status.free_blocks >= NUM_SLOTS * 0.8 and status.host_blocks + status.disk_blocks >= status.spilled_blocks
+
+
+def host_tier(host: KVHost) -> HostTier:
+    assert host.node is not None
+    assert host.node._storage is not None
+    (tier,) = [tier for tier in host.node._storage._tiers if isinstance(tier, HostTier)]
+    return tier
+
+
+async def settled(host: KVHost) -> None:
+    """Every buffer of its host memory is back, and in exactly one state."""
+    tier = host_tier(host)
+    async with asyncio.timeout(10):
+        while tier.room_bytes() < len(tier._buffers) * BLOCK_BYTES:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    tier.check_integrity()
+
+
+async def checked(*nodes: KVHost) -> None:
+    for host in nodes:
+        await host.idle()
+        await host.check()
+
+
+async def test_what_left_the_pool_comes_back_from_host_memory(short_folder: str, redis: RedisServer) -> None:
+    flags = {**CUDA, **EAGER, "host_bytes": 64 * BLOCK_BYTES}
+    async with hosts(short_folder, redis, "a", **flags) as (a,):
+        hashes = prompt(*range(20))
+        await a.serve(hashes)
+        status = await a.until(spilled)
+        assert status.host_blocks == status.spilled_blocks > 0
+        assert status.disk_blocks == 0
+        brought = await a.serve(hashes)
+        assert brought.blocks == 20
+        assert brought.restored_blocks > 0
+        await checked(a)
+        await settled(a)
+
+
+async def test_a_copy_to_host_memory_is_the_only_one(short_folder: str, redis: RedisServer) -> None:
+    """The spiller's copies lie where the tier keeps them."""
+    async with hosts(short_folder, redis, "a", **CUDA, **EAGER, host_bytes=64 * BLOCK_BYTES) as (a,):
+        tier = host_tier(await started(a))
+        kept: list[bool] = []
+        original = tier.store
+
+        async def watched(blocks: Any) -> Any:
+            kept.extend(id(payload) in tier._place_of for _, payload in blocks)
+            return await original(blocks)
+
+        tier.store = watched  # type: ignore[method-assign]
+        await a.serve(prompt(*range(20)))
+        await a.until(spilled)
+        assert kept
+        assert all(kept)
+
+
+async def started(host: KVHost) -> KVHost:
+    async with asyncio.timeout(10):
+        while not (host.node and host.node._storage and host.node._storage._tiers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return host
+
+
+async def test_host_memory_first_and_the_disk_for_the_rest(short_folder: str, redis: RedisServer) -> None:
+    flags = {**CUDA, **EAGER, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "disk_path": f"{short_folder}/disk"}
+    async with hosts(short_folder, redis, "a", **flags) as (a,):
+        chains = [prompt(*range(first, first + 20)) for first in (0, 100, 200)]
+        for chain in chains:
+            await a.serve(chain)
+            await a.until(spilled)
+        status = await a.client.status()
+        assert status.host_blocks <= HOST_BLOCKS < status.disk_blocks
+        for chain in chains:
+            assert (await a.serve(chain)).blocks == 20
+        await checked(a)
+        await settled(a)
+        await a.stop()
+        await a.start()
+        # KVHost memory is gone with the process, the disk is not.
+        await a.until(lambda status: status.disk_blocks > 0)
+        assert (await a.serve(chains[0])).restored_blocks > 0
+        await checked(a)
+
+
+async def test_a_flipped_bit_in_host_memory_is_computed_again(short_folder: str, redis: RedisServer) -> None:
+    async with hosts(short_folder, redis, "a", **CUDA, **EAGER, host_bytes=64 * BLOCK_BYTES) as (a,):
+        hashes = prompt(*range(20))
+        await a.serve(hashes)
+        await a.until(spilled)
+        tier = host_tier(a)
+        victim = next(block_hash for block_hash in split_hashes(hashes) if block_hash in tier)
+        tier._buffers[tier._places[victim]][100] ^= 1
+        brought = await a.serve(hashes)
+        assert brought.blocks == split_hashes(hashes).index(victim)
+        assert (await a.client.status()).corrupt_blocks == 1
+        await checked(a)
+        await settled(a)
+
+
+async def test_a_chain_goes_from_one_device_to_another(short_folder: str, redis: RedisServer) -> None:
+    async with hosts(short_folder, redis, "a", "b", **CUDA) as (a, b):
+        hashes = prompt(*range(20))
+        assert await a.serve(hashes) == PrefetchReply(blocks=0)
+        assert await b.serve(hashes, "a") == PrefetchReply(blocks=20, fetched_blocks=20)
+        await checked(a, b)
+        assert a.node is not None
+        assert a.node._storage is not None
+        pool = await a.node._storage.describe()
+        assert (pool.memory_kind, pool.device_index) == ("cuda", 0)
+
+
+async def test_between_a_host_and_a_device(short_folder: str, redis: RedisServer) -> None:
+    async with (
+        hosts(short_folder, redis, "a", **CUDA) as (a,),
+        hosts(short_folder, redis, "b", kv_transport="grpc") as (b,),
+    ):
+        there, back = prompt(*range(15)), prompt(*range(50, 65))
+        await a.serve(there)
+        await b.serve(back)
+        assert (await b.serve(there, "a")).fetched_blocks == 15
+        assert (await a.serve(back, "b")).fetched_blocks == 15
+        await checked(a, b)
+
+
+async def test_storms_of_requests_on_two_devices(short_folder: str, redis: RedisServer) -> None:
+    """Few stages, many callers, blocks going down and coming back all the while; some callers go away."""
+    flags = {**CUDA, **EAGER, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "disk_path": ""}
+    async with hosts(short_folder, redis, "a", "b", **flags) as nodes:
+        rng = random.Random(7)
+
+        async def request(number: int) -> None:
+            host, other = rng.sample(nodes, 2)
+            base = rng.randrange(6) * 100
+            chain = prompt(*range(base, base + rng.randrange(1, 9)))
+            try:
+                async with asyncio.timeout(rng.choice([0.02, 10, 10])):
+                    await host.serve(chain, other.name)
+            except TimeoutError:
+                pass
+
+        for _ in range(8):
+            await asyncio.gather(*(request(number) for number in range(6)))
+        await checked(*nodes)
+        for host in nodes:
+            await settled(host)
+
+
+def memory_of(slots: int, block_bytes: int = BLOCK_BYTES) -> tuple[CudaMemory, DeviceBytes, DeviceSegment]:
+    segment = DeviceSegment(CudaDriver().device(0), slots * block_bytes)
+    return CudaMemory(segment.mapping, slots, block_bytes), DeviceBytes(segment.mapping), segment
+
+
+def block(slot: int) -> bytes:
+    return content(slot.to_bytes(32, "little"))
+
+
+async def test_the_seam_is_the_same_on_host_and_device() -> None:
+    """One script, two memories, the same bytes."""
+    device, raw, segment = memory_of(10)
+    store = bytearray(10 * BLOCK_BYTES)
+    host = HostMemory(store, 10, BLOCK_BYTES)
+    for memory in (host, device):
+        for first in range(0, 10, 3):
+            part = range(10)[first : first + 3]
+            async with memory.writing(part) as targets:
+                for slot, target in zip(part, targets, strict=True):
+                    target[:] = block(slot)
+        pieces = [piece async for piece in memory.pieces([7, 2], 5000)]
+        assert b"".join(pieces) == block(7) + block(2)
+        assert [len(piece) for piece in pieces] == 2 * [5000, BLOCK_BYTES - 5000]
+        assert await memory.checksums(range(10)) == [block_checksum(block(slot)) for slot in range(10)]
+        copies = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(5)]
+        assert await memory.copy_out([0, 9, 4, 5, 6], copies, [0, 77, 0, 0, 0]) == [
+            block_checksum(block(0)), 77, *(block_checksum(block(slot)) for slot in (4, 5, 6))
+        ]  # fmt: skip
+        assert [bytes(copy) for copy in copies] == [block(slot) for slot in (0, 9, 4, 5, 6)]
+        await memory.copy_in([1, 2], [copies[1], copies[0]])
+        with pytest.raises(ValueError, match="on purpose"):
+            async with memory.writing([3]):
+                raise ValueError("on purpose")
+        with memory.on_device():
+            assert memory.hold() is not None
+    assert raw.read(0, 10 * BLOCK_BYTES) == bytes(store)
+    assert raw.read(2 * BLOCK_BYTES, BLOCK_BYTES) == block(0)
+    device.close()
+    device.close()
+    segment.close()
+
+
+async def test_a_cancelled_writer_writes_nothing_later() -> None:
+    memory, raw, segment = memory_of(4)
+    begun = asyncio.Event()
+
+    async def write() -> None:
+        async with memory.writing([1]) as (target,):
+            target[:] = block(1)
+            begun.set()
+            await asyncio.sleep(60)
+
+    writers = [asyncio.create_task(write()) for _ in range(2 * STAGES)]
+    await begun.wait()
+    for writer in writers:
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
+    assert raw.read(BLOCK_BYTES, BLOCK_BYTES) == bytes(BLOCK_BYTES)
+    # All stages are free again.
+    for _ in range(2 * STAGES):
+        assert await asyncio.wait_for(memory.checksums(range(4)), 10)
+    memory.close()
+    segment.close()
+
+
+async def test_slow_sources_and_receivers_hold_nobody_up() -> None:
+    memory, _, segment = memory_of(4)
+
+    async def write() -> None:
+        async with memory.writing([1]):
+            await asyncio.sleep(60)
+
+    writers = [asyncio.create_task(write()) for _ in range(3 * STAGES)]
+    streams = [memory.pieces([0, 1], 5000) for _ in range(2 * STAGES)]
+    assert await asyncio.wait_for(asyncio.gather(*(anext(stream) for stream in streams)), 10)
+    assert await asyncio.wait_for(memory.checksums(range(4)), 10)
+    for writer in writers:
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
+    memory.close()
+    segment.close()
+
+
+@pytest.mark.skipif(NATIVE, reason="a real GPU does not fail on request")
+async def test_a_device_that_fails_costs_a_copy() -> None:
+    memory, _, segment = memory_of(4)
+    fake_cuda.fail_next_copy()
+    with pytest.raises(Unavailable, match="cannot be copied"):
+        await memory.checksums([0])
+    assert len(await memory.checksums(range(4))) == 4
+    memory.close()
+    with pytest.raises(ConfigError, match="fit"):
+        CudaMemory(segment.mapping, 1000, BLOCK_BYTES)
+    segment.close()

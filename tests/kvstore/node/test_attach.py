@@ -1,0 +1,210 @@
+"""Attaching with real processes: shared memory, refusals, and death as the only proof that slots may be reused (I4)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from pillion.errors import ConfigError, Conflict
+from pillion.kvstore.client.attachment import attach
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.node.attach_server import AttachServer
+from pillion.kvstore.node.pool import Pool
+from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply
+
+BLOCK_BYTES = 4096
+POOL_BYTES = 64 * BLOCK_BYTES
+
+# Attaches, leases through the parent's pool by epoch, writes into slot 3, and then waits to be killed.
+CHILD = """
+import sys, time
+from pillion.kvstore.client.attachment import attach
+a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
+a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
+print(a.epoch, a.num_slots, a.node_id, flush=True)
+time.sleep(60)
+"""
+
+
+class AttachNode:
+    """The node's side without gRPC."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = f"{folder}/sub/attach.sock"
+        self.pool = Pool(pool_bytes=POOL_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0)
+        self.segment = Segment(POOL_BYTES)
+        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended)
+
+    async def admit(self, hello: AttachHello) -> AttachReply:
+        epoch, num_slots = self.pool.attach(hello)
+        return AttachReply(node_id="n", node_address="unix:nowhere", epoch=epoch, num_slots=num_slots)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[AttachNode]:
+    with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
+        made = AttachNode(folder)
+        made.server.start()
+        try:
+            yield made
+        finally:
+            await made.server.stop()
+            made.segment.close()
+            made.pool.check_integrity()
+            assert not pathlib.Path(made.path).exists()  # noqa: ASYNC240
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def child(path: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_killed_worker_frees_its_slots(node: AttachNode) -> None:
+    with child(node.path) as process:
+        assert process.stdout is not None
+        words = (await asyncio.to_thread(process.stdout.readline)).split()
+        epoch = int(words[0])
+        assert words[1:] == ["64", "n"]
+        assert node.pool.lease(epoch, 5)
+        with map_shared(node.segment.fileno(), POOL_BYTES) as mapped:
+            assert mapped[3 * BLOCK_BYTES :][:5] == b"hello", "the same memory in both processes"
+        process.send_signal(signal.SIGSTOP)
+        node.pool.ledger.fence(epoch)
+        assert node.pool.status().quarantined_blocks == 5, "asleep, not dead: nobody may reuse its slots"
+        process.kill()
+        await until(lambda: node.pool.status().free_blocks == 64)
+    assert epoch not in node.pool.ledger.holders
+
+
+async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
+    attachment = await asyncio.to_thread(
+        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+    )
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(attachment.fileno(), ended.set)
+    await asyncio.sleep(0.05)
+    assert not ended.is_set()
+    await node.server.stop()
+    async with asyncio.timeout(5):
+        await ended.wait()
+    asyncio.get_running_loop().remove_reader(attachment.fileno())
+    attachment.memory[0] = 1  # still mapped: no crash in the middle of a step
+    attachment.close()
+    assert not node.pool.ledger.holders
+
+
+async def test_closing_is_the_end_of_the_epoch(node: AttachNode) -> None:
+    attachment = await asyncio.to_thread(
+        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+    )
+    assert (attachment.num_slots, len(attachment.memory)) == (64, POOL_BYTES)
+    node.pool.lease(attachment.epoch, 3)
+    view = attachment.memory[:16]  # a tensor, say, that outlives the attachment
+    attachment.close()
+    await until(lambda: node.pool.status().free_blocks == 64)
+    assert bytes(view) == bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "why"),
+    [(2 * BLOCK_BYTES, "restart the node"), (POOL_BYTES + 1, "--kv-pool-bytes"), (0, "at least one byte")],
+)
+async def test_refusals_are_one_line(node: AttachNode, block_bytes: int, why: str) -> None:
+    if block_bytes == 2 * BLOCK_BYTES:
+        node.pool.attach(AttachHello(component_id="first", role="prefill", block_bytes=BLOCK_BYTES))
+    with pytest.raises(ConfigError, match=why) as caught:
+        await asyncio.to_thread(
+            attach, node.path, component_id="w", role="decode", block_bytes=block_bytes, timeout_s=5
+        )
+    assert "\n" not in caught.value.message
+
+
+async def test_a_foreign_protocol_is_refused(node: AttachNode) -> None:
+    reply = await asyncio.to_thread(speak, node.path, b'{"protocol":9,"component_id":"w","role":"x","block_bytes":1}\n')
+    assert b"upgrade one version at a time" in reply
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"\n", b"[]\n", b"{}\n", b"\xff\xfe\n", b'{"component_id":1,"role":"x","block_bytes":1}\n', b"x" *
+    MAX_LINE_BYTES,
+     b'{"component_id":"w","role":"x","block_bytes":true}\n'],
+)  # fmt: skip
+async def test_nonsense_is_refused(node: AttachNode, line: bytes) -> None:
+    assert b'"error":"' in await asyncio.to_thread(speak, node.path, line)
+    assert not node.pool.ledger.holders
+
+
+async def nobody(hello: AttachHello) -> AttachReply:
+    raise Conflict("nobody is admitted")
+
+
+def speak(path: str, line: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(10)
+        sock.connect(path)
+        sock.sendall(line)
+        sock.shutdown(socket.SHUT_WR)
+        return sock.recv(MAX_LINE_BYTES)
+
+
+async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> None:
+    assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
+    with pytest.raises(ConfigError, match="another KV node"):
+        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended).start()
+
+
+async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
+    with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
+        path, precious = f"{folder}/a.sock", pathlib.Path(folder, "a.sock")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+            dead.bind(path)
+        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None)
+        server.start()
+        await server.stop()
+        precious.write_text("precious")  # noqa: ASYNC240
+        with pytest.raises(ConfigError, match="no socket"):
+            server.start()
+        assert precious.read_text() == "precious"  # noqa: ASYNC240
+
+
+def test_no_node_no_attachment(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="cannot attach"):
+        attach(str(tmp_path / "none"), component_id="w", role="decode", block_bytes=1, timeout_s=0.2)
+
+
+def test_the_segment_leaves_no_name_and_cannot_be_cut() -> None:
+    segment = Segment(POOL_BYTES)
+    with pytest.raises(ConfigError, match="were promised"):
+        map_shared(segment.fileno(), POOL_BYTES + 1)
+    if sys.platform == "linux":
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fileno(), 0)
+        assert not any("pillion-kv-pool" in name for name in os.listdir("/dev/shm"))
+    segment.close()
+    segment.close()
+    with pytest.raises(ConfigError):
+        Segment(0)

@@ -1,0 +1,388 @@
+"""A real node over real gRPC: waiting in line, cancelling, sessions, dead and silent workers. Nothing may leak."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from pillion.config import KVNodeFlags
+from pillion.errors import (
+    Cancelled,
+    ConfigError,
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from pillion.kvstore.client.attachment import Attachment, attach
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
+from pillion.kvstore.hashing import chain_hashes
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.pool import Pool
+from pillion.net.rpc import open_channel
+from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.wire.attach import AttachHello
+from pillion.wire.kvnode import CommitRun
+
+NUM_SLOTS = 20
+BLOCK_BYTES = 4096
+ROOT = bytes(32)
+
+
+def hashes(*tokens: int) -> bytes:
+    return chain_hashes(ROOT, tokens, 1)
+
+
+def flags_in(folder: str, **more: object) -> KVNodeFlags:
+    said = {
+        "node_listen": f"unix:{folder}/node.sock",
+        "attach_socket": f"{folder}/attach.sock",
+        "kv_pool_bytes": NUM_SLOTS * BLOCK_BYTES,
+        "decode_reserve_percent": 10,
+        "max_waiting_tickets": 2,
+    }
+    return KVNodeFlags(**(said | more))  # type: ignore[arg-type]
+
+
+@dataclass
+class NodeHarness:
+    node: KVNode
+    client: NodeClient
+    session: NodeSession
+    folder: str
+
+    async def worker(self, role: str = "decode") -> Attachment:
+        return await asyncio.to_thread(
+            attach,
+            f"{self.folder}/attach.sock",
+            component_id=role,
+            role=role,
+            block_bytes=BLOCK_BYTES,
+            timeout_s=5,
+        )
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def waiting(self, count: int) -> Callable[[], bool]:
+        return lambda: self.node.pool.status().waiting_tickets == count
+
+
+@asynccontextmanager
+async def running(folder: str, **more: object) -> AsyncIterator[NodeHarness]:
+    node = await start_kvnode(flags_in(folder, **more))
+    client = NodeClient(node.address, "gateway-0")
+    try:
+        cluster = NodeHarness(node, client, await client.open_session(), folder)
+        yield cluster
+        await client.check_integrity()
+        await cluster.session.aclose()
+        await cluster.until(lambda: not node.pool.ledger.tickets)
+        await client.check_integrity()
+        books = await client.status()
+        assert (books.reserved_blocks, books.waiting_tickets) == (0, 0)
+    finally:
+        await client.aclose()
+        await node.stop(0.1)
+
+
+@pytest.fixture
+async def cluster(short_folder: str) -> AsyncIterator[NodeHarness]:
+    async with running(short_folder) as made:
+        yield made
+
+
+@pytest.fixture
+def attachments() -> Iterator[list[Attachment]]:
+    kept: list[Attachment] = []
+    yield kept
+    for attachment in kept:
+        attachment.close()
+
+
+async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client, epoch = cluster.client, cluster.session.epoch
+    prefill, decode = await cluster.worker("prefill"), await cluster.worker("decode")
+    attachments += [prefill, decode]
+    chain = hashes(1, 2, 3, 4)
+    ticket = await client.open_ticket(epoch, chain, 5)
+    assert ticket.pinned_blocks == 0
+    adopted = await client.adopt(prefill.epoch, ticket.ticket_id, 3)
+    run = CommitRun(ticket.ticket_id, adopted.leased_slots, chain[: 3 * 32])
+    [result] = await client.commit(prefill.epoch, [run])
+    assert result.slots == adopted.leased_slots
+    await client.release(prefill.epoch, [ticket.ticket_id])
+    taken = await client.adopt(decode.epoch, ticket.ticket_id, 2)
+    assert taken.chain_slots == adopted.leased_slots, "no byte moved"
+    assert taken.tail_hash == chain[64:96]
+    await client.release(epoch, [ticket.ticket_id])
+    assert (await client.status()).pinned_blocks == 3, "the decode worker still holds it"
+    await client.give_back(decode.epoch, taken.leased_slots)
+    await client.release(decode.epoch, [ticket.ticket_id])
+    again = await client.open_ticket(epoch, chain, 5)
+    assert again.pinned_blocks == 3
+
+
+async def test_waiting_in_line(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client, epoch = cluster.client, cluster.session.epoch
+    attachments.append(await cluster.worker())
+    first = await client.open_ticket(epoch, b"", 15)
+    second = asyncio.create_task(client.open_ticket(epoch, b"", 15))
+    await cluster.until(cluster.waiting(1))
+    third = asyncio.create_task(client.open_ticket(epoch, b"", 1))
+    await cluster.until(cluster.waiting(2))
+    with pytest.raises(Overloaded) as caught:
+        await client.open_ticket(epoch, b"", 1)
+    assert caught.value.retry_after_ms > 0
+    assert (await client.heartbeat(attachments[0].epoch)).recall_blocks > 0
+    await client.release(epoch, [first.ticket_id])
+    assert (await second).ticket_id
+    await third
+    assert (await client.heartbeat(attachments[0].epoch)).recall_blocks == 0
+
+
+async def test_a_resumed_stream_goes_first(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client, epoch = cluster.client, cluster.session.epoch
+    attachments.append(await cluster.worker())
+    first = await client.open_ticket(epoch, b"", 15)
+    new = asyncio.create_task(client.open_ticket(epoch, b"", 15))
+    await cluster.until(cluster.waiting(1))
+    resumed = asyncio.create_task(client.open_ticket(epoch, b"", 15, resume=True))
+    await cluster.until(cluster.waiting(2))
+    await client.release(epoch, [first.ticket_id])
+    await resumed
+    assert not new.done()
+    new.cancel()
+
+
+async def test_cancelled_in_line(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client, epoch = cluster.client, cluster.session.epoch
+    attachments.append(await cluster.worker())
+    first = await client.open_ticket(epoch, b"", 15)
+    waiter = asyncio.create_task(client.open_ticket(epoch, b"", 15))
+    await cluster.until(cluster.waiting(1))
+    waiter.cancel()
+    await cluster.until(cluster.waiting(0))
+    with pytest.raises(DeadlineExceeded):
+        await client.open_ticket(epoch, b"", 15, timeout_s=0.2)
+    await cluster.until(cluster.waiting(0))
+    await client.release(epoch, [first.ticket_id])
+    assert not cluster.node.pool.ledger.tickets
+
+
+async def test_cancel_and_grant_at_once_leak_nothing(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    """The caller goes away at every possible moment around the grant."""
+    client, epoch = cluster.client, cluster.session.epoch
+    attachments.append(await cluster.worker())
+    for delay_us in range(0, 4000, 100):
+        first = await client.open_ticket(epoch, b"", 15)
+        waiter = asyncio.create_task(client.open_ticket(epoch, b"", 15))
+        await cluster.until(cluster.waiting(1))
+        release = asyncio.create_task(client.release(epoch, [first.ticket_id]))
+        await asyncio.sleep(delay_us / 1e6)
+        waiter.cancel()
+        await asyncio.gather(waiter, release, return_exceptions=True)
+        if not waiter.cancelled():
+            await client.release(epoch, [waiter.result().ticket_id])
+        await cluster.until(lambda: not cluster.node.pool.ledger.tickets)
+        assert cluster.node.pool.status().waiting_tickets == 0
+        cluster.node.pool.check_integrity()
+
+
+@pytest.mark.parametrize("first", ["granted", "cancelled"])
+async def test_grant_and_cancel_in_one_moment(first: str) -> None:
+    """Both orders, before the waiting task has had a chance to run."""
+    pool = Pool(pool_bytes=20, decode_reserve_percent=0, max_waiting=9, heartbeat_timeout_s=5.0)
+    pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
+    epoch = pool.open_session("g")
+    ticket = await pool.open_ticket(epoch, 1, b"", 15, resume=False)
+    waiter = asyncio.create_task(pool.open_ticket(epoch, 2, b"", 15, resume=False))
+    behind = asyncio.create_task(pool.open_ticket(epoch, 3, b"", 14, resume=False))
+    await asyncio.sleep(0)
+    assert pool.status().waiting_tickets == 2
+    if first == "granted":
+        pool.release(epoch, [ticket.ticket_id], [])
+    waiter.cancel()
+    if first == "cancelled":
+        pool.release(epoch, [ticket.ticket_id], [])
+    async with asyncio.timeout(5):
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        assert pool.ledger.tickets.keys() == {(await behind).ticket_id}, "the next in line got the place"
+    pool.check_integrity()
+
+
+async def test_an_answer_that_is_lost_leaves_no_ticket(
+    cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = cluster.client
+    attachments.append(await cluster.worker())
+    real = client._stub.OpenTicket
+
+    async def losing(*args: object, **kwargs: object) -> None:
+        await real(*args, **kwargs)
+        assert cluster.node.pool.ledger.tickets
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(client._stub, "OpenTicket", losing)
+    with pytest.raises(Unavailable):
+        await client.open_ticket(cluster.session.epoch, b"", 5)
+    await cluster.until(lambda: not cluster.node.pool.ledger.tickets)
+
+
+async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    """The answer was lost on the way: only the caller's own name for the call is left to free the ticket."""
+    attachments.append(await cluster.worker())
+    epoch = cluster.session.epoch
+    async with open_channel(cluster.node.address) as channel:
+        stub = kvnode_pb2_grpc.KVNodeStub(channel)
+        request = kvnode_pb2.OpenTicketRequest(epoch=epoch, total_blocks=15, nonce=7)
+        await stub.OpenTicket(request)
+        with pytest.raises(grpc.aio.AioRpcError, match="nonce"):
+            await stub.OpenTicket(request)
+        second = stub.OpenTicket(kvnode_pb2.OpenTicketRequest(epoch=epoch, total_blocks=15, nonce=8))
+        await cluster.until(cluster.waiting(1))
+        await stub.ReleaseTicket(kvnode_pb2.ReleaseTicketRequest(epoch=epoch, nonces=[7, 8, 9]))
+        with pytest.raises(grpc.aio.AioRpcError, match="no longer waits"):
+            await second
+    assert not cluster.node.pool.ledger.tickets
+
+
+async def test_the_end_of_a_session_frees_all_of_it(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client = cluster.client
+    worker = await cluster.worker()
+    attachments.append(worker)
+    other = await client.open_session()
+    alone = await client.open_ticket(other.epoch, b"", 5)
+    shared = await client.open_ticket(other.epoch, b"", 5)
+    await client.adopt(worker.epoch, shared.ticket_id, 2)
+    waiter = asyncio.create_task(client.open_ticket(other.epoch, b"", 18))
+    await cluster.until(cluster.waiting(1))
+    await other.aclose()
+    with pytest.raises((Cancelled, NotFound)):
+        await waiter
+    await cluster.until(lambda: len(cluster.node.pool.ledger.tickets) == 1)
+    with pytest.raises(NotFound):
+        await client.adopt(worker.epoch, alone.ticket_id, 1)
+    with pytest.raises(NotFound):
+        await client.open_ticket(other.epoch, b"", 1)
+    await client.release(worker.epoch, [shared.ticket_id])
+    assert (await client.status()).reserved_blocks == 0
+
+
+async def test_a_dead_worker_lets_go(cluster: NodeHarness) -> None:
+    client = cluster.client
+    worker = await cluster.worker()
+    ticket = await client.open_ticket(cluster.session.epoch, hashes(1, 2, 3), 4)
+    adopted = await client.adopt(worker.epoch, ticket.ticket_id, 3)
+    await client.commit(worker.epoch, [CommitRun(ticket.ticket_id, adopted.leased_slots[:1], hashes(1))])
+    worker.close()
+    await cluster.until(lambda: cluster.node.pool.status().leased_blocks == 0)
+    books = await client.status()
+    assert (books.pinned_blocks, books.reserved_blocks) == (1, 3), (
+        "what it committed stands, the rest is promised again"
+    )
+    with pytest.raises(NotFound):
+        await client.heartbeat(worker.epoch)
+
+
+async def test_a_silent_worker_is_fenced(short_folder: str, attachments: list[Attachment]) -> None:
+    async with running(short_folder, heartbeat_ms=50, heartbeat_timeout_ms=200) as cluster:
+        client = cluster.client
+        worker = await cluster.worker()
+        attachments.append(worker)
+        slots = await client.lease(worker.epoch, 3)
+        assert not (await client.heartbeat(worker.epoch)).fenced
+        await cluster.until(lambda: cluster.node.pool.status().quarantined_blocks == 3)
+        assert (await client.heartbeat(worker.epoch)).fenced
+        with pytest.raises(Conflict, match="fenced"):
+            await client.give_back(worker.epoch, slots)
+        assert (await client.status()).quarantined_blocks == 3, "a late heartbeat does not lift a fence"
+        worker.close()
+        await cluster.until(lambda: cluster.node.pool.status().free_blocks == NUM_SLOTS)
+
+
+async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, now = cluster.node.pool, 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    worker = await cluster.worker()
+    pool.judge_silence(0.5)
+    pool.heartbeat(worker.epoch)
+    now += 3600.0
+    pool.judge_silence(0.5)
+    assert not pool.heartbeat(worker.epoch).fenced
+    for _ in range(12):
+        now += 0.5
+        pool.judge_silence(0.5)
+    assert pool.heartbeat(worker.epoch).fenced
+    worker.close()
+
+
+async def test_bad_calls(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client, epoch = cluster.client, cluster.session.epoch
+    with pytest.raises(Conflict, match="no worker has attached"):
+        await client.open_ticket(epoch, b"", 1)
+    attachments.append(await cluster.worker())
+    with pytest.raises(Overloaded, match="21 KV blocks, the pool has 20"):
+        await client.open_ticket(epoch, b"", 21)
+    with pytest.raises(InvalidRequest):
+        await client.open_ticket(epoch, hashes(1, 2), 2)
+    with pytest.raises(InvalidRequest):
+        await client.open_ticket(epoch, b"short", 2)
+    with pytest.raises(InvalidRequest):
+        await client.give_back(attachments[0].epoch, [1])
+    with pytest.raises(NotFound):
+        await client.lease(12345, 1)
+    assert (await client.open_ticket(epoch, b"", 20)).ticket_id, "alone, a prompt may have the whole pool"
+
+
+async def test_the_nodes_end_is_noticed(short_folder: str) -> None:
+    node = await start_kvnode(flags_in(short_folder))
+    client = NodeClient(node.address, "g")
+    session = await client.open_session()
+    closed = asyncio.create_task(session.closed())
+    await asyncio.sleep(0.05)
+    assert not closed.done()
+    await node.stop(0.1)
+    await node.stop(0.1)
+    async with asyncio.timeout(5):
+        await closed
+    with pytest.raises(Unavailable):
+        await client.status()
+    with pytest.raises(Unavailable):
+        await client.open_session()
+    await client.aclose()
+
+
+async def test_a_node_that_cannot_start_leaves_nothing(short_folder: str) -> None:
+    with pytest.raises(ConfigError, match="decode-reserve"):
+        await start_kvnode(flags_in(short_folder, decode_reserve_percent=99))
+    with pytest.raises(ConfigError, match="cannot listen"):
+        await start_kvnode(flags_in(short_folder, node_listen="unix:/nonexistent/folder/node.sock"))
+    node = await start_kvnode(flags_in(short_folder))
+    with pytest.raises(ConfigError):
+        await start_kvnode(flags_in(short_folder, node_listen="127.0.0.1:0"))
+    client = NodeClient(node.address, "g")
+    await client.status()
+    await client.aclose()
+    await node.stop(0.1)
+
+
+async def test_a_task_that_dies_is_reported(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = asyncio.create_task(cluster.node.wait_failed())
+
+    def broken(interval_s: float) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cluster.node.pool, "judge_silence", broken)
+    async with asyncio.timeout(5):
+        assert "a defect" in await failed

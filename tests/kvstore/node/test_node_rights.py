@@ -1,0 +1,48 @@
+"""Who may do what at a node, and callers that use a name twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pillion.errors import Cancelled, InvalidRequest
+from pillion.wire.kvnode import CommitRun
+from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
+
+
+async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:
+    """Hashes are no secret: a session that could commit could put anything under anybody's prompt."""
+    async with running(short_folder) as cluster:
+        await cluster.worker()
+        epoch, client = cluster.session.epoch, cluster.client
+        ticket = await client.open_ticket(epoch, hashes(1, 2), 3)
+        run = CommitRun(ticket.ticket_id, (0,), hashes(1))
+        calls = (
+            client.adopt(epoch, ticket.ticket_id, 1),
+            client.lease(epoch, 1),
+            client.give_back(epoch, [0]),
+            client.commit(epoch, [run]),
+        )
+        for call in calls:
+            with pytest.raises(InvalidRequest, match="attached"):
+                await call
+        await client.check_integrity()
+
+
+async def test_a_nonce_that_is_used_again_at_once(short_folder: str) -> None:
+    async with running(short_folder) as cluster:
+        await cluster.worker()
+        epoch, pool = cluster.session.epoch, cluster.node.pool
+        await cluster.client.open_ticket(epoch, b"", NUM_SLOTS)
+        first = asyncio.create_task(pool.open_ticket(epoch, 7, b"", NUM_SLOTS, resume=False))
+        await asyncio.sleep(0)
+        pool.release(epoch, [], [7])
+        second = asyncio.create_task(pool.open_ticket(epoch, 7, b"", NUM_SLOTS, resume=False))
+        with pytest.raises(Cancelled):
+            await first
+        pool.check_integrity()
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        pool.check_integrity()

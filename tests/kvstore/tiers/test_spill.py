@@ -1,0 +1,388 @@
+"""Evicting ahead of need: when it begins and ends, what goes down, what is lost, and what the index hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from pillion.errors import ConfigError
+from pillion.kvstore.ledger.eviction import LruEviction, make_policy
+from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.tiers import spill
+from pillion.kvstore.tiers.disk import open_disk_tier
+from pillion.kvstore.tiers.disk_files import DiskFolder
+from pillion.kvstore.tiers.spill import Spiller
+from pillion.kvstore.tiers.spill_plan import IndexFilter, Watermarks
+from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
+from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
+
+BLOCK_BYTES = 256
+NUM_SLOTS = 20
+LOW, HIGH = 20, 40
+DEADLINE_S = 10.0
+
+
+class ScriptedTier:
+    """Memory that can hang, refuse and forget."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.counts = TierCounts()
+        self.kept: dict[bytes, bytes] = {}
+        self.names_of: dict[bytes, BlockName] = {}
+        self.touched: list[bytes] = []
+        self.room = 2**30
+        self.refuses = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self.kept
+
+    def room_bytes(self) -> int:
+        return self.room
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        self.touched += hashes
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        await self.gate.wait()
+        if self.refuses:
+            return [name for name, _ in blocks]
+        for name, data in blocks:
+            assert block_checksum(data) == name.checksum
+            self.kept[name.hash], self.names_of[name.hash] = bytes(data), name
+        return []
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        raise NotImplementedError
+
+    def names(self) -> Iterable[BlockName]:
+        return self.names_of.values()
+
+    async def close(self) -> None: ...
+
+
+class ScriptedMemory(HostMemory):
+    """Threads that read it say so, and may have to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
+        self.read = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def block(self, slot: int) -> memoryview:
+        if threading.current_thread() is not threading.main_thread():
+            self.read.set()
+            assert self.go_on.wait(DEADLINE_S)
+        return super().block(slot)
+
+
+class SpillHost:
+    """A pool with memory, a spiller and an index that believes what it is told."""
+
+    def __init__(self, tiers: Sequence[Tier], policy: str = "lru") -> None:
+        self.node = LedgerDriver(make_policy(policy), NUM_SLOTS)
+        self.ledger = self.node.ledger
+        self.memory = ScriptedMemory()
+        self.index: set[bytes] = set()
+        self.spiller = Spiller(self.ledger, self.memory, tiers, LOW, HIGH, self.forgotten, self.changed)
+        self.news = IndexFilter(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
+        self.read, self.go_on = self.memory.read, self.memory.go_on
+
+    def hear(self, events: Iterable[IndexEvent]) -> None:
+        for event in events:
+            (self.index.add if event.here else self.index.discard)(event.block_hash)
+
+    def forgotten(self, names: Sequence[BlockName]) -> None:
+        self.hear(self.news.blocks_lost(names))
+
+    def changed(self) -> None:
+        self.hear(self.news.pool_changed(self.ledger.drain_events()))
+        self.spiller.poke()
+
+    def open(self, *tokens: int) -> int:
+        hashes = prompt(*tokens)
+        here = self.ledger.tree.longest_prefix(hashes).blocks
+        ticket_id = self.node.open(hashes)
+        for block in self.ledger.tree.chain(self.ledger.tickets[ticket_id].tail)[here:]:
+            self.memory.block(block.slot)[:] = content(block.hash)
+        self.changed()
+        return ticket_id
+
+    def serve(self, *tokens: int) -> None:
+        self.close(self.open(*tokens))
+
+    def close(self, ticket_id: int) -> None:
+        self.node.close(ticket_id)
+        self.changed()
+
+    @property
+    def free(self) -> int:
+        return len(self.ledger.free)
+
+
+def content(block_hash: bytes) -> bytes:
+    return block_hash * (BLOCK_BYTES // 32)
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def running(*tiers: Tier, policy: str = "lru") -> AsyncIterator[SpillHost]:
+    host = SpillHost(tiers, policy)
+    task = asyncio.create_task(host.spiller.run())
+    yield host
+    host.go_on.set()
+    if task.done():
+        await task
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await host.spiller.close()
+    check_integrity(host.ledger)
+    assert host.index == set(host.ledger.tree.by_hash) | {h for tier in tiers for h in host.index if h in tier}
+    assert all(host.spiller.keeps(h) or h in host.ledger.tree.by_hash for h in host.index)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 5), (6, 5), (5, 91)])
+def test_watermarks_are_checked(low: int, high: int) -> None:
+    with pytest.raises(ConfigError, match="watermark"):
+        Watermarks(low, high)
+
+
+def test_watermarks_count_in_percent_of_the_pool() -> None:
+    node = LedgerDriver(LruEviction(), NUM_SLOTS)
+    marks = Watermarks(20, 33)
+    node.open(prompt(*range(16)))
+    assert not marks.reached(node.ledger), "four of twenty are free: that is not below 20 %"
+    node.open(prompt(77))
+    assert marks.reached(node.ledger)
+    assert marks.missing(node.ledger) == 7 - 3
+    assert not Watermarks(0, 0).reached(node.ledger)
+
+
+async def test_without_tiers_the_front_goes() -> None:
+    async with running() as host:
+        for token in range(16):
+            host.serve(token)
+        await asyncio.sleep(0.01)
+        assert host.free == 4, "not below the low watermark"
+        host.serve(16)
+        await until(lambda: host.free == 8)
+        assert [host.node.has(token) for token in range(17)] == [False] * 5 + [True] * 12
+        assert len(host.index) == 12
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+async def test_victims_are_kept_below(policy: str) -> None:
+    """Bytes, parent and segment as they were, tails before heads, and the index hears of nothing gone."""
+    tier = ScriptedTier()
+    async with running(tier, policy=policy) as host:
+        host.serve(*range(9))
+        host.serve(*range(9, 17))
+        await until(lambda: len(tier) == 5 and not host.spiller.busy)
+        assert host.free == 8
+        assert list(tier.kept) == prompt(*range(9))[:3:-1]
+        assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
+        name = tier.names_of[prompt(*range(5))[4]]
+        assert (name.parent, name.segment) == (prompt(*range(4))[3], prompt(0)[0])
+        assert host.index == set(prompt(*range(9))) | set(prompt(*range(9, 17)))
+        assert host.spiller.spilled_blocks == 5
+        assert host.ledger.status().evicted_blocks == 5
+
+
+async def test_what_is_below_already_is_not_copied() -> None:
+    tier = ScriptedTier()
+    async with running(tier) as host:
+        tier.kept = {prompt(token)[0]: content(prompt(token)[0]) for token in range(30)}
+        for token in range(17):
+            host.serve(token)
+        await until(lambda: host.free == 8)
+        assert host.spiller.spilled_blocks == 0
+        assert tier.touched == [prompt(token)[0] for token in range(5)]
+        assert len(host.index) == 17
+
+
+async def test_what_is_used_while_it_is_copied_stays() -> None:
+    tier = ScriptedTier()
+    async with running(tier) as host:
+        for token in range(16):
+            host.serve(token)
+        host.go_on.clear()
+        host.serve(16)
+        await until(host.read.is_set)
+        ticket = host.open(0)
+        host.go_on.set()
+        await until(lambda: host.free == 8 and not host.spiller.busy)
+        assert host.node.has(0)
+        assert prompt(0)[0] not in tier
+        assert len(tier) == 5
+        host.close(ticket)
+
+
+async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
+    """The slot gets other bytes, even the same block again: the copy is not trusted, nothing wrong goes down."""
+    tier = ScriptedTier()
+    async with running(tier) as host:
+        for token in range(16):
+            host.serve(token)
+        host.go_on.clear()
+        host.serve(16)
+        await until(host.read.is_set)
+        first = host.node.block(0)
+        tickets = [host.open(100, 101, 102, 103)]
+        assert not host.node.has(0)
+        tickets.append(host.open(0))
+        assert host.node.block(0) is not first
+        host.go_on.set()
+        await until(lambda: host.free == 8 and not host.spiller.busy)
+        assert prompt(0)[0] not in tier
+        assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
+        for ticket in tickets:
+            host.close(ticket)
+
+
+async def test_what_a_tier_refuses_is_told_as_gone() -> None:
+    tier = ScriptedTier()
+    tier.refuses = True
+    async with running(tier) as host:
+        for token in range(17):
+            host.serve(token)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
+        assert len(host.index) == 12
+
+
+async def test_a_tier_that_raises_loses_its_blocks_only(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedTier):
+        async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+            raise ValueError("broken")
+
+    async with running(Broken()) as host:
+        for token in range(17):
+            host.serve(token)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
+        assert len(host.index) == 12
+    assert "a lower tier failed" in caplog.text
+
+
+async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
+    tier = ScriptedTier()
+    tier.room = BLOCK_BYTES - 1
+    async with running(tier) as host:
+        for token in range(17):
+            host.serve(token)
+        await asyncio.sleep(0.01)
+        assert host.free == 3
+        tier.room = 2 * BLOCK_BYTES
+        host.spiller.poke()
+        await until(lambda: host.free == 8)
+
+
+async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is under way is bounded; leases go on and evict for themselves."""
+    monkeypatch.setattr(spill, "MAX_UNDER_WAY_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(spill, "BATCH_BYTES", BLOCK_BYTES)
+    tier = ScriptedTier()
+    tier.gate.clear()
+    async with running(tier) as host:
+        for token in range(17):
+            host.serve(token)
+        await until(lambda: host.free == 5)
+        await asyncio.sleep(0.01)
+        assert host.free == 5
+        assert len(host.index) == 17, "two of them on their way"
+        host.serve(*range(100, 118))
+        assert host.free == 0
+        tier.gate.set()
+        await until(lambda: host.free == 8)
+
+
+async def test_two_tiers_both_get_it() -> None:
+    """A block is gone only when neither has it."""
+    fast, slow = ScriptedTier(), ScriptedTier()
+    fast.refuses = True
+    async with running(fast, slow) as host:
+        for token in range(17):
+            host.serve(token)
+        await until(lambda: host.free == 8 and not host.spiller.busy)
+        assert len(slow) == 5
+        assert len(host.index) == 17
+
+
+async def test_close_waits_for_the_last_bytes() -> None:
+    tier = ScriptedTier()
+    tier.gate.clear()
+    host = SpillHost([tier])
+    task = asyncio.create_task(host.spiller.run())
+    for token in range(17):
+        host.serve(token)
+    await until(lambda: host.free == 8)
+    task.cancel()
+    closing = asyncio.create_task(host.spiller.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    tier.gate.set()
+    await closing
+    assert len(tier) == 5
+
+
+async def test_a_cancelled_copy_is_waited_for() -> None:
+    """The pool's memory must not be unmapped under it."""
+    host = SpillHost([ScriptedTier()])
+    task = asyncio.create_task(host.spiller.run())
+    host.go_on.clear()
+    for token in range(17):
+        host.serve(token)
+    await until(host.read.is_set)
+    task.cancel()
+    closing = asyncio.create_task(host.spiller.close())
+    await asyncio.sleep(0.01)
+    assert task.done()
+    assert not closing.done()
+    host.go_on.set()
+    await closing
+
+
+def test_news_is_of_blocks_that_are_nowhere() -> None:
+    a, b, c = (prompt(token)[0] for token in range(3))
+    news = IndexFilter({a}.__contains__, {b}.__contains__)
+    came, moved, gone = IndexEvent(b, here=True), IndexEvent(b, here=False), IndexEvent(c, here=False)
+    assert news.pool_changed([came, moved, gone]) == [came, gone]
+    names = [BlockName(block_hash, b"", b"s" * 32, 1) for block_hash in (a, b, c)]
+    assert news.blocks_lost(names) == [IndexEvent(c, here=False, segment=b"s" * 32)]
+
+
+async def test_through_a_real_disk(tmp_path: Path) -> None:
+    """Many prompts through a small pool: whatever the index believes in is there, with the right bytes."""
+    disk = await open_disk_tier(
+        DiskFolder(tmp_path), namespace=bytes(32), block_bytes=BLOCK_BYTES, disk_bytes=40 * 4096
+    )
+    async with running(disk, policy="lfu") as host:
+        for turn in range(60):
+            host.serve(0, 1, turn % 7, turn % 5, turn)
+            await asyncio.sleep(0.002)
+    assert host.spiller.spilled_blocks > 40
+    assert len(disk) == 40
+    for block_hash in host.index - set(host.ledger.tree.by_hash):
+        target = bytearray(BLOCK_BYTES)
+        assert await disk.load([block_hash], [memoryview(target)]) == 1
+        assert target == content(block_hash)
+    await disk.close()

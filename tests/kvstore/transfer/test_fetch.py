@@ -1,0 +1,399 @@
+"""Bringing blocks: sources and tiers that have all, some or none, that fail, lie, hang and come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.tiers.tiers import BlockName
+from pillion.kvstore.transfer import fetch as fetch_module
+from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.v1.kvplane_pb2 import PinBlocksReply
+from pillion.wire.kvnode import CommitRun
+
+BLOCK_BYTES = 64
+NUM_SLOTS = 24
+PROMPT = split_hashes(chain_hashes(bytes(32), range(10), 1))
+
+
+def content(block_hash: bytes) -> bytes:
+    """What a block of this hash holds, everywhere in the world."""
+    return random.Random(block_hash).randbytes(BLOCK_BYTES)
+
+
+class FakeSource:
+    """Another node with some of the chain. Reads wait for ``gate``, fail after ``fail_after``, and spoil ``flip``."""
+
+    def __init__(self, node: FetchingNode, name: str, blocks: int) -> None:
+        self.node, self.node_id, self.blocks = node, name, blocks
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.flip: set[bytes] = set()
+        self.fail_after = 1000
+        self.pin_takes_s = 0.0
+        self.pinned: dict[int, list[bytes]] = {}
+        self.reads: list[int] = []
+        self.released: list[int] = []
+        self._ids = itertools.count(1)
+
+    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(self.pin_takes_s)
+        except TimeoutError:
+            raise Unavailable("no answer in time") from None
+        if self.blocks < 0:
+            raise Unavailable("gone")
+        here = split_hashes(hashes)[first_block : self.blocks]
+        ticket_id = next(self._ids)
+        self.pinned[ticket_id] = here
+        return PinBlocksReply(
+            ticket_id=ticket_id,
+            slots=range(len(here)),
+            checksums=[block_checksum(content(each)) for each in here],
+        )
+
+    def release(self, ticket_id: int) -> None:
+        self.released.append(ticket_id)
+
+    async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+        self.reads.append(len(remote))
+        await self.gate.wait()
+        if len(self.reads) > self.fail_after:
+            raise Unavailable("lost in the middle")
+        for there, here in zip(remote, local, strict=True):
+            block_hash = self.pinned[ticket_id][there]
+            data = bytearray(content(block_hash))
+            data[5] ^= block_hash in self.flip
+            self.node.memory.block(here)[:] = data
+
+
+class ListedTier:
+    name = "fake"
+
+    def __init__(self, kept: Iterable[bytes]) -> None:
+        self.kept = set(kept)
+        self.broken: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self.kept
+
+    async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:
+        raise NotImplementedError
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        await asyncio.sleep(0)
+        for count, (block_hash, target) in enumerate(zip(hashes, targets, strict=True)):
+            if block_hash in self.broken:
+                self.kept.discard(block_hash)
+                return count
+            target[:] = content(block_hash)
+        return len(hashes)
+
+    def names(self) -> Iterable[BlockName]:
+        return ()
+
+    async def close(self) -> None: ...
+
+
+class FetchingNode:
+    """A pool of 24 slots whose fetcher meets the fakes."""
+
+    def __init__(self, tier: ListedTier | None = None, verify: bool = True, timeout_s: float = 5.0) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0)
+        self.ledger.shape(NUM_SLOTS)
+        self.gateway = self.ledger.attach("g", SESSION)
+        self.memory = HostMemory(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
+        self.sources: dict[str, FakeSource] = {}
+        self._nonces = itertools.count(1)
+        self.fetcher = Fetcher(
+            self.ledger,
+            BLOCK_BYTES,
+            FetchLimits(timeout_s=timeout_s, max_bytes=2**30, verify=verify),
+            memory=self.memory,
+            changed=lambda: None,
+            source=self.source,
+            tiers=[tier] if tier else [],
+        )
+
+    def add(self, name: str, blocks: int) -> FakeSource:
+        self.sources[name] = FakeSource(self, name, blocks)
+        return self.sources[name]
+
+    def source(self, name: str) -> FakeSource:
+        if name not in self.sources:
+            raise NotFound("no such node")
+        return self.sources[name]
+
+    def ticket(self, hashes: Sequence[bytes] = PROMPT) -> int:
+        ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, len(hashes) + 1)
+        assert ticket is not None
+        return ticket.ticket_id
+
+    async def bring(self, ticket_id: int, *sources: str, hashes: list[bytes] = PROMPT, **more: float) -> int:
+        brought = await self.fetcher.bring(self.gateway, ticket_id, hashes, sources, **more)  # type: ignore[arg-type]
+        return brought.blocks
+
+    def check(self) -> None:
+        """The books add up, nothing is left, and every block holds what its hash stands for."""
+        check_integrity(self.ledger)
+        for block_hash, block in self.ledger.tree.by_hash.items():
+            assert bytes(self.memory.block(block.slot)) == content(block_hash)
+        assert self.ledger.holders.keys() == {self.gateway}
+        for source in self.sources.values():
+            assert sorted(source.released) == sorted(source.pinned)
+
+
+async def test_all_of_a_chain_comes_and_is_pinned():
+    node = FetchingNode()
+    node.add("a", 10)
+    ticket_id = node.ticket()
+    assert await node.bring(ticket_id, "a") == 10
+    ticket = node.ledger.tickets[ticket_id]
+    assert (ticket.blocks, ticket.reserved) == (10, 1)
+    assert node.fetcher.counts.fetched_blocks == 10
+    node.check()
+    node.ledger.release(node.gateway, [ticket_id])
+    assert node.ledger.status().committed_blocks == 10
+    assert node.ledger.reserved == 0
+    # A second prompt finds them without asking anybody.
+    other = node.ticket()
+    assert node.ledger.tickets[other].blocks == 10
+
+
+async def test_what_one_source_lacks_comes_from_the_next():
+    node = FetchingNode()
+    node.add("gone", -1)
+    node.add("short", 3)
+    node.add("long", 7)
+    assert await node.bring(node.ticket(), "gone", "nobody", "short", "long") == 7
+    assert node.fetcher.counts.short_fetches == 1
+    node.check()
+
+
+async def test_own_tiers_come_first_and_a_source_goes_on():
+    node = FetchingNode(ListedTier(PROMPT[:4]))
+    source = node.add("a", 10)
+    brought = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ["a"])
+    assert (brought.blocks, brought.restored_blocks, brought.fetched_blocks) == (10, 4, 6)
+    assert source.reads == [6]
+    node.check()
+
+
+async def test_a_broken_file_ends_in_a_shorter_chain():
+    tier = ListedTier(PROMPT)
+    tier.broken = {PROMPT[6]}
+    node = FetchingNode(tier)
+    assert await node.bring(node.ticket()) == 6
+    node.check()
+
+
+async def test_a_flipped_bit_is_found_counted_and_not_committed():
+    node = FetchingNode()
+    source = node.add("a", 10)
+    source.flip = {PROMPT[4]}
+    assert await node.bring(node.ticket(), "a") == 4
+    assert node.fetcher.counts.corrupt_blocks == 1
+    assert PROMPT[4] not in node.ledger.tree.by_hash
+    node.check()
+
+
+async def test_checks_can_be_turned_off():
+    node = FetchingNode(verify=False)
+    node.add("a", 10).flip = {PROMPT[4]}
+    assert await node.bring(node.ticket(), "a") == 10
+
+
+async def test_another_source_mends_what_came_broken():
+    node = FetchingNode()
+    node.add("a", 10).flip = {PROMPT[4]}
+    node.add("b", 10)
+    assert await node.bring(node.ticket(), "a", "b") == 10
+    node.check()
+
+
+async def test_a_source_that_is_lost_in_the_middle(monkeypatch):
+    monkeypatch.setattr(fetch_module, "BATCH_BYTES", 3 * BLOCK_BYTES)
+    node = FetchingNode()
+    node.add("a", 10).fail_after = 2
+    assert await node.bring(node.ticket(), "a") == 6
+    node.check()
+
+
+async def test_two_fetches_of_one_chain_are_one_transfer():
+    node = FetchingNode()
+    source = node.add("a", 10)
+    source.gate.clear()
+    calls = [asyncio.create_task(node.bring(node.ticket(), "a")) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    source.gate.set()
+    assert await asyncio.gather(*calls) == [10, 10]
+    assert source.reads == [10]
+    node.check()
+
+
+async def test_bytes_and_slots_are_bounds():
+    node = FetchingNode()
+    node.add("a", 10)
+    ticket_id = node.ticket()
+    assert await node.bring(ticket_id, "a", max_bytes=4 * BLOCK_BYTES) == 4
+    node.check()
+    worker = node.ledger.attach("w", "decode")
+    node.ledger.lease(worker, NUM_SLOTS)
+    # What the ticket reserved is still its own, and no more.
+    assert await node.bring(ticket_id, "a") == 10
+    node.ledger.gone(worker)
+    node.check()
+
+
+async def test_no_slots_no_blocks():
+    node = FetchingNode()
+    node.add("a", 10)
+    worker = node.ledger.attach("w", "decode")
+    node.ledger.lease(worker, NUM_SLOTS)
+    ticket = node.ledger.pin_chain(node.gateway, 77, PROMPT)
+    assert await node.bring(ticket.ticket_id, "a") == 0
+    node.ledger.gone(worker)
+    node.check()
+
+
+async def test_a_late_read_keeps_its_slots_until_it_ends():
+    node = FetchingNode(timeout_s=0.05)
+    source = node.add("a", 10)
+    source.gate.clear()
+    ticket_id = node.ticket()
+    assert await node.bring(ticket_id, "a") == 0
+    node.ledger.release(node.gateway, [ticket_id])
+    assert node.ledger.status().leased_blocks == 10
+    check_integrity(node.ledger)
+    assert source.released == []
+    source.gate.set()
+    await node.fetcher.close()
+    await asyncio.sleep(0)
+    assert node.ledger.status().free_blocks == NUM_SLOTS
+    node.check()
+
+
+async def test_a_caller_that_goes_away_leaves_nothing():
+    node = FetchingNode()
+    source = node.add("a", 10)
+    source.gate.clear()
+    ticket_id = node.ticket()
+    call = asyncio.create_task(node.bring(ticket_id, "a"))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    node.ledger.release(node.gateway, [ticket_id])
+    source.gate.set()
+    await node.fetcher.close()
+    await asyncio.sleep(0)
+    assert node.ledger.status().free_blocks == NUM_SLOTS
+    node.check()
+
+
+async def test_a_released_ticket_stops_its_fetch(monkeypatch):
+    monkeypatch.setattr(fetch_module, "BATCH_BYTES", 3 * BLOCK_BYTES)
+    node = FetchingNode()
+    source = node.add("a", 10)
+    source.gate.clear()
+    ticket_id = node.ticket()
+    call = asyncio.create_task(node.bring(ticket_id, "a"))
+    await asyncio.sleep(0.01)
+    node.ledger.release(node.gateway, [ticket_id])
+    source.gate.set()
+    with pytest.raises(NotFound):
+        await call
+    assert source.reads == [3]
+    node.check()
+
+
+async def test_a_worker_that_computes_the_same_meanwhile():
+    """Both end with one copy; the fetched slots that lost go back."""
+    node = FetchingNode()
+    source = node.add("a", 10)
+    source.gate.clear()
+    call = asyncio.create_task(node.bring(node.ticket(), "a"))
+    await asyncio.sleep(0.01)
+    worker, other = node.ledger.attach("w", "decode"), node.ticket()
+    slots = node.ledger.adopt(worker, other, 5).leased_slots
+    for slot, block_hash in zip(slots, PROMPT[:5], strict=True):
+        node.memory.block(slot)[:] = content(block_hash)
+    node.ledger.commit(worker, [CommitRun(other, slots, b"".join(PROMPT[:5]))])
+    source.gate.set()
+    assert await call == 10
+    node.ledger.gone(worker)
+    assert node.ledger.status().committed_blocks == 10
+    node.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    has=st.lists(st.integers(-1, 10), min_size=1, max_size=3),
+    tier=st.sets(st.integers(0, 9)),
+    flips=st.sets(st.integers(0, 9), max_size=2),
+    fail_after=st.integers(0, 3),
+    calls=st.integers(1, 3),
+    batch=st.integers(1, 4),
+    cancel=st.booleans(),
+)
+def test_whatever_happens_the_books_add_up(
+    has: list[int], tier: set[int], flips: set[int], fail_after: int, calls: int, batch: int, cancel: bool
+) -> None:
+    async def live() -> None:
+        node = FetchingNode(ListedTier(PROMPT[index] for index in tier))
+        node.fetcher._batch_blocks = batch
+        for number, blocks in enumerate(has):
+            source = node.add(str(number), blocks)
+            source.flip = {PROMPT[index] for index in flips}
+            source.fail_after = fail_after
+        # Two prompts fit beside each other; the third shares what they have.
+        tickets = [node.ticket() for _ in range(min(calls, 2))]
+        works = [asyncio.create_task(node.bring(tickets[n % len(tickets)], *node.sources)) for n in range(calls)]
+        if cancel:
+            await asyncio.sleep(0)
+            works[0].cancel()
+        answers = await asyncio.gather(*works, return_exceptions=True)
+        assert not [each for each in answers if isinstance(each, Exception) and not isinstance(each, PillionError)]
+        await node.fetcher.close()
+        await asyncio.sleep(0)
+        node.check()
+        node.ledger.release(node.gateway, tickets)
+        assert node.ledger.reserved == 0
+        node.check()
+
+    asyncio.run(live())
+
+
+async def test_the_time_is_for_all_sources_together():
+    node = FetchingNode(timeout_s=0.2)
+    for name in "abcd":
+        node.add(name, 10).pin_takes_s = 10.0
+    begin = asyncio.get_running_loop().time()
+    assert await node.bring(node.ticket(), *"abcd") == 0
+    assert asyncio.get_running_loop().time() - begin < 0.7, "each source had the whole time"
+    node.check()
+
+
+async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing():
+    node = FetchingNode()
+    node.add("a", 10)
+    twice = [*PROMPT[:3], PROMPT[1], *PROMPT[3:5]]
+    ticket = node.ledger.pin_chain(node.gateway, 99, twice)
+    assert await node.bring(ticket.ticket_id, "a", hashes=twice) == 0
+    node.check()
