@@ -1,5 +1,7 @@
-"""Batches over a packed pool for the tests of the CPU attention. Query, key and value of a token follow from its text and
-its position alone, so the same token can be attended in different batches."""
+"""Batches over a packed pool for the tests of the CPU attention.
+
+A token's query, key and value follow from its text and its position alone, so different batches can hold one token.
+"""
 
 from __future__ import annotations
 
