@@ -11,7 +11,8 @@ import grpc.aio
 from pillion.net import rpc
 from pillion.observability import telemetry
 from pillion.v1 import prefill_pb2_grpc
-from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, span_to_pb
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from pillion.wire.common import hello_to_pb
 from pillion.wire.registry import ComponentRecord
 
 
@@ -31,14 +32,15 @@ class PrefillLink:
         """Whether a span runs on it."""
         return bool(self._calls)
 
-    async def run_span(self, span: Span, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
-        """Yields the acknowledgements in order. Leaving the iteration cancels the call. Raises PillionError."""
-        request = span_to_pb(span, self._gateway_id)
+    async def run_span(self, request: RunSpanRequest, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
+        """Yields the acknowledgements in order; adds the hello to the request. Leaving the iteration cancels the call.
+        Raises PillionError."""
+        request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls.add(call)
         try:
             async for message in call:
-                yield ack_from_pb(message)
+                yield message
         except grpc.aio.AioRpcError as error:
             raise rpc.from_rpc_error(error) from None
         except asyncio.CancelledError as error:

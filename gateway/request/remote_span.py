@@ -22,7 +22,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import TicketHold
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.observability import telemetry
-from pillion.wire.prefill import ChunkAck, Span
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.registry import ComponentRecord
 
 # Longest wait for KV memory at a prefill worker's node. Short, because the request holds memory at the decode worker's
@@ -30,11 +30,11 @@ from pillion.wire.registry import ComponentRecord
 MAX_REMOTE_ADMISSION_WAIT_S = 2.0
 
 
-def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> Span:
+def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> RunSpanRequest:
     """The message to a prefill worker: from ``start_blocks``, which its ticket has, to the split."""
     plan = action.plan
     start_tokens = start_blocks * plan.block_size
-    return Span(
+    return RunSpanRequest(
         request_id=job.request_id,
         attempt=action.attempt,
         ticket_id=ticket_id,

@@ -17,11 +17,11 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
 from pillion.v1 import prefill_pb2_grpc
+from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.decode import DecodeDelta
-from pillion.wire.prefill import Span
 from pillion.wire.registry import ComponentRecord
 
-SPAN = Span(
+SPAN = RunSpanRequest(
     request_id="r",
     attempt=1,
     ticket_id=1,
