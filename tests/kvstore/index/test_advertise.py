@@ -33,8 +33,8 @@ REDIS = "redis://127.0.0.1:6379/0"
         ("", "0.0.0.0:50063", "redis+sentinel://nowhere.invalid,127.0.0.1/main", "127.0.0.1:50063"),
     ],
 )
-def test_advertised(said: str, listening: str, redis_url: str, expected: str) -> None:
-    assert advertised(said, listening, redis_url) == expected
+def test_advertised(flag: str, listening: str, redis_url: str, expected: str) -> None:
+    assert advertised(flag, listening, redis_url) == expected
 
 
 def test_way_out_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
