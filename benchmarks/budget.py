@@ -174,8 +174,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = measure(args)
     show(rows)
-    said = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
-    save("budget", {**said, "rows": rows})
+    options = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
+    save("budget", {**options, "rows": rows})
     draw(rows, PICTURE)
 
 

@@ -1,4 +1,4 @@
-"""How the CPU engine starts, idles and shares: cold and warm code, the time of an idle team, two teams at once."""
+"""How the CPU engine starts, idles and shares: cold and warm code, the cost of an idle pool, two pools at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where a step of the CPU kernels spends its time: each kernel run alone, over the record of a whole step.
 
 The parts do not add up to the step exactly: alone, a kernel finds in the cache what the one before it would have
-displaced, and pays for waking the team once for each run.
+displaced, and pays for waking the thread pool once for each run.
 """
 
 from __future__ import annotations

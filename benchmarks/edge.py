@@ -45,7 +45,7 @@ END = b"data: [DONE]"
 
 
 @dataclass(slots=True)
-class Stream:
+class EdgeStream:
     """What a client saw: what came when, as it came; it is only read when all is over.
 
     ``arrived`` is then when each token came, ``messages`` in how many events or messages.
@@ -76,7 +76,7 @@ class Stream:
 class SseClient(asyncio.Protocol):
     """Asks for one completion and keeps what comes, with next to no work."""
 
-    def __init__(self, body: bytes, stream: Stream) -> None:
+    def __init__(self, body: bytes, stream: EdgeStream) -> None:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         self._stream = stream
@@ -105,7 +105,7 @@ class SseClient(asyncio.Protocol):
             self.done.set_exception(exc or RuntimeError("the gateway closed the connection"))
 
 
-async def read_sse(address: str, tokens: int, stream: Stream) -> None:
+async def read_sse(address: str, tokens: int, stream: EdgeStream) -> None:
     """One stream of completions."""
     host, _, port = address.rpartition(":")
     asked = {"model": MODEL, "prompt": "hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}
@@ -114,7 +114,7 @@ async def read_sse(address: str, tokens: int, stream: Stream) -> None:
     await client.done
 
 
-async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: Stream) -> None:
+async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: EdgeStream) -> None:
     """One stream of gRPC messages, which are kept as they are."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = gateway_pb2.GenerateRequest(model=MODEL, text="hello", sampling=sampling)
@@ -125,9 +125,9 @@ async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: Stream) -> N
     stream.ended = time.monotonic()
 
 
-async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[Stream]:
+async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[EdgeStream]:
     """All streams at once."""
-    seen = [Stream() for _ in range(streams)]
+    seen = [EdgeStream() for _ in range(streams)]
     if kind == "sse":
         await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in seen))
     else:
@@ -136,7 +136,7 @@ async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) 
     return seen
 
 
-def read(kind: str, seen: list[Stream], tokens: int) -> None:
+def read(kind: str, seen: list[EdgeStream], tokens: int) -> None:
     """What came. Raises RuntimeError where a stream has not all of its tokens."""
     for stream in seen:
         stream.read_events() if kind == "sse" else stream.read_messages()

@@ -68,19 +68,19 @@ def cost(policy_name: str) -> dict[str, float]:
         chains.append(chain[::-1])
     blocks = [block for chain in chains for block in chain]
     policy = make_policy(policy_name)
-    took: dict[str, float] = {}
+    cost_ns: dict[str, float] = {}
 
     def timed(name: str, work: Any, each: Sequence[Block]) -> None:
         begin = time.perf_counter()
         for block in each:
             work(block)
-        took[name] = (time.perf_counter() - begin) * 1e9 / len(each)
+        cost_ns[name] = (time.perf_counter() - begin) * 1e9 / len(each)
 
     timed("let_go_first", policy.add, blocks)
     timed("pin", policy.remove, blocks)
     timed("let_go_again", policy.add, blocks)
     timed("evict", lambda _: policy.pop(), blocks)
-    return took
+    return cost_ns
 
 
 def show(result: dict[str, Any]) -> None:
@@ -97,8 +97,8 @@ def show(result: dict[str, Any]) -> None:
     costs = Table(title="ns per block")
     for heading in ("policy", "let go first", "let go again", "pinned", "evicted"):
         costs.add_column(heading, justify="right")
-    for policy, took in result["ns_per_block"].items():
-        costs.add_row(policy, *(f"{took[key]:.0f}" for key in ("let_go_first", "let_go_again", "pin", "evict")))
+    for policy, cost_ns in result["ns_per_block"].items():
+        costs.add_row(policy, *(f"{cost_ns[key]:.0f}" for key in ("let_go_first", "let_go_again", "pin", "evict")))
     show_table(costs)
 
 

@@ -1,11 +1,10 @@
 """`python -m benchmarks.kv_handoff`: from the last chunk's commit on a prefill worker to the first step on the decode
 worker, in the real cluster. No block is copied on the way: the pool is one memory, and slot numbers change hands.
 
-The times are the parts' own, from the trace: the end of the last kv.commit to the start of decode.prompt tail. The
-cluster
-is idle but for one request at a time, so nothing else is in the step. Beside it stands a floor of the same run: three
-empty calls between processes, for the way holds three (the worker's word, the gateway's submit, the decode worker's
-adopt).
+The times are the components' own, from the trace: from the end of the last kv.commit to the start of
+decode.prompt_tail. The cluster is idle but for one request at a time, so nothing else is in the step. Beside it stands
+a floor of the same run: three empty calls between processes, for the way holds three (the worker's word, the gateway's
+submit, the decode worker's adopt).
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ def handoffs_ms(receiver: Receiver) -> list[float]:
 def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
     """A receiver that the standard variables point at while this lasts; see :meth:`Receiver.environ`."""
     with collecting() as receiver:
-        said = receiver.environ(delay_ms)
-        os.environ.update(said)
+        variables = receiver.environ(delay_ms)
+        os.environ.update(variables)
         try:
             yield receiver
         finally:
-            for name in said:
+            for name in variables:
                 del os.environ[name]
 
 
@@ -94,14 +93,14 @@ def main() -> None:
 
 
 async def _empty_calls(target: str) -> dict[str, float]:
-    took = []
+    times_ms = []
     async with AsyncClient(target) as client:
         for _ in range(200):
             begin = time.perf_counter()
             for _ in range(HOPS):
                 await client.models()
-            took.append((time.perf_counter() - begin) * 1000)
-    return {"p50": statistics.median(took), "p90": percentile(took, 90), "p99": percentile(took, 99)}
+            times_ms.append((time.perf_counter() - begin) * 1000)
+    return {"p50": statistics.median(times_ms), "p90": percentile(times_ms, 90), "p99": percentile(times_ms, 99)}
 
 
 def _bytes_between_nodes(cluster: ServedCluster) -> int:

@@ -41,7 +41,7 @@ ROOT = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class NodeLoad:
     """A client that is gateway and worker in one."""
 
     client: NodeClient
@@ -68,9 +68,9 @@ class Line:
         """Commits blocks behind the ticket's tail; returns the seconds it took."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(self.worker.epoch, [CommitRun(ticket_id, slots, hashes)])
-        took = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         assert result.slots == slots, result.refusal
-        return took
+        return seconds
 
     async def release(self, ticket_id: int) -> None:
         """Both holds."""
@@ -117,7 +117,7 @@ async def measure(folder: str, rounds: int) -> dict[str, Any]:
     )
     client = NodeClient(worker.node_address, "bench")
     session = await client.open_session()
-    line = Line(client, session, worker, itertools.count(1))
+    line = NodeLoad(client, session, worker, itertools.count(1))
     try:
         return {
             "calls": [
@@ -137,34 +137,34 @@ async def measure(folder: str, rounds: int) -> dict[str, Any]:
 async def _call(name: str, target: str, rounds: int, work: Callable[[], Awaitable[Any]], times: int = 300) -> Any:
     samples = []
     for _ in range(rounds):
-        took = []
+        seconds = []
         for _ in range(times):
             begin = time.perf_counter()
             answer = await work()
             # Work that measures a part of itself says so.
-            took.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
-        samples.append(took)
+            seconds.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
+        samples.append(seconds)
     return {
         "call": name,
         "target": target,
-        "p50_ms": statistics.median(percentile(took, 50) for took in samples) * 1000,
-        "p99_ms": statistics.median(percentile(took, 99) for took in samples) * 1000,
+        "p50_ms": statistics.median(percentile(seconds, 50) for seconds in samples) * 1000,
+        "p99_ms": statistics.median(percentile(seconds, 99) for seconds in samples) * 1000,
     }
 
 
-async def _commits(line: Line, rounds: int) -> Any:
+async def _commits(line: NodeLoad, rounds: int) -> Any:
     async def once() -> float:
         hashes = line.prompt(COMMIT_BLOCKS)
         ticket = await line.client.open_ticket(line.session.epoch, hashes, COMMIT_BLOCKS + 1)
         adopted = await line.client.adopt(line.worker.epoch, ticket.ticket_id, COMMIT_BLOCKS)
-        took = await line.commit(ticket.ticket_id, adopted.leased_slots, hashes)
+        seconds = await line.commit(ticket.ticket_id, adopted.leased_slots, hashes)
         await line.release(ticket.ticket_id)
-        return took
+        return seconds
 
     return await _call(f"commit of {COMMIT_BLOCKS} blocks", "< 0.5 p50", rounds, once)
 
 
-async def _pins(line: Line, rounds: int) -> Any:
+async def _pins(line: NodeLoad, rounds: int) -> Any:
     hashes = line.prompt(CHAIN_BLOCKS)
     await line.release(await line.fill(hashes, BATCH_BLOCKS))
 
@@ -197,7 +197,7 @@ async def _tail_pins(rounds: int) -> Any:
     return await _call(f"pin + unpin {CHAIN_BLOCKS} blocks by their tail (no call)", "< 1 p50", rounds, once)
 
 
-async def _throughput(line: Line) -> float:
+async def _throughput(line: NodeLoad) -> float:
     """Blocks per second, some requests side by side: the client's own work is not on the way then."""
     prompts = [line.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
 

@@ -41,7 +41,7 @@ class _Piece(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class Pool:
+class PinnedPool:
     """A pool whose pages are all there."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Pool:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
-def memcpy_way(source: Pool, own: Pool) -> Way:
+def memcpy_way(source: PinnedPool, own: PinnedPool) -> Way:
     """The measure of all others."""
     size = own.block_bytes
 
@@ -65,7 +65,7 @@ def memcpy_way(source: Pool, own: Pool) -> Way:
     return copy
 
 
-def kernel_way(pid: int, pool_address: int, own: Pool) -> Way:
+def kernel_way(pid: int, pool_address: int, own: PinnedPool) -> Way:
     """process_vm_readv(2), one call per block."""
     libc, size = ctypes.CDLL(None, use_errno=True), own.block_bytes
 
@@ -84,7 +84,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from testbed.plane_source import NAMESPACE, chain_of, running_source
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
-    own, other = Pool(num_slots, size), Pool(num_slots, size)
+    own, other = PinnedPool(num_slots, size), PinnedPool(num_slots, size)
     planes: list[DataPlane] = [NixlPlane(own.pool), GrpcPlane(own.pool)]
     with running_source("nixl", num_slots=num_slots, block_bytes=size) as source:
 

@@ -2,8 +2,8 @@
 
     start -> stages, one by one: gRPC, HTTP, chats, a shared trace, bursts, a closed loop -> idle -> what is left?
 
-Failed means any of: a request that was refused, lost or cut short; a part that was started again; a KV node whose
-books do not add up (I4); a request, a ticket or a slot that is held by nobody when all is over. Latencies are shown
+Failed means any of: a request that was refused, lost or cut short; a component that was started again; a KV node whose
+counts do not add up (I4); a request, a ticket or a slot that is held by nobody when all is over. Latencies are shown
 and not judged: this runs on any machine.
 """
 
@@ -67,7 +67,7 @@ def stages(
 
 
 async def run_stage(plan: BenchPlan) -> dict[str, Any]:
-    """Its result."""
+    """Runs one stage; returns its result."""
     async with opened(plan.server) as (target, _):
         return (await run_plan(target, plan))[1]
 
@@ -81,7 +81,7 @@ def complaints(name: str, result: dict[str, Any]) -> list[str]:
     return found
 
 
-def part_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
+def process_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
     """The living process of ``role``; Redis shows a title of its own in the place of its command line."""
     if role == "redis-server":
         return next((process for process in cluster.processes() if process.name() == role), None)
@@ -89,8 +89,8 @@ def part_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
 
 
 def pids(cluster: ServedCluster) -> dict[str, int | None]:
-    """Of the parts, by role."""
-    return {role: component.pid if (component := part_of(cluster, role)) else None for role in ROLES}
+    """Process ids of the components, by role."""
+    return {role: component.pid if (component := process_of(cluster, role)) else None for role in ROLES}
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
@@ -100,18 +100,18 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
         while found and time.monotonic() < deadline:
             time.sleep(0.1)
             try:
-                books, status = cluster.node_status(), client.status()
+                node, status = cluster.node_status(), client.status()
             except AssertionError as error:
                 found = [f"the KV node does not prove its integrity: {error}"]
                 continue
             held = {
                 "active requests": status.active_requests,
-                "tickets": books.tickets,
-                "waiting tickets": books.waiting_tickets,
-                "pinned blocks": books.pinned_blocks,
-                "reserved blocks": books.reserved_blocks,
-                "quarantined blocks": books.quarantined_blocks,
-                "corrupt blocks": books.corrupt_blocks,
+                "tickets": node.tickets,
+                "waiting tickets": node.waiting_tickets,
+                "pinned blocks": node.pinned_blocks,
+                "reserved blocks": node.reserved_blocks,
+                "quarantined blocks": node.quarantined_blocks,
+                "corrupt blocks": node.corrupt_blocks,
             }
             found = [f"when all was over: {count} {what}" for what, count in held.items() if count]
     return found
@@ -124,7 +124,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
     if status_run.returncode:
         return [f"pillion status ends with {status_run.returncode}: {status_run.stderr.strip()}"]
     status = json.loads(status_run.stdout)
-    roles = {component["role"] for component in status["parts"]}
+    roles = {component["role"] for component in status["components"]}
     missing = [f"pillion status shows no {role}" for role in ("kvnode", "prefill", "decode") if role not in roles]
     return missing + ([] if status["index_available"] else ["pillion status: the index does not answer"])
 
@@ -151,7 +151,7 @@ def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tu
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What both this and the soak take."""
+    """Flags of both the load test and the soak."""
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rate", type=float, default=1.0, help="sessions a second")
     parser.add_argument("--token-range", type=int, nargs=2, default=[1000, 30_000], help="ids of random prompts")

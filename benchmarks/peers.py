@@ -48,8 +48,8 @@ Measure = Callable[[ClosedLoad, int], Run]
 class RunningSystem:
     """A system that is ready.
 
-    ``version`` is what it says of itself, ``about`` what else its figures need said; ``group`` is its process group
-    where it may be paused.
+    ``version`` is the system's own, ``about`` a remark that its figures need; ``group`` is its process group where it
+    may be paused.
     """
 
     version: str
@@ -103,7 +103,7 @@ def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
 
 
 def about_kernels(log: str) -> str:
-    """Which kernels the workers say they run on: figures of the fallback are no figures of the CPU engine."""
+    """The kernels that the workers name in their log: figures of the fallback are not the CPU engine's."""
     lines = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
     return "; ".join(dict.fromkeys(lines))
 
@@ -163,7 +163,7 @@ def vllm_environment() -> dict[str, str]:
 
 
 def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
-    """What it says once it is healthy, "" before. Raises AssertionError when it has ended."""
+    """Its version once it is healthy, "" before. Raises AssertionError when it has ended."""
     assert process.poll() is None, f"vLLM ended with status {process.returncode}"
     try:
         for path in ("health", "version"):

@@ -1,8 +1,8 @@
-"""`make soak`: load for a long time, and nothing may grow. MINUTES=10 unless said otherwise.
+"""`make soak`: load for a long time, and nothing may grow. MINUTES=10 by default.
 
 A cluster with a small KV pool (so that caches are soon as full as they get) serves the mixed load over and over, with
-fresh seeds. Every few seconds each part's private memory and open files, the node's slots and tickets and Redis' keys
-are read.
+fresh seeds. Every few seconds each component's private memory and open files, the node's slots and tickets and Redis'
+keys are read.
 
 The criterion: after a warm-up (the first third), the slope of each series by Theil and Sen, the median of the slopes
 of all pairs of points, times the time looked at, must be below the larger of an absolute allowance and a share of the
@@ -35,8 +35,8 @@ from benchmarks.load_test import (
     add_flags,
     complaints,
     idle_complaints,
-    part_of,
     pids,
+    process_of,
     run_stage,
     stages,
 )
@@ -86,17 +86,17 @@ def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, fl
 
 
 class Watch:
-    """Reads the series of a running cluster; ``series`` is by (kind, part)."""
+    """Reads the series of a running cluster; ``series`` is by (kind, component)."""
 
     def __init__(self, cluster: ServedCluster) -> None:
         sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
         self._node = NodeClient(f"unix:{next(path for path in sockets if path.name.startswith('kvnode'))}", "soak")
         self._redis = Redis(unix_socket_path=str(next(path for path in sockets if path.name.startswith("redis"))))
-        self._components = {role: component for role in ROLES if (component := part_of(cluster, role))}
+        self._components = {role: component for role in ROLES if (component := process_of(cluster, role))}
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:
-        """Until ``until_s`` of the monotonic clock, or cancelled. Raises what a part that is gone makes it raise."""
+        """Until ``until_s`` of the monotonic clock, or cancelled. Raises psutil's error where a component is gone."""
         while time.monotonic() < until_s:
             await self.sample()
             await asyncio.sleep(SAMPLE_PERIOD_S)
@@ -141,7 +141,7 @@ async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> t
             requests += result["summary"]["requests"]
         await watching
     except (psutil.Error, OSError) as error:
-        wrong.append(f"a part is gone: {error!r}")
+        wrong.append(f"a component is gone: {error!r}")
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -157,7 +157,9 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
     for (kind, component), points in sorted(series.items()):
         grew, allowed = verdict(kind, points)
         last = points[-1][1]
-        rows.append({"part": component, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points})
+        rows.append(
+            {"component": component, "kind": kind, "last": last, "grew": grew, "allowed": allowed, "points": points}
+        )
         if grew > allowed:
             wrong.append(f"{component}: {kind} grew by {grew:.1f} to {last:.1f}, allowed are {allowed:.1f}")
     return rows, wrong
@@ -166,10 +168,10 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table on the terminal."""
     table = Table(title="growth after the warm-up")
-    for heading in ("part", "series", "last", "grew by", "allowed"):
-        table.add_column(heading, justify="left" if heading in ("part", "series") else "right")
+    for heading in ("component", "series", "last", "grew by", "allowed"):
+        table.add_column(heading, justify="left" if heading in ("component", "series") else "right")
     for row in rows:
-        table.add_row(row["part"], row["kind"], *(f"{row[name]:,.1f}" for name in ("last", "grew", "allowed")))
+        table.add_row(row["component"], row["kind"], *(f"{row[name]:,.1f}" for name in ("last", "grew", "allowed")))
     show_table(table)
 
 

@@ -2,7 +2,7 @@
 
     arrival --plan over last heartbeats--> [span on a prefill worker, chunk by chunk] --> decode worker --> tokens
 
-Prompts share no prefix, memory is never short, and a call between parts takes a constant.
+Prompts share no prefix, memory is never short, and a call between components takes a constant.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_NUM_SEQS = 64
 MAX_SPANS = 256
 MAX_MODEL_LEN = 8192
 HEARTBEAT_S = 1.0
-# A call between two parts, and the standard deviation of a step's time, relative to it.
+# A call between two components, and the standard deviation of a step's time, relative to it.
 CALL_S = 0.002
 NOISE = 0.03
 # Before the load every worker gets these prompts, so that it knows what its steps cost, and all are answered.

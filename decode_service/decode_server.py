@@ -1,16 +1,32 @@
-"""A decode worker as a part: what ``pillion decode`` and tests start and stop."""
+"""A decode worker as a component, and its service Decode.Connect: commands in, batches of deltas out.
+
+``pillion decode`` and tests call :func:`start_decode`. What happens to a command is in
+:mod:`pillion.decode_service.session`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
 from pillion.config import DecodeFlags
-from pillion.decode_service.decode_servicer import SERVICE_NAME, DecodeServicer
+from pillion.decode_service.session import DecodeSession
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
+from pillion.errors import InvalidRequest
+from pillion.v1 import decode_pb2, decode_pb2_grpc
+from pillion.wire.common import check_hello
+from pillion.wire.decode import batch_to_pb, submit_from_pb
+
+SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
 async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
-    """Start a decode worker. Raises ConfigError for what cannot work."""
+    """Start a decode worker. Raises ConfigError for flags that cannot work."""
     worker = await Worker.start(
         flags,
         "decode",
@@ -22,3 +38,63 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
     )
     servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)
     return await serve(worker, flags.listen, SERVICE_NAME, servicer)
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Serves gateways' connections; ``max_streams`` bounds the streams of all of them."""
+
+    def __init__(self, worker: Worker, max_streams: int) -> None:
+        self._worker = worker
+        self._max_streams = max_streams
+        self._adopting: dict[asyncio.Task[None], int] = {}
+        self._sessions: set[DecodeSession] = set()
+
+    def finish(self) -> None:
+        """Let every connection end once its last deltas are out."""
+        for session in self._sessions:
+            session.finish()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    async def Connect(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[decode_pb2.DecodeCommand],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[decode_pb2.DecodeBatch]:
+        """One gateway's connection."""
+        session = DecodeSession(self._worker, self._max_streams, self._adopting)
+        self._sessions.add(session)
+        # Two ways to notice the connection's end: the callback while a message is sent, finally otherwise.
+        context.add_done_callback(lambda *_: session.close())  # type: ignore[arg-type]  # the stubs name its arguments
+        await context.send_initial_metadata(())
+        reader = asyncio.create_task(_read(request_iterator, session))
+        try:
+            async for deltas in session.deltas():
+                yield batch_to_pb(deltas)
+            if reader.done():
+                await reader
+        finally:
+            session.close()
+            self._sessions.discard(session)
+            reader.cancel()
+
+
+async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:
+    """Feed the session until the gateway's side ends; then the session ends."""
+    try:
+        greeted = False
+        async for command in commands:
+            kind = command.WhichOneof("command")
+            if not greeted:
+                if kind != "hello":
+                    raise InvalidRequest("the first command of a connection is a hello")
+                check_hello(command.hello)
+                greeted = True
+            elif kind == "submit":
+                await session.submit(submit_from_pb(command.submit))
+            elif kind == "cancel":
+                session.cancel(command.cancel.key)
+    finally:
+        session.close()

@@ -1,5 +1,5 @@
-"""What a Submit must look like before anything is done for it. A gateway has checked its clients' requests already;
-this keeps a broken or older gateway from reaching the step loop."""
+"""Checks a Submit before anything is done for it. A gateway has checked its clients' requests already; these checks
+keep a broken or older gateway from reaching the step loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
 
 
 def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
-    """Fields that an older gateway does not know may be unsaid; they then do nothing."""
+    """Violations of the sampling fields. A field that an older gateway does not know is unset and does nothing."""
     params = submit.sampling
     if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
         yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")

@@ -1,1 +1,12 @@
-"""What prefill and decode workers share: the scheduler, the step loop, the models and their backends."""
+"""The engine: what a prefill and a decode worker share, from a step's schedule to the tokens that it samples.
+
+    scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
+    worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
+    models/        model families in terms of a backend's operations
+    checkpoints/   weights and configurations on disk
+    sampling/      logits to tokens
+    backends/      a step on a device: torch, cpu, gpu
+
+Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->
+commit. No gRPC service (prefill_service, decode_service), no HTTP, and no block's life beyond this worker (kvstore).
+"""

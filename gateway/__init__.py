@@ -1,1 +1,14 @@
-"""The public edge: admission, tokenizing, planning, and the one stream that a client sees. Imports no torch."""
+"""The gateway: takes requests over gRPC and HTTP, plans where they run, and streams their answers.
+
+gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request; open this first
+gateway_server.py   the gateway as a component: ports, heartbeat, draining
+http_api/           OpenAI's HTTP API
+grpc_api/           the public gRPC service
+admission/          API keys, tenants, bounds, quotas, queues
+tokens/             tokenizer, chat template, detokenizer, stop strings
+planning/           which workers serve a request, and where its prompt is split
+request/            the life of one request: state machine, calls to components, replays
+links/              connections to the registry, KV nodes, prefill and decode workers
+
+A gateway computes no model and holds no KV: it never imports torch, kernels or a backend.
+"""

@@ -1,4 +1,7 @@
-"""The gateway itself, behind both of its ports: checks, tokenizes, admits, runs; no protocol here."""
+"""The gateway behind its two ports: it checks, tokenizes, admits and runs requests. It knows no protocol.
+
+generate: check fields -> enter (bounds) -> tokenize -> weigh (prompt tokens) -> quotas -> turn -> Generation.start
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ from pillion.observability.metrics import Meters, MetricFamily
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 
 STOPPING = "this gateway is stopping"
-# A client that reaches another gateway, or the next one behind this port, may come at once.
+# A client may come again at once: it reaches another gateway, or the next one behind this port.
 DRAIN_RETRY_MS = 100
-# A tenant's prompts that wait for a tokenizer: its next one has to be there when a thread is free.
+# Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
 TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
@@ -65,7 +68,7 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """What of the flags decides about requests. ``max_running_requests`` 0: as many as the workers have seats for."""
+    """The flags that decide about requests. ``max_running_requests`` 0: as many as the workers have slots for."""
 
     policy: SplitPolicy
     chunk_tokens: int
@@ -77,8 +80,14 @@ class GatewayOptions:
 
 
 class Gateway:
-    """Takes requests. ``models`` by served name; ``ring``: None takes everybody; ``quotas``: by default counted here
-    alone."""
+    """Serves requests.
+
+    Args:
+        models: by served name.
+        cluster: connections to all components.
+        ring: API keys; None serves everybody.
+        quotas: by default counted by this gateway alone.
+    """
 
     def __init__(
         self,
@@ -104,7 +113,7 @@ class Gateway:
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Who is behind a call, by the value of its Authorization header. Raises Unauthenticated."""
+        """The tenant of a call, by the value of its Authorization header. Raises Unauthenticated."""
         try:
             return OPEN if self._ring is None else self._ring.tenant_of(authorization)
         except Unauthenticated as error:
@@ -112,7 +121,7 @@ class Gateway:
             raise
 
     def take_keys(self, ring: Keyring) -> None:
-        """From now on these. What runs goes on; what a tenant has spent stays spent."""
+        """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
         self._ring = ring
         self._quotas.keep(ring.tenants)
         self._admission.keep(ring.tenants)
@@ -130,7 +139,7 @@ class Gateway:
 
         Args:
             request: as the client sent it.
-            tenant: who sends it, of :meth:`tenant_of`; None is nobody, whom only an open gateway serves.
+            tenant: the sender, as :meth:`tenant_of` returns it; None is served by an open gateway only.
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
 
@@ -138,7 +147,7 @@ class Gateway:
             NotFound: no such model. InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or
                 the wait would be longer than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated:
                 ``tenant`` is None.
-            Unavailable: it is stopping; another gateway may take the request at once.
+            Unavailable: the gateway is stopping; another one may take the request at once.
         """
         if self._draining:
             raise Unavailable(STOPPING, DRAIN_RETRY_MS)
@@ -156,7 +165,7 @@ class Gateway:
             end_refused_span(span, error)
             raise
         try:
-            # Behind the bounds: whom the gateway itself refuses has used up nothing.
+            # After the bounds, so that a request that they refuse counts for no quota.
             self._quotas.take_request(tenant, arrived)
             with telemetry.child("tokenize", span) as tokenizing:
                 prompt = await self._tokenize(request, model, tenant)
@@ -169,7 +178,7 @@ class Gateway:
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
             return self._begin(request, model, prompt, permit, arrived, deadline, span)
         except BaseException as error:
-            # A cancelled caller too: what was admitted leaves.
+            # A request that was admitted leaves, also where its caller was cancelled.
             self._admission.leave(permit)
             if isinstance(error, PillionError):
                 self._meter.refused(error)
@@ -183,7 +192,7 @@ class Gateway:
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
     ) -> tuple[int, ...]:
-        """The prompt as it would be computed, as ids; ``bare``: a text without the special tokens that are added to it.
+        """The ids of a prompt as they would be computed; ``bare`` leaves out special tokens that are added to a text.
         Counts as a request. Raises InvalidRequest and Overloaded."""
         model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
@@ -208,18 +217,18 @@ class Gateway:
             self._admission.leave(permit)
 
     async def _count(self, tenant: Tenant) -> None:
-        """A request without a prompt to be computed. Raises Overloaded."""
+        """Counts a request whose prompt is not computed. Raises Overloaded."""
         now = time.monotonic()
         self._quotas.take_request(tenant, now)
         await self._quotas.confirm(tenant, now)
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
-        """The same for a request that is counted elsewhere."""
+        """The text of ids, for a request that has been counted already."""
         async with self._texts.of(tenant):
             return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Those that live workers serve now."""
+        """The models that live workers serve now."""
         return tuple(
             ModelInfo(name, entry.limits.max_model_len_tokens, entry.fingerprint)
             for name, entry in sorted(self._models.items())
@@ -245,12 +254,13 @@ class Gateway:
         return "" if "" in missing else "; ".join(missing)
 
     def metrics(self, tenant: Tenant | None = None) -> list[MetricFamily]:
-        """What this gateway counted. Raises PermissionDenied for a tenant that is no operator."""
+        """This gateway's metrics. Raises PermissionDenied for a tenant that is no operator."""
         self._operators_only(tenant)
         return self.meters.collect()
 
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
-        """For ``pillion status``, of all gateways. Raises PermissionDenied for a tenant that is no operator."""
+        """The cluster for ``pillion status``, with totals of all gateways. Raises PermissionDenied for a tenant that is
+        no operator."""
         self._operators_only(tenant)
         others = self._cluster.other_gateways()
         prompts, cached, completions = self.totals()
@@ -265,30 +275,30 @@ class Gateway:
         )
 
     def totals(self) -> tuple[int, int, int]:
-        """Tokens of what has ended here: of prompts, of them cached, and of answers."""
+        """Tokens of ended requests: prompt tokens, how many of them were cached, and generated tokens."""
         return self._prompt_tokens, self._cached_tokens, self._completion_tokens
 
     @property
     def active_requests(self) -> int:
-        """Requests under way."""
+        """Requests under way; each answer counts."""
         return self._admission.requests
 
     @property
     def waiting_requests(self) -> int:
-        """Those of them that wait for their turn."""
+        """Requests that wait for their turn."""
         return self._admission.waiting
 
     @property
     def active_tokens(self) -> int:
-        """Their prompts' tokens."""
+        """Prompt tokens of the requests under way."""
         return self._admission.tokens
 
     def drain(self) -> None:
-        """Takes no new requests from now on; those under way go on."""
+        """Refuses new requests from now on; those under way go on."""
         self._draining = True
 
     async def aclose(self) -> None:
-        """Ends tokenizing. Generations are their readers' to cancel."""
+        """Ends tokenizing and reports quotas. Readers of generations cancel these themselves."""
         self._pool.close()
         await self._quotas.aclose()
         for entry in self._models.values():
@@ -304,7 +314,7 @@ class Gateway:
             raise PermissionDenied("only a tenant with operator = true may see the cluster")
 
     def _slots(self, model: str) -> int:
-        """Answers that the model's workers are given at once; 0: no bound is known."""
+        """Answers that the model's workers are given at once; 0 while no bound is known."""
         return self._options.max_running_requests or self._cluster.request_slots(model)
 
     async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
@@ -322,7 +332,7 @@ class Gateway:
     async def _turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None
     ) -> None:
-        """Waits until a weighed request may go to the workers. Raises what its quota and the line say."""
+        """Waits until a weighed request may go to the workers. Raises Overloaded and DeadlineExceeded."""
         tenant = permit.tenant
         await self._quotas.take_prompt(tenant, permit.tokens, time.monotonic())
         try:
@@ -352,7 +362,7 @@ class Gateway:
         longest = self._longest(request, model, prompt)
         common = cluster.common_tokens(limits.name)
         if asked.max_tokens is None and common is not None and len(prompt) < common:
-            # Every node can hold it, so whoever is lost, another one can go on.
+            # Every node can hold the request, so another one can go on whichever is lost.
             longest = min(longest, common)
         bounds = replace(limits, max_model_len_tokens=longest)
         resolved = resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63))
@@ -363,7 +373,7 @@ class Gateway:
             fingerprint=model.fingerprint,
             prompt=prompt,
             resolved=resolved,
-            # Without prefix caching a salt that is used once: nobody else's blocks match, its own still do.
+            # Without prefix caching the salt is used once: blocks of other requests do not match, its own still do.
             cache_salt=cache_salt(permit.tenant, request.cache_salt)
             if options.prefix_caching
             else secrets.token_hex(16),

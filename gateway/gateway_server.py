@@ -1,4 +1,4 @@
-"""The gateway as a part: both ports, the links, and its own heartbeat.
+"""The gateway as a component: both ports, the links, and its own heartbeat.
 
 keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
 while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
@@ -47,8 +47,8 @@ SERVICE = "pillion.v1.Gateway"
 MAX_GRPC_CALLS = 8192
 DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
-# For the last messages of streams that have ended; calls that watch the health are cut then.
-LAST_WORDS_S = 0.5
+# Time for the last messages of streams that have ended; calls that watch the health are cut then.
+LAST_MESSAGES_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class GatewayServer:
         self.gateway.drain()
         await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
         await asyncio.gather(self._drained(grace_s), self._http.stop(grace_s))
-        await self._server.stop(min(grace_s, LAST_WORDS_S))
+        await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         if self._probe is not None:
-            # Until now it has shown that this process drains and does not hang.
+            # Until here it showed that this process drains and does not hang.
             await self._probe.stop(0)
         await self.gateway.aclose()
         await self._cluster.aclose()
@@ -138,7 +138,7 @@ class GatewayServer:
 
 
 async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayServer:
-    """Starts both ports. ``prepared`` spares the preparation of --model where the caller has done it.
+    """Starts a gateway. With ``prepared``, --model is not prepared again.
 
     Raises:
         ConfigError: flags or models that cannot work, or a port that is taken.
@@ -227,7 +227,7 @@ async def _listen(
 
 
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
-    """Health of the probes' address: whether a request would be served now."""
+    """Keeps the health at the probes' address: whether a request would be served now."""
     while True:
         await probe.set_serving(not gateway.not_ready())
         await asyncio.sleep(READY_POLL_S)

@@ -1,24 +1,85 @@
-"""A prefill worker as a part: what ``pillion prefill`` and tests start and stop."""
+"""A prefill worker as a component, and its service Prefill.RunSpan: a span in, an acknowledgement per committed chunk.
+
+``pillion prefill`` and tests call :func:`start_prefill`. What happens to a span is in
+:mod:`pillion.prefill_service.span`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
 
 from pillion.config import PrefillFlags
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
-from pillion.prefill_service.prefill_servicer import SERVICE_NAME, PrefillServicer
+from pillion.errors import Overloaded
+from pillion.observability import telemetry
+from pillion.prefill_service.span import SpanRun, check_span
+from pillion.v1 import prefill_pb2, prefill_pb2_grpc
+from pillion.wire.common import check_hello
+
+SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
-    """Start a prefill worker. Raises ConfigError for what cannot work."""
+    """Start a prefill worker. Raises ConfigError for flags that cannot work."""
+    # Without chunks a span runs alone: nothing needs to fit beside it.
+    chunked_seqs = min(flags.max_waiting_spans, flags.max_num_batched_prefill_tokens)
     worker = await Worker.start(
         flags,
         "prefill",
         max_num_batched_tokens=flags.max_num_batched_prefill_tokens,
-        # Without chunks a span runs alone: nothing needs to fit beside it.
-        max_num_seqs=min(flags.max_waiting_spans, flags.max_num_batched_prefill_tokens)
-        if flags.enable_chunked_prefill
-        else 1,
+        max_num_seqs=chunked_seqs if flags.enable_chunked_prefill else 1,
         backend_factory=backend_factory,
     )
     return await serve(worker, flags.listen, SERVICE_NAME, PrefillServicer(worker, flags.max_waiting_spans))
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Runs spans; ``max_spans`` bounds those that wait or run on the worker."""
+
+    def __init__(self, worker: Worker, max_spans: int) -> None:
+        self._worker = worker
+        self._max_spans = max_spans
+        self._live: set[SpanRun] = set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    def finish(self) -> None:
+        """Does nothing: spans that still run are cancelled with their calls."""
+
+    async def RunSpan(  # noqa: N802
+        self, request: prefill_pb2.RunSpanRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.ChunkAck]:
+        """See prefill.proto."""
+        check_hello(request.hello)
+        worker = self._worker
+        worker.check_open()
+        check_span(
+            request,
+            block_size=worker.block_size,
+            vocab_size=worker.model.backend.vocab_size,
+            max_model_len=worker.max_model_len,
+        )
+        if len(self._live) >= self._max_spans:
+            raise Overloaded(f"{worker.component_id} has {self._max_spans} spans (--max-waiting-spans)")
+        run = SpanRun(worker, request, telemetry.extract(_metadata(context)))
+        self._live.add(run)
+        # Two ways to notice the call's end: the callback while an acknowledgement is sent, aclosing otherwise.
+        context.add_done_callback(lambda *_: run.cancel())  # type: ignore[arg-type]  # the stubs name its arguments
+        try:
+            async with aclosing(run.acks()) as acks:
+                async for ack in acks:
+                    yield ack
+        finally:
+            self._live.discard(run)
+
+
+def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> list[tuple[str, str]]:
+    return [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]

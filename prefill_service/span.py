@@ -7,7 +7,7 @@ checked --> ticket adopted --> chunk computed --> committed --> acknowledged -->
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -17,15 +17,17 @@ from pillion.engine.scheduling.sequence import SequenceSpec
 from pillion.engine.scheduling.step_plan import ChunkDone, Update
 from pillion.engine.worker.step_spans import record
 from pillion.engine.worker.worker import Worker
-from pillion.errors import PillionError
+from pillion.errors import FieldViolation, InvalidRequest, PillionError
 from pillion.priority import bounded
-from pillion.wire.prefill import ChunkAck, Span
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+
+PARENT_HASH_BYTES = 32
 
 
 class SpanRun:
     """Runs a span and listens to its sequence. ``trace`` is the caller's context."""
 
-    def __init__(self, worker: Worker, span: Span, trace: Context) -> None:
+    def __init__(self, worker: Worker, span: RunSpanRequest, trace: Context) -> None:
         self.trace = trace
         self._worker = worker
         self._span = span
@@ -61,9 +63,10 @@ class SpanRun:
     async def _start(self) -> None:
         span, worker = self._span, self._worker
         epoch = worker.epoch
-        start, end = span.start_tokens // worker.block_size, span.split_tokens // worker.block_size
+        split_tokens = span.start_tokens + len(span.token_ids)
+        start, end = span.start_tokens // worker.block_size, split_tokens // worker.block_size
         holding, tail_hash = await epoch.tickets.adopt(span.ticket_id, end, start_block=start, guess_blocks=end - start)
-        tokens = np.zeros(span.split_tokens, dtype=np.int32)
+        tokens = np.zeros(split_tokens, dtype=np.int32)
         tokens[span.start_tokens :] = span.token_ids
         ends = tuple(accumulate(span.chunk_tokens, initial=span.start_tokens))[1:]
         spec = SequenceSpec(
@@ -99,3 +102,29 @@ class SpanRun:
         )
         self._before_s = chunk.computed_s
         self._results.put_nowait(ack)
+
+
+def check_span(span: RunSpanRequest, *, block_size: int, vocab_size: int, max_model_len: int) -> None:
+    """Check a span before anything is done for it. Raises InvalidRequest with every violation."""
+    violations = tuple(_violations(span, block_size, vocab_size, max_model_len))
+    if violations:
+        raise InvalidRequest.of(*violations)
+
+
+def _violations(span: RunSpanRequest, block_size: int, vocab_size: int, max_model_len: int) -> Iterator[FieldViolation]:
+    total = len(span.token_ids)
+    split = span.start_tokens + total
+    if not total or total % block_size:
+        yield FieldViolation("token_ids", f"{total} tokens; a multiple of the block size {block_size} is needed")
+    elif max(span.token_ids) >= vocab_size:
+        yield FieldViolation("token_ids", f"an id is outside the vocabulary of {vocab_size}")
+    if span.start_tokens % block_size:
+        yield FieldViolation("start_tokens", f"{span.start_tokens} is no multiple of the block size {block_size}")
+    if split >= max_model_len:
+        yield FieldViolation("token_ids", f"the span ends at {split}, the model's end is {max_model_len}")
+    if any(count == 0 or count % block_size for count in span.chunk_tokens):
+        yield FieldViolation("chunk_tokens", f"each must be a multiple of the block size {block_size}")
+    elif sum(span.chunk_tokens) != total:
+        yield FieldViolation("chunk_tokens", f"they add up to {sum(span.chunk_tokens)}, the span has {total} tokens")
+    if len(span.parent_hash) != PARENT_HASH_BYTES:
+        yield FieldViolation("parent_hash", f"{len(span.parent_hash)} bytes; {PARENT_HASH_BYTES} are needed")

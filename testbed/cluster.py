@@ -123,7 +123,7 @@ class ServedCluster:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Runs, and is no zombie."""
+    """Whether it runs and is no zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

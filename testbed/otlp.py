@@ -1,4 +1,4 @@
-"""A receiver of OTLP traces and metrics over real gRPC, which keeps what it hears."""
+"""A receiver of OTLP traces and metrics over real gRPC, which keeps everything."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Attributes(dict[str, str]):
 
 
 class Receiver:
-    """What was heard. ``spans``: (service, span) pairs in order of arrival. ``metrics``: by resource, the latest of
-    each name. Both are OTLP's own messages."""
+    """Everything received. ``spans``: (service, span) pairs in order of arrival. ``metrics``: by resource, the
+    latest of each name. Both are OTLP's own messages."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -152,6 +152,13 @@ def _experts(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
             (CheckpointTensor("mlp.experts.down_proj", (count, hidden, inner), index),),
         )
     return wanted
+
+
+class TensorSource(Protocol):
+    """Tensors by the decoder's names for them; :class:`Checkpoint` is the source of real ones."""
+
+    def has(self, key: str) -> bool: ...
+    def take(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class Checkpoint:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pillion.engine.checkpoints.checkpoint import TensorSource, open_checkpoint
 from pillion.engine.models.decoder import LayerWeights, ModelWeights
 from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
@@ -43,12 +43,14 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     return float(torch.tensor(config.embedding_scale, dtype=dtype))
 
 
-def load_final_norm(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
+def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
     """Loads the norm before the head."""
     return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
 
 
-def load_head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> torch.Tensor:
+def load_head(
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor
+) -> torch.Tensor:
     """Loads the head. It is the embedding if the model ties the two and the checkpoint holds no other head, as in
     transformers 5.
     """
@@ -59,7 +61,7 @@ def load_head(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, e
 
 
 def load_layer(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear = Linear
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear = Linear
 ) -> LayerWeights:
     """Loads one layer, whose matrices ``linear`` makes."""
     prefix = f"layers.{index}."
@@ -97,7 +99,7 @@ def load_layer(
     )
 
 
-def _norm_weight(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, key: str) -> torch.Tensor:
+def _norm_weight(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, key: str) -> torch.Tensor:
     """Loads a norm's weight: in the model's type for plain norms, else in float32. Gemma's 1 + w is summed up here."""
     weight = checkpoint.take(key, dtype)
     if config.norm == "plain":
@@ -105,12 +107,12 @@ def _norm_weight(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     return weight.float() + 1.0 if config.norm == "offset" else weight.float()
 
 
-def _linear(checkpoint: Checkpoint, dtype: torch.dtype, key: str, linear: MakeLinear) -> Linear:
+def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, linear: MakeLinear) -> Linear:
     bias = checkpoint.take(key + ".bias", dtype) if checkpoint.has(key + ".bias") else None
     return linear(checkpoint.take(key + ".weight", dtype), bias)
 
 
-def _qkv(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
+def _qkv(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
     """Loads the fused projection. For partial rotation, queries and keys are put in the order of ``partial_order``."""
     rotary_dim = config.ropes[0].rotary_dim
     if rotary_dim == config.head_dim:
@@ -128,7 +130,7 @@ def _qkv(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix
 
 
 def _moe(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear
 ) -> MoeWeights:
     assert config.moe is not None
 

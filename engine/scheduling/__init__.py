@@ -1,1 +1,17 @@
-"""Map of this package."""
+"""Which tokens run in the next step, and which sequence owns which slot; sans-IO (I9).
+
+Open first: scheduler.py, the one class that the step loop calls.
+
+    scheduler.py      events in, plans of steps and outcomes out; preemption
+    step_plan.py      the plan of a step and the outcome of what happened
+    sequence.py       one stream or span: its states, tokens and block table
+    queues.py         running, preempted, waiting; the order of service and the victim
+    step_cost.py      how long a step takes, and the token budget that follows from a target
+    block_manager.py  the slots leased to this worker; commits, releases and resumes for its KV node
+    slot_stock.py     free slots, from which decodes grow without an RPC
+    in_flight.py      steps that were launched and have not ended, and what waits for them
+    forks.py          further answers to one prompt
+    drafts.py         speculative decoding: guesses and how they are scheduled
+
+No asyncio, no RPC, no device: pillion.engine.worker has the first two, pillion.engine.backends the third.
+"""

@@ -113,7 +113,7 @@ class BlockManager:
     # The outcome.
 
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool) -> Outcome:
-        """What gathered since the last outcome. ``decodes`` will grow; ``urgent``: one of them waits for a slot."""
+        """Return what gathered since the last outcome. ``decodes`` will grow; ``urgent``: one of them lacks a slot."""
         room = [s.num_blocks * self._block_size - s.next_start for s in decodes]
         low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
         self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))

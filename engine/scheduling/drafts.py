@@ -60,7 +60,7 @@ class NGramDrafter:
         self.num_tokens = num_tokens
 
     def draft(self, sequence: Sequence, most: int) -> Int32:
-        """What followed the latest of the earlier places that have the most in common with the text's end."""
+        """The tokens behind the latest of the earlier places that have the most in common with the text's end."""
         end = sequence.num_tokens
         text = sequence.tokens(max(0, end - MAX_LOOKBACK_TOKENS), end)
         last = len(text) - 1

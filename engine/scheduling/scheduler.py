@@ -217,7 +217,7 @@ class Scheduler:
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
-        """What happened since the last outcome."""
+        """The outcome of everything since the last one."""
         decodes = (s for s in self.queues.running if s.decoding)
         out = self._block_manager.finish_outcome(decodes, now, urgent=self._starved)
         if not out.empty:

@@ -57,7 +57,7 @@ class ForkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """What a sequence has to compute; never changes.
+    """The task of a sequence; never changes.
 
     Attributes:
         seq_id: names the sequence on its worker and is its place in the order of arrival.

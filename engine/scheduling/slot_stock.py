@@ -4,20 +4,20 @@
        ^                 |  ^                |
        +----give back----+  +------give------+
 
-Sans-IO: the stock says how many blocks it wants and which it can spare; the asyncio side asks the node. One lease call
-is under way at a time. A short answer means that the node is *exhausted*, and then somebody must be preempted; it is
-believed for LEASE_RETRY_S, and not at all once this worker has let go of memory since it asked.
+Sans-IO: the stock computes how many slots it wants and which it can spare; asyncio's side calls the node. One lease
+call is under way at a time. A short answer means that the node is *exhausted*, and then a sequence must be preempted;
+the answer counts for LEASE_RETRY_S, and not at all once this worker has let go of memory since the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# What stays above the target before slots go back, so that two streams that end and begin cause no traffic.
+# Slots above the target that stay in the stock, so that a stream that ends and one that begins cause no calls.
 SPARE_BLOCKS = 8
 # Most slots of one lease call.
 MAX_LEASE_BLOCKS = 1024
-# Time for which a short answer is believed, and after which the node is asked again.
+# Time for which a short answer counts, and after which the node is asked again.
 LEASE_RETRY_S = 0.05
 
 
@@ -25,8 +25,8 @@ class SlotStock:
     """Free slots leased to this worker.
 
     Attributes:
-        low_blocks: ask for more below this many.
-        target_blocks: ask for so many that this many are here.
+        low_blocks: below this many slots, more are leased.
+        target_blocks: so many slots are in the stock after a lease call.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SlotStock:
         self._leaving: list[int] = []
         self.low_blocks = 0
         self.target_blocks = 0
-        self._asked_blocks = 0
+        self._requested_blocks = 0
         self._answer_is_stale = False
         self._recall_blocks = 0
         self._short_until_s = 0.0
@@ -44,32 +44,32 @@ class SlotStock:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """What is here."""
+        """All slots of the stock."""
         return (*self._free, *self._leaving)
 
     @property
-    def asking(self) -> bool:
+    def lease_under_way(self) -> bool:
         """Whether a lease call is under way."""
-        return self._asked_blocks > 0
+        return self._requested_blocks > 0
 
     def exhausted(self, now: float) -> bool:
-        """Whether the node said a moment ago that it has no more."""
+        """Whether the node answered a moment ago that it has no more slots."""
         return now < self._short_until_s
 
     def take(self) -> int | None:
-        """One slot, None when there is none."""
+        """Take one slot out; None when the stock is empty."""
         return self._free.pop() if self._free else None
 
     def give(self, slots: Iterable[int]) -> None:
-        """Slots that no step uses any more."""
+        """Put back slots that no step uses any more."""
         self._free.extend(slots)
 
     def send_back(self, slots: Iterable[int]) -> None:
-        """Slots that the node misses: those of lost commit races, which it may have promised to somebody."""
+        """Return slots to the node soon: those of lost commit races, which the node may have promised to a request."""
         self._leaving.extend(slots)
 
     def aim(self, low_blocks: int, target_blocks: int) -> None:
-        """What the running decodes will need soon, and somewhat later."""
+        """Set how many slots the running decodes will need soon, and somewhat later."""
         self.low_blocks = low_blocks
         self.target_blocks = max(low_blocks, target_blocks)
 
@@ -78,26 +78,26 @@ class SlotStock:
 
         ``urgent``: a decode waits for a slot.
         """
-        if self.asking or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
+        if self.lease_under_way or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
             return 0
-        self._asked_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
+        self._requested_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
         self._answer_is_stale = False
-        return self._asked_blocks
+        return self._requested_blocks
 
     def granted(self, slots: Sequence[int], now: float) -> None:
         """The node's answer to the lease call."""
-        short = len(slots) < self._asked_blocks
-        self._asked_blocks = 0
+        short = len(slots) < self._requested_blocks
+        self._requested_blocks = 0
         self._free.extend(slots)
         self._short_until_s = now + LEASE_RETRY_S if short and not self._answer_is_stale else 0.0
 
     def memory_is_coming(self) -> None:
-        """Something was let go at the node: what it said about its memory before is void."""
+        """Memory was let go at the node: its earlier answer about its memory is void."""
         self._short_until_s = 0.0
-        self._answer_is_stale = self.asking
+        self._answer_is_stale = self.lease_under_way
 
     def recall(self, blocks: int) -> None:
-        """The node would like this many back."""
+        """The node asks for ``blocks`` slots back."""
         self._recall_blocks = blocks
 
     def surplus(self) -> tuple[int, ...]:

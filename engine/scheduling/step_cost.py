@@ -3,9 +3,9 @@
 The model is linear in what a step does: a constant, tokens (products with the weights), sequences, KV read (each
 sequence's context once) and query-key pairs (a chunk's attention). Its weights, none of them negative, are fitted to
 relative errors by least squares over some twenty steps with a chunk and some twenty without one; each kind fades by
-itself, so that the price of a chunk is not forgotten while only decodes run. What that is too slow for, a machine that
-somebody else computes on too, is a factor beside it: the median of the last few steps' measured over predicted time. So
-a change is followed within three steps, and a hiccup of one or two is not believed. Sarathi-Serve profiles this curve
+itself, so that the price of a chunk is not forgotten while only decodes run. Faster changes, when other programs load
+the machine, are in a factor beside the fit: the median of measured over predicted time in the last few steps. So a
+change is followed within three steps, and a hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve
 offline and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
 """
 
@@ -21,19 +21,19 @@ from pillion.engine.scheduling.step_plan import SequencePiece
 
 Float64 = npt.NDArray[np.float64]
 
-# Weight of a step in the fit when the next one of its kind is taken in.
+# Weight of a step in the fit when the next one of its kind is added.
 FADING = 0.95
 # Steps whose median is the factor.
 RECENT_STEPS = 5
 # Features are divided by these, so that weights are of one size: 1, tokens, sequences, KV tokens read, query-key pairs.
 SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
-# Pull towards the weights before, as a share of what the steps in the fit weigh. What these leave open stays as it was,
-# and is shared out among features by their size at the begin.
+# Pull towards the weights before, as a share of what the steps in the fit weigh. Weights that these steps leave open
+# stay as they were; at first they are shared out among features by their size.
 INERTIA = 0.1
 # A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
 MAX_SURPRISE = 2.0
-# With a target, a step has at most so many times the tokens of the largest one measured, but these at the begin: what
-# nothing is known of yet is approached, not guessed.
+# With a target, a step has at most MAX_GROWTH times the tokens of the largest one measured, and FIRST_STEP_TOKENS at
+# first: step sizes that were never measured are approached, not guessed.
 MAX_GROWTH = 2
 FIRST_STEP_TOKENS = 64
 # However late the decodes are, a prompt tail gets this much of each step, so that it is never starved.
@@ -41,7 +41,7 @@ MIN_TAIL_TOKENS = 16
 
 
 def features(pieces: Seq[SequencePiece]) -> Float64:
-    """What the cost of a step depends on, [5] in the order of SCALES, scaled."""
+    """float64 [5], what the cost of a step depends on, in the order of SCALES and scaled."""
     ends = [piece.start + piece.count for piece in pieces]
     pairs = sum(piece.count * (piece.start + (piece.count + 1) / 2) for piece in pieces)
     tokens = sum(piece.count for piece in pieces)
@@ -50,12 +50,12 @@ def features(pieces: Seq[SequencePiece]) -> Float64:
 
 
 class StepCost:
-    """Predicts seconds. ``fading`` is the weight of a step when the next one of its kind is taken in."""
+    """Predicts the seconds of a step. ``fading`` is the weight of a step when the next one of its kind is added."""
 
     def __init__(self, fading: float = FADING) -> None:
         self._fading = fading
         self._weights: Float64 = np.zeros(len(SCALES))
-        # Of steps without a chunk, and of those with one.
+        # The fit's sums over steps without a chunk, and over those with one.
         self._squares: Float64 = np.zeros((2, len(SCALES), len(SCALES)))
         self._products: Float64 = np.zeros((2, len(SCALES)))
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -95,9 +95,8 @@ class StepCost:
             self._factor = sorted(self._recent)[len(self._recent) // 2]
 
     def tokens_within(self, seconds: float, decodes: Seq[SequencePiece], start: int, most: int) -> int:
-        """Most tokens, up to ``most``, of a prompt tail that begins at position ``start``, that fit beside
-        ``decodes`` in a
-        step of ``seconds``. May be 0."""
+        """Most tokens, up to ``most``, of a prompt tail at position ``start`` that fit beside ``decodes`` in a step of
+        ``seconds``. May be 0."""
         base = self.predict(features(decodes))
         tokens, sequences, reads, pairs = (self._factor * self._weights / SCALES)[1:]
         left = seconds - base - sequences - reads * start
@@ -113,7 +112,7 @@ class StepCost:
 
 
 def _not_negative(squares: Float64, products: Float64) -> Float64:
-    """Solves squares @ weights = products with weights >= 0: what comes out negative is left out, and again."""
+    """Solves squares @ weights = products with weights >= 0: negative ones are dropped, and the rest solved again."""
     kept = np.ones(len(products), dtype=bool)
     weights: Float64 = np.zeros(len(products))
     while kept.any():
@@ -129,7 +128,7 @@ class TokenBudget:
     """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
 
     A decode is never held back, and a prompt tail gets MIN_TAIL_TOKENS of each step at least. ``cost`` learns with and
-    without a target, for the planner is told of it, and of the largest step that it has seen.
+    without a target, because the planner uses it, and the largest step measured.
     """
 
     def __init__(self, max_tokens: int, target_s: float = 0.0) -> None:
@@ -140,9 +139,8 @@ class TokenBudget:
         self._running: deque[tuple[Float64, float]] = deque()
 
     def left(self, decodes: Seq[SequencePiece], start: int, *, least_tokens: int = MIN_TAIL_TOKENS) -> int:
-        """Tokens for prompt tails, the first of which begins at position ``start``, beside ``decodes``.
-        ``least_tokens``
-        are given however late the decodes are."""
+        """Tokens for prompt tails beside ``decodes``; the first tail begins at position ``start``. ``least_tokens`` are
+        granted however late the decodes are."""
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used
         if not self.target_s:
@@ -152,15 +150,15 @@ class TokenBudget:
             fitting = min(fitting, self.cost.tokens_within(self.target_s, decodes, start, most))
         return min(most, max(fitting, least_tokens))
 
-    def begin(self, pieces: Seq[SequencePiece], now: float, under_way: int = 0) -> None:
-        """A step of these pieces starts behind ``under_way`` others. Younger ones than those never began."""
+    def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
+        """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began."""
         if pieces:
-            while len(self._running) > under_way:
+            while len(self._running) > in_flight:
                 self._running.pop()
             self._running.append((features(pieces), now))
 
     def end(self, now: float, *, ok: bool = True) -> None:
-        """The oldest one has ended; of one that was not ``ok`` nothing is learnt. Only then does the next one run."""
+        """The oldest step has ended, and the next one runs from now. A step that was not ``ok`` teaches nothing."""
         if not self._running:
             return
         found, began = self._running.popleft()

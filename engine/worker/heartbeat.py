@@ -45,7 +45,7 @@ class Lease:
         return self._clock() - self._renewed_s <= self._timeout_s
 
 
-class Heartbeat:
+class Heartbeats:
     """Sends heartbeats every ``heartbeat_ms`` while :meth:`run` runs.
 
     Args:

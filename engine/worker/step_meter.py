@@ -1,4 +1,4 @@
-"""What the metrics count of steps: how long they took, and what filled their token budget."""
+"""Metrics of steps: how long they took, and what filled their token budget."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ class Tickets:
         return Holding(ticket_id, chain, leased), first.tail_hash
 
     async def await_chain(self, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
-        """The same holding with a chain of ``blocks`` blocks, and its tail's hash, once others have committed them.
+        """Wait until other workers have committed a chain of ``blocks`` blocks. Returns the holding with that chain,
+        and the hash of its tail.
 
         Raises, with the holding let go, NotFound where the chain stands still for CHAIN_STALL_TIMEOUT_S or
         :meth:`stop_awaiting` was called, Overloaded where too many wait at the node, Unavailable where the epoch ends.

@@ -1,4 +1,4 @@
-"""What both services share on asyncio's side: a model over a mapped pool, and its place at a KV node, epoch by epoch.
+"""A worker, which both services share: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
     start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
     live:    servicer --adopt, add, cancel--> WorkerEpoch --outcomes--> listeners (tokens, chunks) and the node (orders)
@@ -146,9 +146,9 @@ class Worker:
         )
 
     def announce(self, address: str) -> None:
-        """From now on the registry lists this worker at ``address``."""
+        """Have the registry list this worker at ``address`` from now on."""
         self._address = address
-        self.epoch.heartbeat.announce()
+        self.epoch.heartbeats.announce()
 
     def _describe(self) -> ComponentRecord:
         prepared, epoch, load = self.model.prepared, self.epoch, self.epoch.load
@@ -212,7 +212,7 @@ class Worker:
         # After this long a silence the node has fenced the worker: it looks twice per heartbeat.
         silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
         try:
-            await old.heartbeat.leave(self.component_id)
+            await old.heartbeats.leave(self.component_id)
             await old.close()
             fresh = self._make_epoch(await new_epoch(self.node, old.number, silence_s))
         except Exception as error:  # noqa: BLE001  (a defect must end the process, too)
@@ -222,7 +222,7 @@ class Worker:
         self._returning, self.epoch = None, fresh
         fresh.start()
         if self._address and not self.draining:
-            fresh.heartbeat.announce()
+            fresh.heartbeats.announce()
         log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
 
     # Life and death.
@@ -248,7 +248,7 @@ class Worker:
     async def drain(self, grace_s: float) -> None:
         """Take no more work, and give the sequences that run up to ``grace_s`` seconds."""
         self.draining = True
-        await self.epoch.heartbeat.leave(self.component_id)
+        await self.epoch.heartbeats.leave(self.component_id)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.epoch.idle.wait(), grace_s)
 

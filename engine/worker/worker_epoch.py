@@ -1,4 +1,4 @@
-"""What lives as long as one epoch of a worker: scheduler and step thread, tickets, node updates, heartbeats.
+"""One epoch of a worker and all that lives as long as it: scheduler and step thread, tickets, node updates, heartbeats.
 
     serving --the node was silent, or the process slept: the lease has lapsed--> outcomes held back
        |    <--the node answers: not fenced---------------------------------'      |
@@ -36,7 +36,7 @@ from pillion.engine.scheduling.step_plan import (
     StepPlan,
     Update,
 )
-from pillion.engine.worker.heartbeat import Heartbeat, Lease
+from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.step_meter import StepMeter
@@ -68,7 +68,7 @@ class SequenceListener(Protocol):
 
 
 class WorkerEpoch:
-    """One epoch's work. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``, ``heartbeat``,
+    """One epoch's work. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``, ``heartbeats``,
     and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit into ``target_s``
     (0: any).
 
@@ -122,7 +122,7 @@ class WorkerEpoch:
             may_publish=lease.held,
         )
         self.tickets = Tickets(node, number, post_event=self._steps.post_event, lost=self._judge)
-        self.heartbeat = Heartbeat(
+        self.heartbeats = Heartbeats(
             flags,
             node,
             number,
@@ -146,7 +146,7 @@ class WorkerEpoch:
         """Start the step thread, the node updates and the heartbeats."""
         self._steps.start()
         self._spawn(self._send_updates())
-        self._spawn(self.heartbeat.run())
+        self._spawn(self.heartbeats.run())
 
     # Work.
 
@@ -224,7 +224,7 @@ class WorkerEpoch:
         Idempotent."""
         await self._steps.stop()
         await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
-        await self.heartbeat.close()
+        await self.heartbeats.close()
 
     async def settled(self) -> None:
         """Returns when no sequence is left and the node has answered everything."""

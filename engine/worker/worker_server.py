@@ -43,7 +43,7 @@ class WorkerServer:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address that the server listens at."""
         return self._server.address
 
     async def wait_failed(self) -> str:

@@ -1,1 +1,11 @@
-"""Map of this package."""
+"""Who may send requests, how many at once, and which is next. Open admission.py first.
+
+admission.py       bounds of the gateway and of tenants, and a queue for each model
+fairness.py        the order in a queue: fair between tenants by tokens (no clock, no I/O)
+tenants.py         what a tenant may use, and the salt that keeps its cache apart
+api_keys.py        the file of tenants and hashed keys
+quotas.py          token buckets of one gateway (no clock, no I/O)
+shared_quotas.py   quotas over all gateways, counted in Redis
+
+No request is planned or run here.
+"""

@@ -1,4 +1,4 @@
-"""API keys: a TOML file of tenants and hashed keys, and who is behind a call.
+"""API keys: a TOML file of tenants and hashed keys, and the tenant of a call.
 
     file --read, every entry checked--> keyring --changed on disk (pillion.net.watched)--> the new keyring
              | bad at start: ConfigError           | bad: a warning, the old one stays
@@ -41,7 +41,7 @@ log = logging.getLogger("pillion.gateway")
 
 KEY_PREFIX = "plk-"
 KEY_RANDOM_BYTES = 32
-# A key that people chose has less to it than its length; one that is made here has 47 characters.
+# A key that people chose is easier to guess than its length suggests; one that is made here has 47 characters.
 MIN_KEY_CHARS = 32
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 2**20
@@ -65,18 +65,18 @@ class Key:
 
 
 class Keyring:
-    """Every key that is known, and whose it is."""
+    """All API keys, and the tenant of each."""
 
     def __init__(self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...]) -> None:
         self.tenants = dict(tenants)
         self._keys = keys
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Who sends ``Authorization: Bearer KEY``. Raises Unauthenticated; the message never repeats the key."""
-        scheme, _, said = authorization.strip().partition(" ")
-        if scheme.lower() != "bearer" or not said.strip():
+        """The tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never repeating the key."""
+        scheme, _, credentials = authorization.strip().partition(" ")
+        if scheme.lower() != "bearer" or not credentials.strip():
             raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
-        key = said.strip()
+        key = credentials.strip()
         digest = hashlib.sha256(key[:MAX_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
         found: Key | None = None
         for entry in self._keys:
@@ -96,7 +96,7 @@ class KeyFile:
         self.ring = read_keys(path)
 
     def refresh(self) -> bool:
-        """Reads the file if it is another one than before. A bad one is said once and changes nothing.
+        """Reads the file if it is another one than before. A bad one is logged once and changes nothing.
 
         Returns:
             Whether there is a new keyring.
@@ -138,12 +138,12 @@ def read_keys(path: str) -> Keyring:
         raise ConfigError(f"keys file {path}: {error}") from None
 
 
-def parse_keys(said: Mapping[str, Any]) -> Keyring:
+def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
     """The keyring of a parsed file. Raises ConfigError for the first thing that is wrong."""
-    for name in said:
+    for name in parsed:
         if name not in ("tenant", "key"):
             raise ConfigError(f"unknown table {name!r}; there are [tenant.NAME] and [[key]]")
-    tables, entries = said.get("tenant", {}), said.get("key", [])
+    tables, entries = parsed.get("tenant", {}), parsed.get("key", [])
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError("write a tenant as [tenant.NAME]")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -169,10 +169,10 @@ def _tenant(name: str, table: Mapping[str, Any]) -> Tenant:
         if field not in known:
             raise ConfigError(f"{where}: unknown field {field!r}")
         _check_field(where, field, value)
-    said = dict(table)
-    if "weight" in said:
-        said["weight"] = float(said["weight"])
-    return Tenant(name=name, **said)
+    values = dict(table)
+    if "weight" in values:
+        values["weight"] = float(values["weight"])
+    return Tenant(name=name, **values)
 
 
 def _check_field(where: str, field: str, value: Any) -> None:
@@ -198,10 +198,10 @@ def _key(number: int, entry: Mapping[str, Any], tenants: Mapping[str, Tenant]) -
     unknown = set(entry) - {"id", "tenant", "hash"}
     if unknown:
         raise ConfigError(f"{where}: unknown field {min(unknown)!r}")
-    said = [entry.get(name, "") for name in ("id", "tenant", "hash")]
-    if not all(isinstance(value, str) for value in said):
+    texts = [entry.get(name, "") for name in ("id", "tenant", "hash")]
+    if not all(isinstance(value, str) for value in texts):
         raise ConfigError(f"{where}: id, tenant and hash are texts")
-    label, tenant, hashed = said
+    label, tenant, hashed = texts
     if tenant not in tenants:
         raise ConfigError(f"{where}: there is no [tenant.{tenant[:80]}]")
     digits = hashed.removeprefix(_HASH)

@@ -1,4 +1,4 @@
-"""Who is next where requests wait in the gateway: fair between tenants by tokens, by rank within a tenant.
+"""The order in which waiting requests get their turn: fair between tenants by tokens, by rank within a tenant.
 
 Each tenant has a counter: tokens it was served, over its weight. The next request is of the waiting tenant with the
 least counter; an answer's tokens count OUTPUT_COST times those of a prompt. A tenant that was away begins at the
@@ -8,8 +8,8 @@ al., 1996).
 
 Between two tenants that wait all the time, tokens over weight differ by no more than what one of them has under way.
 
-No clock, no waiting in here (I9): ``now_s`` is handed in, and :mod:`pillion.gateway.admission.admission` does what
-is decided.
+Nothing here reads a clock or waits (I9): :mod:`pillion.gateway.admission.admission` passes ``now_s`` and does what is
+decided.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dataclasses import dataclass, field
 
 from pillion.gateway.admission.tenants import Tenant
 
-# Of a generated token in tokens of a prompt, as in the paper's evaluation.
+# Prompt tokens that a generated token counts for, as in the paper's evaluation.
 OUTPUT_COST = 2
-# The pace is what it was lately: half of its weight is younger than this.
-PACE_HALF_LIFE_S = 10.0
+# The rate is a decaying mean: half of its weight is younger than this.
+RATE_HALF_LIFE_S = 10.0
 # Before so many departures nothing is predicted.
 MIN_DEPARTURES = 3.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WaitingRequest:
-    """One request that waits. Sorted by rank (:func:`pillion.priority.rank`), then by arrival."""
+    """One waiting request. Sorted by rank (:func:`pillion.priority.rank`), then by arrival."""
 
     rank: float
     number: int
@@ -47,7 +47,7 @@ class _Account:
 
 
 class FairQueue:
-    """All that wait. Bounded by who admits to it."""
+    """All waiting requests of a model. Admission bounds their number."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -57,7 +57,7 @@ class FairQueue:
         return sum(len(account.waiting) for account in self._accounts.values())
 
     def push(self, tenant: Tenant, request: WaitingRequest) -> None:
-        """It waits from now on."""
+        """Adds a request."""
         account = self._accounts.setdefault(tenant.name, _Account())
         account.weight = tenant.weight
         if not account.waiting:
@@ -65,7 +65,7 @@ class FairQueue:
         bisect.insort(account.waiting, request)
 
     def first(self) -> WaitingRequest | None:
-        """The one whose turn it is."""
+        """The request whose turn it is."""
         name = self._next()
         return None if name is None else self._accounts[name].waiting[0]
 
@@ -80,17 +80,17 @@ class FairQueue:
         return request
 
     def remove(self, tenant: Tenant, request: WaitingRequest) -> None:
-        """It does not wait any more, and was not served."""
+        """Takes out a request that was not served."""
         self._accounts[tenant.name].waiting.remove(request)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
-        """Tokens that were generated for the tenant."""
+        """Charges tokens that were generated for the tenant."""
         account = self._accounts.get(tenant.name)
         if account is not None:
             account.counter += OUTPUT_COST * tokens / tenant.weight
 
     def ahead(self, tenant: Tenant, request: WaitingRequest) -> int:
-        """How many answers of those that wait now would begin before this request, if nobody else came."""
+        """Answers of waiting requests that would begin before this request if no other came."""
         own = self._accounts.get(tenant.name, _Account())
         before = [other for other in own.waiting if other < request]
         start = own.counter if own.waiting else max(own.counter, self._floor)
@@ -117,7 +117,7 @@ class FairQueue:
 
 
 class DepartureRate:
-    """How fast answers leave while others wait for their place, as a decaying mean."""
+    """How fast answers end while others wait for their slots, as a decaying mean."""
 
     def __init__(self) -> None:
         self._departures = 0.0
@@ -125,21 +125,21 @@ class DepartureRate:
         self._since_s: float | None = None
 
     def left(self, answers: int, waiting: bool, now_s: float) -> None:
-        """So many ended; ``waiting``: whether somebody waits, so that the time until the next ones tells the pace."""
+        """Notes that ``answers`` ended. The time until the next ones counts only while others are ``waiting``."""
         if self._since_s is not None:
             passed_s = max(0.0, now_s - self._since_s)
-            kept = math.pow(0.5, passed_s / PACE_HALF_LIFE_S)
+            kept = math.pow(0.5, passed_s / RATE_HALF_LIFE_S)
             self._departures = self._departures * kept + answers
             self._seconds = self._seconds * kept + passed_s
         self._since_s = now_s if waiting else None
 
     def began(self, now_s: float) -> None:
-        """Somebody waits from now on."""
+        """Notes that a request begins to wait."""
         if self._since_s is None:
             self._since_s = now_s
 
     def wait_s(self, ahead: int) -> float:
-        """How long until a place is free for who has so many before it; 0 where that is not known."""
+        """Seconds until a slot is free for a request with ``ahead`` answers before it; 0 where that is not known."""
         if self._departures < MIN_DEPARTURES:
             return 0.0
         return (ahead + 1) * self._seconds / self._departures

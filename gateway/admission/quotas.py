@@ -1,8 +1,8 @@
-"""Quotas per minute, as token buckets. No clock in here: ``now_s`` is handed in (I9).
+"""Quotas per minute, as token buckets. Nothing here reads a clock: callers pass ``now_s`` (I9).
 
-A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. What
-is only known afterwards, the tokens of an answer, is taken when the request ends and may leave a debt, which has to
-fill up before the next request is let in.
+A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. The
+tokens of an answer are known only afterwards: they are taken when the request ends and may leave a debt, which has to
+fill up before the next request is admitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUOTAS = ("requests_per_minute", "tokens_per_minute")
 
 
 class Bucket:
-    """``per_minute`` at once, then as many each minute."""
+    """A token bucket that holds ``per_minute`` and gains as much each minute."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -32,12 +32,12 @@ class Bucket:
         return max(0.0, missing) * MINUTE_S / self.per_minute
 
     def take(self, amount: int, now_s: float) -> None:
-        """Takes it, whether it is there or not."""
+        """Takes ``amount``, which may leave a debt."""
         self._level = self._filled(now_s) - amount
         self._at_s = now_s
 
     def resized(self, per_minute: int, now_s: float) -> Bucket:
-        """The same with another rate; what was spent stays spent."""
+        """A bucket with another rate from which as much has been spent."""
         spent = self.per_minute - self._filled(now_s)
         other = Bucket(per_minute, now_s)
         other.take(math.ceil(spent), now_s)
@@ -49,9 +49,9 @@ class Bucket:
 
 
 def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
-    """The refusal. ``quota``: one of QUOTAS."""
-    said = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
-    return Overloaded(said, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", said),))
+    """The error of a request that met ``quota``, one of QUOTAS."""
+    text = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
+    return Overloaded(text, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", text),))
 
 
 class Quotas:
@@ -61,21 +61,21 @@ class Quotas:
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
-        """One request. Raises Overloaded, with the time until one may come."""
+        """Takes one request. Raises Overloaded, with the time until one may come."""
         self._take(tenant, "requests_per_minute", tenant.requests_per_minute, 1, now_s)
 
     def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """A prompt's tokens. Raises Overloaded, with the time until it may come again; nothing is taken then."""
+        """Takes a prompt's tokens. Raises Overloaded, with the time until it may come again; nothing is taken then."""
         self._take(tenant, "tokens_per_minute", tenant.tokens_per_minute, tokens, now_s)
 
     def spend(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Tokens that were generated: they may leave a debt. Less than none gives back a prompt that was not served."""
+        """Takes generated tokens, which may leave a debt. A negative number gives back a prompt that was not served."""
         bucket = self._bucket(tenant, "tokens_per_minute", tenant.tokens_per_minute, now_s)
         if bucket is not None:
             bucket.take(tokens, now_s)
 
     def give_back(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
-        """What was taken and then refused by somebody who counts more."""
+        """Gives back what was taken here and then refused by the shared count."""
         bucket = self._bucket(tenant, quota, getattr(tenant, quota), now_s)
         if bucket is not None:
             bucket.take(-amount, now_s)

@@ -3,7 +3,7 @@
     request --local count--> refused here, or tokenized --one script in Redis--> refused there, or served
                                                               | no answer in 100 ms
                                                               '--> the local count has decided
-    answer's tokens --> local count, and told to Redis with the tenant's next call or TELL_MS later
+    answer's tokens --> local count, and reported to Redis with the tenant's next call or REPORT_MS later
 
 The local count knows only what this gateway served, so it never has less left than Redis: what it refuses, Redis would.
 What a failed call carried is not sent again, because Redis may have taken it; a minute later it does not matter.
@@ -23,57 +23,57 @@ from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
 
 log = logging.getLogger("pillion.gateway")
 
-# How long tokens of answers may wait to be told, so that many answers are one call.
-TELL_MS = 100
+# How long tokens of answers may wait before they are reported, so that many answers are one call.
+REPORT_MS = 100
 
 
 class SharedQuotas:
-    """``buckets`` None: counted here alone. Times are monotonic, in seconds."""
+    """Quotas of all tenants. Without ``buckets`` this gateway counts alone. Times are monotonic, in seconds."""
 
     def __init__(self, buckets: SharedBuckets | None = None) -> None:
         self._local = Quotas()
         self._buckets = buckets
-        self._untold: Counter[str] = Counter()
+        self._unreported: Counter[str] = Counter()
         self._tenants: dict[str, Tenant] = {}
-        self._telling: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._answers = True
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
-        """One request, by the local count. Raises Overloaded, with the time until one may come."""
+        """Takes one request, by the local count. Raises Overloaded, with the time until one may come."""
         self._local.take_request(tenant, now_s)
 
     async def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Its prompt, and by the count of all gateways the request too. Raises Overloaded; the prompt is not taken
-        then. A caller that is cancelled in here has paid."""
+        """Takes a prompt's tokens, and by the count of all gateways the request too. Raises Overloaded; then the prompt
+        is not taken. A caller that is cancelled in here has paid."""
         self._local.take_prompt(tenant, tokens, now_s)
         await self._ask(tenant, tokens, now_s)
 
     async def confirm(self, tenant: Tenant, now_s: float) -> None:
-        """A request without a prompt to be computed, by the count of all gateways. Raises Overloaded."""
+        """Takes a request whose prompt is not computed, by the count of all gateways. Raises Overloaded."""
         await self._ask(tenant, None, now_s)
 
     def spend(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Tokens that were generated: they may leave a debt. Less than none gives back a prompt that was not served."""
+        """Takes generated tokens, which may leave a debt. A negative number gives back a prompt that was not served."""
         self._local.spend(tenant, tokens, now_s)
         if self._buckets is None or not tenant.tokens_per_minute or not tokens:
             return
-        self._untold[tenant.name] += tokens
+        self._unreported[tenant.name] += tokens
         self._tenants[tenant.name] = tenant
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.get_running_loop().create_task(self._tell_soon(), name="quotas")
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
 
     def keep(self, names: Collection[str]) -> None:
         """Forgets tenants that are not among ``names``."""
         self._local.keep(names)
-        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in self._untold}
+        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in self._unreported}
 
     async def aclose(self) -> None:
-        """Tells what is not told yet, and closes the connections."""
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+        """Reports what is not reported yet, and closes the connections."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
         if self._buckets is not None:
-            await self._tell()
+            await self._report()
             await self._buckets.aclose()
 
     # -- inside
@@ -91,10 +91,10 @@ class SharedQuotas:
         raise used_up(tenant, quota, wait_ms)
 
     async def _take(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
-        """The quota that is used up, and the time in ms until it is not; None where nothing is, or nobody knows."""
+        """The quota that is used up, and the ms until it is not; None where none is, or where Redis does not answer."""
         if self._buckets is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
             return None
-        spent = self._untold.pop(tenant.name, 0)
+        spent = self._unreported.pop(tenant.name, 0)
         demands = (
             BucketDemand(tenant.requests_per_minute, 0, requests),
             BucketDemand(tenant.tokens_per_minute, spent, tokens),
@@ -109,11 +109,11 @@ class SharedQuotas:
         self._answers = True
         return None if short is None else (QUOTAS[short.place], short.wait_ms)
 
-    async def _tell_soon(self) -> None:
-        while self._untold:
-            await asyncio.sleep(TELL_MS / 1000)
-            await self._tell()
+    async def _report_soon(self) -> None:
+        while self._unreported:
+            await asyncio.sleep(REPORT_MS / 1000)
+            await self._report()
 
-    async def _tell(self) -> None:
-        for name in tuple(self._untold):
+    async def _report(self) -> None:
+        for name in tuple(self._unreported):
             await self._take(self._tenants[name], None, None)

@@ -1,6 +1,6 @@
-"""Whom the gateway works for: what a tenant may take, and how its cache is kept apart.
+"""Tenants: what each may use, and how its cache is kept apart.
 
-API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in the line
+API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in the queue
 no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself
 """
 
@@ -36,7 +36,7 @@ class Tenant:
     operator: bool = False
 
     def capped(self, priority: int) -> int:
-        """The priority that its request gets."""
+        """The priority that a request of this tenant gets."""
         return max(priority, self.most_urgent_priority)
 
 
@@ -44,7 +44,7 @@ OPEN = Tenant(name="", operator=True)
 
 
 def cache_salt(tenant: Tenant, given: str) -> str:
-    """What narrows the hashes of a tenant's request; ``given`` is the client's own ``cache_salt``.
+    """The salt of a request's block hashes; ``given`` is the client's own ``cache_salt``.
 
     The client's salt is added behind the tenant's and never replaces it. A name carries its length, and each kind its
     own tag, so two different pairs never read the same, whatever a client sends.

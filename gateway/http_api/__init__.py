@@ -1,1 +1,15 @@
-"""Map of this package."""
+"""The HTTP port: OpenAI's API, vLLM's /tokenize and /detokenize, health and metrics. Open http_server.py first.
+
+http_server.py       the table of pages, and the server
+http_connection.py   bounds of a connection
+http_call.py         one call: its body, its response, the client that goes away
+http_errors.py       errors as OpenAI's clients know them
+openai_api.py        handlers of OpenAI's endpoints, and the pace of writes
+openai_fields.py     the fields of bodies; a new OpenAI field goes here first
+openai_requests.py   from bodies to requests of the gateway
+openai_reader.py     deltas of one call with one prompt or several
+openai_events.py     from deltas to events, or to one object
+openai_logprobs.py   log probabilities in OpenAI's shapes
+
+Policy never comes in here: it belongs to gateway.py, which the gRPC service shares.
+"""

@@ -1,4 +1,4 @@
-"""One HTTP call: its id, its bounded body, its answer, and the moment in which its client goes away.
+"""One HTTP call: its id, its bounded body, its response, and what happens when its client goes away.
 
 headers --> request id, body (bounded in size and time) --> work --> answer, whole or in pieces
                                                              |
@@ -27,7 +27,7 @@ from pillion.observability import telemetry
 log = logging.getLogger("pillion.gateway")
 
 MAX_BODY_BYTES = MAX_REQUEST_BYTES
-# Of all bodies that are being read, together: thousands of clients may send one at the same time.
+# Bytes of all bodies that are being read: thousands of clients may send one at the same time.
 MAX_BODIES_BYTES = 64 * MAX_BODY_BYTES
 # Path and headers together.
 MAX_HEADER_BYTES = 32 * 2**10
@@ -42,12 +42,12 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class HttpCall:
-    """A request of one client. Every answer to it carries ``request_id``, which is a label and never an address.
+    """One call. Its response carries ``request_id``, which is a label and never an address.
 
-    ``tenant`` is who sends it, on the pages that need a key.
+    ``tenant`` is the sender, on the pages that need a key.
     """
 
-    # Of all calls of this process.
+    # Bytes of all bodies that this process is reading.
     bodies_bytes = 0
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,29 +63,30 @@ class HttpCall:
         self._parameters = scope.get("path_params", {})
         self.started = self._reading = False
         self.tenant = OPEN
-        said = self._header(b"x-request-id")
-        self._bad_id = bool(said) and _REQUEST_ID.fullmatch(said) is None
-        self.request_id = said if said and not self._bad_id else f"req-{secrets.token_hex(12)}"
+        given_id = self._header(b"x-request-id")
+        self._bad_id = bool(given_id) and _REQUEST_ID.fullmatch(given_id) is None
+        self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
 
     def path_parameter(self, name: str) -> str:
-        """A part of the path that stands for something."""
+        """The value of a path parameter."""
         return str(self._parameters[name])
 
     @property
     def authorization(self) -> str:
-        """The header's value, "" where there is none."""
+        """The Authorization header, "" where there is none."""
         return self._header(b"authorization")
 
     def trace_parent(self) -> otel_context.Context | None:
-        """The client's trace context, None where it has none."""
-        said = self._header(b"traceparent")
-        return telemetry.from_traceparent(said) if said else None
+        """The client's trace context, None where it sends none."""
+        header = self._header(b"traceparent")
+        return telemetry.from_traceparent(header) if header else None
 
     async def body(self) -> bytes:
-        """The whole body, JSON by its header. Raises ApiError before more than MAX_BODY_BYTES are taken."""
+        """Reads the whole body, which must be JSON by its header. Raises ApiError before more than MAX_BODY_BYTES are
+        read."""
         if self._bad_id:
-            said = f"at most {MAX_REQUEST_ID_CHARS} letters, digits and . _ : / + = -"
-            raise refused("X-Request-Id", said)
+            text = f"at most {MAX_REQUEST_ID_CHARS} letters, digits and . _ : / + = -"
+            raise refused("X-Request-Id", text)
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON_TYPE:
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
@@ -107,14 +108,14 @@ class HttpCall:
         return b"".join(parts)
 
     async def while_connected(self, work: Awaitable[None]) -> None:
-        """Awaits ``work``, which is cancelled in the moment in which the client goes away (I8)."""
+        """Awaits ``work``, which is cancelled at once when the client goes away (I8)."""
         task = asyncio.current_task()
         assert task is not None
         gone = False
 
         async def watch() -> None:
             nonlocal gone
-            # The body has been read whole: the next message is the last one.
+            # The body has been read, so the next message is the disconnect.
             while (await self._receive())["type"] != "http.disconnect":
                 pass
             gone = True
@@ -132,18 +133,18 @@ class HttpCall:
     async def answer(
         self, status: int, body: bytes, headers: Headers | None = None, *, content_type: bytes = JSON_TYPE
     ) -> None:
-        """A whole answer."""
+        """Sends a whole response."""
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
-        """The error, where nothing has been answered yet. A body that was not read goes with its connection."""
+        """Sends an error, where nothing has been sent yet. A body that was not read is dropped with its connection."""
         close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
         await self.answer(error.status, error.body(), [*error.headers(), *close])
 
     async def start_events(self) -> None:
-        """Begins an answer of server-sent events."""
+        """Begins a response of server-sent events."""
         await self._start(
             200,
             [
@@ -155,7 +156,7 @@ class HttpCall:
         )
 
     def write(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Some events, in one piece; to be awaited. It takes time while the client reads too slowly."""
+        """Sends some events in one write. The result must be awaited; that takes time while the client reads slowly."""
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -164,7 +165,7 @@ class HttpCall:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, label]})
 
     async def _read(self, parts: list[bytes]) -> None:
-        """Adds to ``parts``, and counts them, until the body is whole or too much."""
+        """Adds to ``parts``, and counts their bytes, until the body is whole or too large."""
         size = 0
         while True:
             message = await self._receive()
@@ -178,24 +179,24 @@ class HttpCall:
             if not message.get("more_body", False):
                 return
             if HttpCall.bodies_bytes > MAX_BODIES_BYTES:
-                said = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
-                raise ApiError(429, said, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
+                text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
+                raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
     def _header(self, name: bytes) -> str:
         return self._headers.get(name, b"").decode("latin-1")
 
 
 class ClientGone(Exception):  # noqa: N818
-    """The client went away before its request was whole: there is nobody to answer."""
+    """The client went away before its request was whole."""
 
 
 class Endpoint:
-    """An ASGI application out of a handler of calls; what the handler raises is answered as an error.
+    """An ASGI application around a handler of calls; an exception of the handler is sent as an error.
 
     Args:
-        method: the only one that is taken; GET takes HEAD too, "" takes any.
-        handle: answers.
-        tenant_of: who sends it, by the Authorization header; None: the page is open. Asked before a body is read.
+        method: the only one that is allowed; GET allows HEAD too, "" allows any.
+        handle: answers a call.
+        tenant_of: finds the tenant by the Authorization header, before a body is read; None: the page is open.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Endpoint:
             except Exception:
                 log.exception("request %s failed", call.request_id)
                 if call.started:
-                    # The connection ends in the midst of the answer, and the client sees that it does.
+                    # The connection ends in the middle of the response, which shows the client that it is not whole.
                     raise
                 await call.fail(internal())
 

@@ -1,11 +1,11 @@
-"""One HTTP connection, for as long as it is worth its place: uvicorn's protocol with three more bounds.
+"""An HTTP connection: uvicorn's protocol with three more bounds.
 
 made --headers within HEAD_TIMEOUT_S--> request and answer --kept alive, the next one's first byte--> headers ...
   | too many connections                   | client takes nothing for STALL_TIMEOUT_S
   '--> cut                                 '--> cut
 
 Uvicorn itself waits for ever for the first request, for the rest of a request's headers, and for a client that does not
-read. A few thousand such connections, which cost a stranger nothing, would keep everybody else out.
+read. A few thousand such connections, which cost an attacker nothing, would keep all other clients out.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# From a connection's begin, TLS done, or from the first byte of a further request, until its headers are whole.
+# Seconds from a connection's begin (TLS done), or the first byte of a further request, until its headers are whole.
 HEAD_TIMEOUT_S = 20.0
-# A client that takes nothing for so long, with more waiting for it than the transport holds, has gone.
+# A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
 STALL_TIMEOUT_S = 120.0
-# Connections beyond those that are served, which are told so: 503.
+# Connections beyond those that are served; they get 503.
 SPARE_CONNECTIONS = 64
 
 
 class HttpConnection(H11Protocol):
-    """See the module."""
+    """uvicorn's h11 protocol with bounds for idle, slow and stalled clients."""
 
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None

@@ -20,7 +20,7 @@ from pillion.errors import (
     Unavailable,
 )
 
-# What a client is told to wait where nobody knows better: a lost part comes back within seconds.
+# Time after which a client may try again where the error has none: a lost component comes back within seconds.
 RETRY_AFTER_MS = 1000
 # No message repeats more of a client's own text than this.
 MAX_MESSAGE_CHARS = 4096
@@ -41,7 +41,7 @@ _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
 
 
 class ApiError(Exception):
-    """What a client is answered. ``retry_after_ms`` is 0 where trying again does not help."""
+    """An error response. ``retry_after_ms`` is 0 where trying again does not help."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ApiError(Exception):
         self.retry_after_ms = retry_after_ms
 
     def body(self) -> bytes:
-        """The JSON object."""
+        """The JSON body."""
         error = {
             "message": self.message[:MAX_MESSAGE_CHARS],
             "type": self.kind,
@@ -83,12 +83,12 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """A field that is wrong: 400."""
+    """The error of a wrong field: 400."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def internal() -> ApiError:
-    """A defect of ours: 500."""
+    """The error of a defect of the gateway: 500."""
     return ApiError(500, "internal error; the gateway's log says more", kind="server_error", code="internal_error")
 
 
@@ -103,13 +103,13 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     message, param, retry_after_ms = error.message, None, 0
     if isinstance(error, InvalidRequest) and error.violations:
         named = [(_spell(violation.field, spelled), violation.description) for violation in error.violations]
-        message, param = "; ".join(f"{name}: {said}" for name, said in named), named[0][0]
+        message, param = "; ".join(f"{name}: {description}" for name, description in named), named[0][0]
     elif isinstance(error, Overloaded | Unavailable):
         retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
     return ApiError(status, message, kind=kind, param=param, code=code, retry_after_ms=retry_after_ms)
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:
-    """``sampling.stop[2]`` is the client's ``stop[2]``."""
+    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``."""
     name, bracket, rest = field.partition("[")
     return spelled.get(name, name.removeprefix("sampling.")) + bracket + rest

@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 75
 
 
 class _Pages:
-    """What needs no body."""
+    """The pages whose calls have no body."""
 
     def __init__(self, gateway: Gateway, vllm_names: bool) -> None:
         self._gateway = gateway
@@ -49,11 +49,11 @@ class _Pages:
             await call.answer(200, b'{"status":"ok"}')
 
     async def version(self, call: HttpCall) -> None:
-        """This gateway's."""
+        """This gateway's version."""
         await call.answer(200, msgspec.json.encode({"version": VERSION}))
 
     async def metrics(self, call: HttpCall) -> None:
-        """For Prometheus; of this process, where several share the port."""
+        """Metrics for Prometheus: those of this process, where several share the port."""
         page = MetricsPage(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
@@ -63,7 +63,7 @@ class _Pages:
         await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
 
     async def model(self, call: HttpCall) -> None:
-        """One of them; a name may hold slashes."""
+        """One model; its name may contain slashes."""
         name = call.path_parameter("name")
         for info in self._gateway.models():
             if info.name == name:
@@ -76,11 +76,11 @@ class _Pages:
         raise Unavailable(self._gateway.missing(name))
 
     async def nothing(self, call: HttpCall) -> None:
-        """Every other path."""
+        """404, for every other path."""
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
-        """As OpenAI has it; ``max_model_len`` as vLLM adds it."""
+        """A model as OpenAI describes it, with vLLM's ``max_model_len``."""
         return {
             "id": info.name,
             "object": "model",
@@ -92,27 +92,27 @@ class _Pages:
 
 
 def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
-    """The application; every page of the port is in this one table. What a key opens is marked by ``whose``.
+    """The application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
-    A bare router: the usual application wraps every write of a stream twice, for errors that are answered here.
+    It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
     """
-    pages, api, whose = _Pages(gateway, vllm_names), OpenAIApi(gateway), gateway.tenant_of
+    pages, api, tenant_of = _Pages(gateway, vllm_names), OpenAIApi(gateway), gateway.tenant_of
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
-        Route("/metrics", Endpoint("GET", pages.metrics, whose)),
-        Route("/v1/models", Endpoint("GET", pages.models, whose)),
-        Route("/v1/models/{name:path}", Endpoint("GET", pages.model, whose)),
-        Route("/v1/completions", Endpoint("POST", api.completions, whose)),
-        Route("/v1/chat/completions", Endpoint("POST", api.chat, whose)),
-        Route("/tokenize", Endpoint("POST", api.tokenize, whose)),
-        Route("/detokenize", Endpoint("POST", api.detokenize, whose)),
+        Route("/metrics", Endpoint("GET", pages.metrics, tenant_of)),
+        Route("/v1/models", Endpoint("GET", pages.models, tenant_of)),
+        Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
+        Route("/v1/completions", Endpoint("POST", api.completions, tenant_of)),
+        Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of)),
+        Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of)),
+        Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of)),
     ]
     return Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: the process belongs to the part, not to its HTTP port."""
+    """Uvicorn without its signal handlers: the process belongs to the component, not to its HTTP port."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

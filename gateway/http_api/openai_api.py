@@ -3,8 +3,8 @@
 body --> checked and converted --> first delta --> status and headers --> events ... usage, [DONE]
             | 4xx with a param        | 4xx, 5xx                 | the error as an event
 
-The status waits for the first delta, so that a refusal is a status and not an event; a client that goes away before or
-after it cancels its request (I8).
+The status is sent with the first delta, so that a refusal is a status and not an event. A client that goes away before
+or after cancels its request (I8).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_WRITES_PER_S = 12_000
 
 
 class OpenAIApi:
-    """Handlers of calls; what they raise is answered by :class:`pillion.gateway.http_api.http_call.Endpoint`."""
+    """Handlers of calls; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what they raise into responses."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -69,19 +69,19 @@ class OpenAIApi:
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
-        said = parse(await call.body(), TokenizeBody)
-        entry = self._entry(said.model)
-        if (said.prompt is None) is not given(said.messages):
+        body = parse(await call.body(), TokenizeBody)
+        entry = self._entry(body.model)
+        if (body.prompt is None) is not given(body.messages):
             raise refused("prompt", "exactly one of prompt and messages is needed")
-        messages = read_messages(said.messages) if given(said.messages) else ()
-        request = GenerateRequest(model=entry.limits.name, text=said.prompt or "", messages=messages)
+        messages = read_messages(body.messages) if given(body.messages) else ()
+        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages)
         try:
-            bare = said.add_special_tokens is False
+            bare = body.add_special_tokens is False
             tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._texts_of(entry)
-        strings = [texts.text_of(token) for token in tokens] if said.return_token_strs else None
+        strings = [texts.text_of(token) for token in tokens] if body.return_token_strs else None
         answer = {
             "count": len(tokens),
             "max_model_len": entry.limits.max_model_len_tokens,
@@ -92,11 +92,11 @@ class OpenAIApi:
 
     async def detokenize(self, call: HttpCall) -> None:
         """POST /detokenize: the text of ids."""
-        said = parse(await call.body(), DetokenizeBody)
-        entry = self._entry(said.model)
-        if bytes(said.tokens).count(b",") >= MAX_PROMPT_IDS:
+        body = parse(await call.body(), DetokenizeBody)
+        entry = self._entry(body.model)
+        if bytes(body.tokens).count(b",") >= MAX_PROMPT_IDS:
             raise refused("tokens", f"more than {MAX_PROMPT_IDS} ids")
-        tokens = tuple(parse_field(said.tokens, list[Int], "tokens"))
+        tokens = tuple(parse_field(body.tokens, list[Int], "tokens"))
         size = entry.limits.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < size:
             raise refused("tokens", f"not all ids are in [0, {size})")
@@ -108,7 +108,7 @@ class OpenAIApi:
         await self._answer(call, asked, entry, tuple(prompts))
 
     async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
-        """For an echo. Ids that the model does not know are refused later, with their place."""
+        """The prompt's text, for an echo. Ids that the model does not know are refused later, with their place."""
         if not request.token_ids:
             return request.text
         known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
@@ -189,7 +189,7 @@ class WritePacer:
 
 
 def unknown_model(message: str) -> ApiError:
-    """As OpenAI says it: 404."""
+    """OpenAI's error for an unknown model: 404."""
     return ApiError(404, message, param="model", code="model_not_found")
 
 

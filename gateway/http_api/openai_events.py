@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: one server-sent event for each delta, or one object at the end.
+"""Responses as OpenAI's clients read them: one server-sent event for each delta, or one object at the end.
 
 What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
 
@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHead:
-    """What every event and every whole answer of a request begins with."""
+    """The fields that every event and every whole response of a request begins with."""
 
     id: str
     created: int
@@ -32,7 +32,7 @@ class ResponseHead:
     fingerprint: str
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """As OpenAI calls them; ``kind`` is the object's."""
+        """The fields by OpenAI's names; ``kind`` is that of the object."""
         return {
             "id": self.id,
             "object": kind,
@@ -44,7 +44,7 @@ class ResponseHead:
 
 @dataclass(slots=True)
 class _WrittenAnswer:
-    """One answer as it was told so far. ``head`` is what its events begin with; ``front`` and ``back`` stand around the
+    """One answer as written so far. ``head`` is what its events begin with; ``front`` and ``back`` stand around the
     text of one that brings text and no more."""
 
     head: bytes
@@ -58,12 +58,12 @@ class _WrittenAnswer:
 
 
 class ResponseWriter:
-    """What both kinds have in common. Indexes are of answers, over all prompts.
+    """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
-        head: of this request.
-        tokens: the model's, for log probabilities.
-        logprobs: whether they are shown.
+        head: the response's first fields.
+        tokens: texts of the model's tokens, for log probabilities.
+        logprobs: whether log probabilities are shown.
         usage_field: whether each event has a field for usage, null before the last.
     """
 
@@ -82,7 +82,7 @@ class ResponseWriter:
         self._answers: dict[int, _WrittenAnswer] = {}
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """``delta`` as an event, after the opening where it is the first. ``usage`` is JSON, empty for none."""
+        """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
         answer = self._answers.get(index) or self._begin(index)
         if delta.text and answer.opened and delta.finish_reason is None and not (usage or self._shows):
             # Nearly every event.
@@ -90,23 +90,23 @@ class ResponseWriter:
         tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
         opening = b"" if answer.opened else self._opening(answer, tail)
         answer.opened = True
-        said = self.before + _encode(delta.text) + self.behind
+        content = self.before + _encode(delta.text) + self.behind
         if not (delta.text or delta.token_ids):
-            said = self._empty()
+            content = self._empty()
         logprobs = b"null"
         if self._shows and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
         reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
         return b"".join(
-            (opening, answer.head, said, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
+            (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
         )
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The event behind the answers' last ones."""
+        """The event with the usage, after the last event of every answer."""
         return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END
 
     def keep(self, index: int, delta: Delta) -> None:
-        """For :meth:`whole`: nothing is sent yet."""
+        """Collects a delta for :meth:`whole`."""
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
         if self._shows:
@@ -136,7 +136,7 @@ class ResponseWriter:
         return b""
 
     def _empty(self) -> bytes:
-        """What an event says that brings neither text nor token, only the end."""
+        """The content of an event that brings neither text nor token, only the end."""
         return self.before + b'""' + self.behind
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ResponseWriter:
 
 
 class ChatResponseWriter(ResponseWriter):
-    """/v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
@@ -155,8 +155,8 @@ class ChatResponseWriter(ResponseWriter):
     behind = b"}"
 
     def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
-        said = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return answer.head + said + tail
+        role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return answer.head + role + tail
 
     def _empty(self) -> bytes:
         return b'"delta":{}'
@@ -169,7 +169,7 @@ class ChatResponseWriter(ResponseWriter):
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """/v1/completions. ``prompts`` are the texts that are echoed, one for each prompt; none without an echo."""
+    """Responses of /v1/completions. ``prompts`` are the texts to echo, one for each prompt; none without an echo."""
 
     kind = event_kind = "text_completion"
     before = b'"text":'
@@ -189,7 +189,7 @@ class CompletionResponseWriter(ResponseWriter):
         self._per_prompt = answers
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """An echoed prompt is an event of its own, before the first token."""
+        """``delta`` as an event; an echoed prompt is an event of its own before it."""
         echoed = b""
         if self._prompts and index not in self._answers:
             prompt = Delta(delta.request_id, self._prompts[index // self._per_prompt])
@@ -206,7 +206,7 @@ class CompletionResponseWriter(ResponseWriter):
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """OpenAI's; cached tokens always."""
+    """Usage by OpenAI's names; cached tokens are always there."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -216,10 +216,10 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def usage_json(usage: Usage) -> bytes:
-    """The same, encoded."""
+    """Usage as JSON."""
     return _encode(usage_fields(usage))
 
 
 def error_event(body: bytes) -> bytes:
-    """The end of a stream that fails: OpenAI's clients raise it."""
+    """The last event of a stream that fails; OpenAI's clients raise it."""
     return b"data: " + body + _END

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's requests, with those that vLLM adds. Whatever is not here is refused by its name.
+"""The fields of OpenAI's requests, with those that vLLM adds. Any other field is refused by its name.
 
 A body is read in two steps, so that what is too long is refused before it is parsed whole: the lists and maps stay raw
 at first, and are counted. Fields that ask for what Pillion does not do are raw too: only the value that changes nothing
@@ -18,25 +18,25 @@ from pillion.gateway.http_api.http_errors import ApiError, refused
 
 T = TypeVar("T")
 
-# Larger numbers are nobody's; their digits alone could be megabytes.
+# Larger numbers have no use; their digits alone could be megabytes.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 MAX_LABEL_CHARS = 512
-# What a field that changes nothing may look like.
+# Longest value of a field that changes nothing.
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """``continuous_usage_stats`` is vLLM's: usage so far, with every event."""
+    """Options of a stream; ``continuous_usage_stats`` is vLLM's: usage so far, with every event."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Raw = Raw()
 
 
-class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completion take."""
+class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of both kinds of completion."""
 
     model: str = ""
     temperature: float | None = None
@@ -60,7 +60,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     user: str | None = None
-    # Not done; see HARMLESS.
+    # Not supported; see HARMLESS.
     allowed_token_ids: Raw = Raw()
     bad_words: Raw = Raw()
     early_stopping: Raw = Raw()
@@ -85,18 +85,18 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     use_beam_search: Raw = Raw()
 
 
-class CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
+class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Raw
     echo: bool | None = None
     logprobs: Int | None = None
-    # Not done; see HARMLESS.
+    # Not supported; see HARMLESS.
     add_special_tokens: Raw = Raw()
     suffix: Raw = Raw()
 
 
-class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
+class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Raw
@@ -104,7 +104,7 @@ class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     safety_identifier: str | None = None
-    # Not done; see HARMLESS.
+    # Not supported; see HARMLESS.
     add_generation_prompt: Raw = Raw()
     audio: Raw = Raw()
     chat_template: Raw = Raw()
@@ -128,7 +128,7 @@ class ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message's content; only text is taken."""
+    """A part of a message's content; only text is supported."""
 
     type: str
     text: str = ""
@@ -178,7 +178,8 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: Raw
 
 
-# Besides null, what a field that is not done may say, because it asks for what happens anyhow.
+# Besides null, the values that a field may have that is not supported: they
+# ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -210,22 +211,22 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-# Read in the second step; everything else that is raw is not done.
+# Read in the second step; every other raw field is not supported.
 READ_LATER = frozenset({"prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tokens"})
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
+    """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
     try:
         parsed = msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, "") from None
-    refuse_undone(parsed, "")
+    refuse_unsupported(parsed, "")
     return parsed
 
 
 def parse_field(raw: Raw, kind: Any, field: str) -> Any:
-    """A raw field as ``kind``. Raises ApiError."""
+    """Reads a raw field as ``kind``. Raises ApiError."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as error:
@@ -234,12 +235,13 @@ def parse_field(raw: Raw, kind: Any, field: str) -> Any:
 
 def given(raw: Raw) -> bool:
     """Whether a raw field was sent, and not as null."""
-    said = bytes(raw).strip()
-    return bool(said) and said != b"null"
+    text = bytes(raw).strip()
+    return bool(text) and text != b"null"
 
 
-def refuse_undone(parsed: Any, prefix: str) -> None:
-    """No field asks for what is not done. ``prefix`` is the path of ``parsed``, with its dot. Raises ApiError."""
+def refuse_unsupported(parsed: Any, prefix: str) -> None:
+    """Raises ApiError for a field that asks for what is not supported. ``prefix`` is the path of ``parsed``, with its
+    dot."""
     for name in _raw_fields(type(parsed)):
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
@@ -250,10 +252,10 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
     if len(bytes(raw)) > _MAX_HARMLESS_BYTES:
         return False
     try:
-        said = msgspec.json.decode(raw)
+        parsed = msgspec.json.decode(raw)
     except (ValueError, RecursionError):
         return False
-    return any(type(said) is type(value) and said == value for value in HARMLESS.get(name, ()))
+    return any(type(parsed) is type(value) and parsed == value for value in HARMLESS.get(name, ()))
 
 
 def _raw_fields(kind: type[Any]) -> tuple[str, ...]:
@@ -267,7 +269,7 @@ _RAW_FIELDS: dict[type[Any], tuple[str, ...]] = {}
 
 
 def _unreadable(error: Exception, field: str) -> ApiError:
-    """msgspec says what it expected, and where."""
+    """The error for a body that cannot be read: msgspec's message names what it expected, and where."""
     if isinstance(error, UnicodeDecodeError):
         return ApiError(400, "the body is not valid UTF-8", param=field or None, code="invalid_json")
     if isinstance(error, RecursionError):

@@ -10,14 +10,14 @@ import tokenizers
 from pillion.gateway.tokens.detokenizer import token_bytes
 from pillion.types import TokenLogprob
 
-# JSON has no infinity; OpenAI says this of a token that is as good as impossible.
+# JSON has no infinity; OpenAI uses this number for a token that is as good as impossible.
 LEAST_LOGPROB = -9999.0
-# Of one model; a vocabulary has some hundred thousand tokens, and few of them are ever reported.
+# Tokens of one model; a vocabulary has some hundred thousand tokens, and few of them are ever reported.
 MAX_KEPT_TOKENS = 65_536
 
 
 class TokenTexts:
-    """What tokens stand for, remembered."""
+    """The bytes and texts of a model's tokens, cached."""
 
     def __init__(self, codec: tokenizers.Tokenizer) -> None:
         self._codec = codec
@@ -33,15 +33,16 @@ class TokenTexts:
         return found
 
     def text_of(self, token_id: int) -> str:
-        """The same as text; what is no whole character is written as OpenAI does in completions, ``bytes:\\xe2``."""
-        said = self.bytes_of(token_id)
+        """The token's text; bytes that are no whole characters are written as ``bytes:\\xe2``, as OpenAI does in
+        completions."""
+        raw = self.bytes_of(token_id)
         try:
-            return said.decode()
+            return raw.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """A conversation's: one entry for each token, each with its alternatives."""
+        """Log probabilities for a conversation: one entry for each token, each with its alternatives."""
         content = [
             {
                 **self._entry(one.token_id, one.logprob),
@@ -52,10 +53,10 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-        """A completion's: columns.
+        """Log probabilities for a completion, in columns.
 
         Args:
-            logprobs: of the next tokens.
+            logprobs: those of the next tokens.
             offset: characters of the tokens before them.
 
         Returns:
@@ -67,9 +68,11 @@ class TokenTexts:
             tokens.append(text)
             offsets.append(offset)
             offset += len(text)
-            said = zip(one.top_ids, one.top_logprobs, strict=True)
+            alternatives = zip(one.top_ids, one.top_logprobs, strict=True)
             # The token itself is always among them, so there may be one more than was asked for.
-            tops.append({self.text_of(top): _finite(value) for top, value in said} | {text: _finite(one.logprob)})
+            tops.append(
+                {self.text_of(top): _finite(value) for top, value in alternatives} | {text: _finite(one.logprob)}
+            )
         columns = {
             "text_offset": offsets,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
@@ -79,10 +82,10 @@ class TokenTexts:
         return columns, offset
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        said = self.bytes_of(token_id)
-        return {"token": said.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(said)}
+        raw = self.bytes_of(token_id)
+        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _finite(logprob: float) -> float:
-    """NaN, which no honest worker says, is impossible too."""
+    """``logprob``, or LEAST_LOGPROB where it is less or NaN."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

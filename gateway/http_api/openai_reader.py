@@ -1,7 +1,7 @@
-"""The deltas of one call, whether it has one prompt or several: always all that are there, in one batch.
+"""The deltas of one call with one prompt or several, always all that are there in one batch.
 
 one prompt:       its generation is read directly
-several prompts:  a task each reads its generation into one bounded line; at most MAX_PROMPTS_AT_ONCE run at a time
+several prompts:  a task each reads its generation into one bounded queue; at most MAX_PROMPTS_AT_ONCE run at a time
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from pillion.types import Delta, GenerateRequest, Usage
 log = logging.getLogger("pillion.gateway")
 
 MAX_PROMPTS_AT_ONCE = 32
-# Deltas that wait for one client. Behind that they are merged in their generations.
+# Deltas that wait for one client. Further ones are merged in their generations.
 MAX_WAITING_DELTAS = 256
-# What one write takes of a line that never runs dry.
+# Most deltas of one write.
 MAX_BATCH_DELTAS = 256
 
 StartGeneration = Callable[[GenerateRequest], Awaitable[Generation]]
-# Which prompt, and its delta.
+# The index of a prompt, and its delta.
 DeltaBatch = list[tuple[int, Delta]]
 
 
 class DeltaReader:
-    """Starts everything with the first ``read``. ``close`` frees everything, at any time (I8)."""
+    """Starts generations with the first ``read``. ``close`` cancels all of them, at any time (I8)."""
 
     def __init__(self, requests: Sequence[GenerateRequest], start: StartGeneration) -> None:
         self._requests = requests
         self._start = start
         self._generations: list[Generation] = []
         self._pumps: list[asyncio.Task[None]] = []
-        self._line: asyncio.Queue[tuple[int, Delta] | PillionError | None] = asyncio.Queue(MAX_WAITING_DELTAS)
+        self._queue: asyncio.Queue[tuple[int, Delta] | PillionError | None] = asyncio.Queue(MAX_WAITING_DELTAS)
         self._running = 0
         # The next deltas, at least one; none at the end. Raises PillionError.
         self.read: Callable[[], Awaitable[DeltaBatch]] = self._read_one if len(requests) == 1 else self._read_several
 
     @property
     def fingerprint(self) -> str:
-        """Of the model that answers, in OpenAI's form; known after the first batch."""
+        """The model's fingerprint in OpenAI's form; known after the first batch."""
         return f"fp_{self._generations[0].job.fingerprint[:10]}"
 
     def usage(self) -> Usage:
         """Tokens of all prompts so far."""
-        said = [generation.usage() for generation in self._generations]
+        usages = [generation.usage() for generation in self._generations]
         return Usage(
-            sum(one.prompt_tokens for one in said),
-            sum(one.cached_tokens for one in said),
-            sum(one.completion_tokens for one in said),
+            sum(one.prompt_tokens for one in usages),
+            sum(one.cached_tokens for one in usages),
+            sum(one.completion_tokens for one in usages),
         )
 
     async def _read_several(self) -> DeltaBatch:
@@ -61,13 +61,13 @@ class DeltaReader:
             self._pumps = [asyncio.create_task(self._pump(n, turns)) for n in range(len(self._requests))]
         batch: DeltaBatch = []
         while self._running and not batch:
-            batch = self._taken(await self._line.get(), batch)
-        while self._line.qsize() and len(batch) < MAX_BATCH_DELTAS:
-            batch = self._taken(self._line.get_nowait(), batch)
+            batch = self._taken(await self._queue.get(), batch)
+        while self._queue.qsize() and len(batch) < MAX_BATCH_DELTAS:
+            batch = self._taken(self._queue.get_nowait(), batch)
         return batch
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Cancels what still runs."""
         for pump in self._pumps:
             pump.cancel()
         for generation in self._generations:
@@ -91,20 +91,20 @@ class DeltaReader:
                 generation = await self._start(self._requests[number])
                 self._generations.append(generation)
                 async for delta in generation:
-                    await self._line.put((number, delta))
-                await self._line.put(None)
+                    await self._queue.put((number, delta))
+                await self._queue.put(None)
             except PillionError as error:
-                await self._line.put(error)
+                await self._queue.put(error)
             except Exception:
-                # A defect: the client must not wait for what nobody sends any more.
+                # A defect must end the response: the client would wait for ever.
                 log.exception("a prompt of a list failed")
-                await self._line.put(Internal("internal error; the gateway's log says more"))
+                await self._queue.put(Internal("internal error; the gateway's log says more"))
 
-    def _taken(self, said: tuple[int, Delta] | PillionError | None, batch: DeltaBatch) -> DeltaBatch:
-        if isinstance(said, PillionError):
-            raise said
-        if said is None:
+    def _taken(self, item: tuple[int, Delta] | PillionError | None, batch: DeltaBatch) -> DeltaBatch:
+        if isinstance(item, PillionError):
+            raise item
+        if item is None:
             self._running -= 1
         else:
-            batch.append(said)
+            batch.append(item)
         return batch

@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to requests of the gateway."""
+"""Turns OpenAI's bodies into requests of the gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.gateway.http_api.openai_fields import (
     given,
     parse,
     parse_field,
-    refuse_undone,
+    refuse_unsupported,
 )
 from pillion.gateway.request.validation import (
     MAX_MESSAGES,
@@ -33,12 +33,12 @@ from pillion.types import ChatMessage, GenerateRequest, SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16
 # Prompts of one request, which run side by side.
 MAX_PROMPTS = 128
-# Six bytes is what JSON needs for a character at most; twenty digits are a number's most.
+# JSON needs at most six bytes for a character, and a number has at most twenty digits.
 _MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
 _MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
 _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
 
-# The client's names of what is called otherwise inside.
+# The client's names of fields that have other names in the gateway.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
 CHAT_NAMES: Mapping[str, str] = {"sampling.logprobs": "top_logprobs"}
 CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
@@ -48,7 +48,7 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest:
-    """What a client wants, of either kind.
+    """A parsed call to either endpoint.
 
     Attributes:
         requests: one for each prompt; they differ in it alone.
@@ -72,41 +72,41 @@ class OpenAIRequest:
         return self.requests[0].sampling.n or 1
 
 
-def completion_request(body: bytes, request_id: str) -> OpenAIRequest:
-    """POST /v1/completions. Raises ApiError."""
-    said = parse(body, CompletionBody)
-    if said.echo and said.logprobs is not None:
+def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
+    """Reads the body of POST /v1/completions. Raises ApiError."""
+    body = parse(raw, CompletionBody)
+    if body.echo and body.logprobs is not None:
         text = "log probabilities of a prompt are not computed; ask for one of echo and logprobs"
         raise refused("logprobs", text, "unsupported_parameter")
-    most = DEFAULT_COMPLETION_TOKENS if said.max_tokens is None else said.max_tokens
-    if said.min_tokens is not None and said.max_tokens is None:
-        most = max(most, said.min_tokens)
-    sampling = _sampling(said, most, said.logprobs)
+    most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.min_tokens is not None and body.max_tokens is None:
+        most = max(most, body.min_tokens)
+    sampling = _sampling(body, most, body.logprobs)
     requests = tuple(
-        _request(said, request_id, sampling, text=prompt if isinstance(prompt, str) else "", ids=prompt)
-        for prompt in read_prompts(said.prompt)
+        _request(body, request_id, sampling, text=prompt if isinstance(prompt, str) else "", ids=prompt)
+        for prompt in read_prompts(body.prompt)
     )
-    return _asked(said, requests, COMPLETION_NAMES, echo=bool(said.echo), logprobs=said.logprobs is not None)
+    return _openai_request(body, requests, COMPLETION_NAMES, echo=bool(body.echo), logprobs=body.logprobs is not None)
 
 
-def chat_request(body: bytes, request_id: str) -> OpenAIRequest:
-    """POST /v1/chat/completions. Raises ApiError."""
-    said = parse(body, ChatBody)
-    if said.top_logprobs is not None and not said.logprobs:
+def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
+    """Reads the body of POST /v1/chat/completions. Raises ApiError."""
+    body = parse(raw, ChatBody)
+    if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", "it needs logprobs to be true")
-    if said.max_tokens is not None and said.max_completion_tokens not in (None, said.max_tokens):
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
-    label(said.safety_identifier, "safety_identifier")
-    newer = said.max_completion_tokens is not None
-    most = said.max_completion_tokens if newer else said.max_tokens
-    sampling = _sampling(said, most, (said.top_logprobs or 0) if said.logprobs else None)
-    request = _request(said, request_id, sampling, messages=read_messages(said.messages))
+    check_label(body.safety_identifier, "safety_identifier")
+    newer = body.max_completion_tokens is not None
+    most = body.max_completion_tokens if newer else body.max_tokens
+    sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
+    request = _request(body, request_id, sampling, messages=read_messages(body.messages))
     names = CHAT_NAMES_NEW if newer else CHAT_NAMES
-    return _asked(said, (request,), names, echo=False, logprobs=bool(said.logprobs))
+    return _openai_request(body, (request,), names, echo=False, logprobs=bool(body.logprobs))
 
 
 def read_prompts(raw: Raw) -> list[Prompt]:
-    """A text, texts, ids, or lists of ids. Raises ApiError, for too many before they are parsed."""
+    """Reads a text, texts, ids, or lists of ids. Raises ApiError; too many are refused before they are parsed."""
     text = bytes(raw)
     if not text.startswith(b"["):
         return [str(parse_field(raw, str, "prompt"))]
@@ -129,7 +129,7 @@ def read_prompts(raw: Raw) -> list[Prompt]:
 
 
 def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
-    """A conversation. Raises ApiError, for too many messages before they are parsed."""
+    """Reads a conversation. Raises ApiError; too many messages are refused before they are parsed."""
     if bytes(raw).count(b'"role"') > MAX_MESSAGES:
         raise refused("messages", f"more than {MAX_MESSAGES} messages")
     messages = parse_field(raw, list[MessageBody], "messages")
@@ -138,14 +138,14 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
 
 
-def label(said: str | None, field: str) -> None:
-    """What a client calls its own user: bounded, and of no effect. Raises ApiError."""
-    if said is not None and len(said) > MAX_LABEL_CHARS:
+def check_label(text: str | None, field: str) -> None:
+    """Checks the length of a label that has no effect, such as the client's name of its user. Raises ApiError."""
+    if text is not None and len(text) > MAX_LABEL_CHARS:
         raise refused(field, f"longer than {MAX_LABEL_CHARS} characters")
 
 
 def _message(message: MessageBody, path: str) -> ChatMessage:
-    refuse_undone(message, f"{path}.")
+    refuse_unsupported(message, f"{path}.")
     if message.role in ("tool", "function"):
         raise refused(f"{path}.role", "tools are not supported here", "unsupported_value")
     content = message.content
@@ -154,38 +154,38 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
     if not isinstance(content, str):
         for n, part in enumerate(content):
             if part.type != "text":
-                said = f"parts of type {part.type[:100]!r} are not supported here, only text"
-                raise refused(f"{path}.content[{n}].type", said, "unsupported_value")
-            refuse_undone(part, f"{path}.content[{n}].")
+                reason = f"parts of type {part.type[:100]!r} are not supported here, only text"
+                raise refused(f"{path}.content[{n}].type", reason, "unsupported_value")
+            refuse_unsupported(part, f"{path}.content[{n}].")
         content = "\n".join(part.text for part in content)
     # OpenAI's newer name of the same role; no open model's template knows it.
     return ChatMessage("system" if message.role == "developer" else message.role, content)
 
 
-def _sampling(said: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     return SamplingParams(
-        temperature=said.temperature,
-        top_p=said.top_p,
-        top_k=said.top_k,
-        min_p=said.min_p,
-        seed=said.seed,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
         max_tokens=max_tokens,
-        min_tokens=said.min_tokens,
-        n=said.n,
-        best_of=said.best_of,
-        stop=_stops(said.stop),
-        stop_token_ids=_short_list(said.stop_token_ids),
-        ignore_eos=bool(said.ignore_eos),
-        repetition_penalty=said.repetition_penalty,
-        presence_penalty=said.presence_penalty,
-        frequency_penalty=said.frequency_penalty,
-        logit_bias=_biases(said.logit_bias),
+        min_tokens=body.min_tokens,
+        n=body.n,
+        best_of=body.best_of,
+        stop=_stops(body.stop),
+        stop_token_ids=_short_list(body.stop_token_ids),
+        ignore_eos=bool(body.ignore_eos),
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_biases(body.logit_bias),
         logprobs=logprobs,
     )
 
 
 def _request(
-    said: CompletionBody | ChatBody,
+    body: CompletionBody | ChatBody,
     request_id: str,
     sampling: SamplingParams,
     *,
@@ -194,36 +194,36 @@ def _request(
     messages: tuple[ChatMessage, ...] = (),
 ) -> GenerateRequest:
     return GenerateRequest(
-        model=said.model,
+        model=body.model,
         text=text,
         token_ids=() if isinstance(ids, str) else ids,
         messages=messages,
         sampling=sampling,
-        cache_salt=said.cache_salt or "",
+        cache_salt=body.cache_salt or "",
         request_id=request_id,
-        priority=said.priority or 0,
+        priority=body.priority or 0,
     )
 
 
-def _asked(
-    said: CompletionBody | ChatBody,
+def _openai_request(
+    body: CompletionBody | ChatBody,
     requests: tuple[GenerateRequest, ...],
     names: Mapping[str, str],
     *,
     echo: bool,
     logprobs: bool,
 ) -> OpenAIRequest:
-    label(said.user, "user")
-    options = said.stream_options
-    if options is not None and not said.stream:
+    check_label(body.user, "user")
+    options = body.stream_options
+    if options is not None and not body.stream:
         raise refused("stream_options", "it needs stream to be true")
     if options is not None:
-        refuse_undone(options, "stream_options.")
+        refuse_unsupported(options, "stream_options.")
     continuous = options is not None and bool(options.continuous_usage_stats)
     return OpenAIRequest(
         requests=requests,
         names=names,
-        stream=bool(said.stream),
+        stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=continuous,
         echo=echo,
@@ -236,8 +236,8 @@ def _stops(raw: Raw) -> tuple[str, ...]:
         return ()
     if len(bytes(raw)) > _MAX_STOP_BYTES:
         raise refused("stop", f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters")
-    said = parse_field(raw, str | list[str], "stop")
-    return (said,) if isinstance(said, str) else tuple(said)
+    stops = parse_field(raw, str | list[str], "stop")
+    return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 def _short_list(raw: Raw) -> tuple[int, ...]:

@@ -1,1 +1,9 @@
-"""Map of this package."""
+"""Connections to other components. Open cluster.py first.
+
+cluster.py        the registry's view, polled, and a link for every component in it; fetches
+node_link.py      a session at a KV node; releases of tickets
+prefill_link.py   calls that run a span
+decode_link.py    one connection to a decode worker for all streams
+
+No decision is made here: the state machine of a request and the planner do that.
+"""

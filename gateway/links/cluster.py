@@ -1,4 +1,4 @@
-"""Everything the gateway is connected to: the view, polled, and a link for every part in it."""
+"""The gateway's connections: the registry's view, polled, and a link for every component in it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ VIEW_POLL_S = 0.25
 MAX_FETCH_S = 5.0
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
-# How long it waits for a part that was there a moment ago and does not answer.
+# How long it waits for a component that was there a moment ago and does not answer.
 RETURN_WAIT_S = 15.0
-# Requests that workers are given beyond their seats, so that none stays empty: a share of them, and never fewer.
-SPARE_PLACES_SHARE = 0.25
-MIN_SPARE_PLACES = 16
+# Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
+SPARE_SLOTS_SHARE = 0.25
+MIN_SPARE_SLOTS = 16
 
 
 class Components(Protocol):
@@ -44,10 +44,10 @@ class Components(Protocol):
     """
 
     async def components(self) -> list[ComponentRecord]:
-        """Raises Unavailable."""
+        """Records of all live components. Raises Unavailable."""
 
     async def aclose(self) -> None:
-        """Lets go of connections."""
+        """Closes connections."""
 
 
 class Prefixes(Protocol):
@@ -58,15 +58,15 @@ class Prefixes(Protocol):
     available: bool
 
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Never raises."""
+        """Nodes with the longest known prefix of a chain of block hashes, the longest first. Never raises."""
 
     async def aclose(self) -> None:
-        """Lets go of connections."""
+        """Closes connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as live workers serve it: which KV they share, and the parts that can work for a request now."""
+    """A model as live workers serve it: the KV that they share, and the components that can work for a request now."""
 
     model: str
     namespace: bytes
@@ -74,8 +74,8 @@ class Served:
     components: tuple[ComponentRecord, ...]
 
     def holding(self, tokens: int) -> tuple[ComponentRecord, ...]:
-        """The parts without those of nodes whose whole pool is smaller than one stream of so many tokens. Raises
-        Unavailable where none is left."""
+        """The components without those of nodes whose whole pool is smaller than one stream of ``tokens`` tokens.
+        Raises Unavailable where none is left."""
         too_small = {
             component.node_id
             for component in self.components
@@ -88,11 +88,10 @@ class Served:
 
 
 class OwnLoad:
-    """What this gateway has given to each part and not got back.
+    """What this gateway has given to each component and not got back.
 
     ``by_component``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be
-    computed,
-    for both.
+    computed, for both.
     """
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ class OwnLoad:
         self.tokens: Counter[str] = Counter()
 
     def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
-        """More, or less with a negative amount; nothing is kept for idle parts."""
+        """Adds to a component's load, or takes from it with negative numbers; nothing is kept for an idle one."""
         for counter, change in ((self.by_component, amount), (self.tokens, tokens)):
             counter[component_id] += change
             if counter[component_id] <= 0:
@@ -108,7 +107,7 @@ class OwnLoad:
 
 
 class Cluster:
-    """Links by part. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
+    """Links by component. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
 
     def __init__(self, gateway_id: str, registry: Components, index: Prefixes, grace_s: float) -> None:
         self.index = index
@@ -127,7 +126,7 @@ class Cluster:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """One look at the registry, then a regular one."""
+        """Asks the registry once, and from then on regularly."""
         await self.refresh()
         self._poller = asyncio.create_task(self._poll(), name="registry view")
 
@@ -153,7 +152,7 @@ class Cluster:
             self._sync()
 
     def served(self, model: str, fingerprint: str) -> Served:
-        """How ``model`` is served now, by parts that answer. Raises Unavailable, naming what is missing."""
+        """How ``model`` is served now, by components that answer. Raises Unavailable, naming what is missing."""
         usable = [component for component in self.view.trusted(time.monotonic()) if self._answers(component)]
         mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
         spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
@@ -166,9 +165,9 @@ class Cluster:
         return Served(model, bytes.fromhex(namespace), block_size, tuple(components))
 
     async def served_soon(self, model: str, fingerprint: str) -> Served:
-        """The same for a new request, which waits a little: FIRST_LOOK_S for parts that are just starting, and up to
-        RETURN_WAIT_S for parts that are known but do not answer, because a supervisor is bringing them back. Raises
-        Unavailable."""
+        """How ``model`` is served, for a new request, which waits a little: FIRST_LOOK_S for components that are just
+        starting, and up to RETURN_WAIT_S for those that are known but do not answer, because a supervisor is bringing
+        them back. Raises Unavailable."""
         begun = time.monotonic()
         while True:
             waited_s = time.monotonic() - begun
@@ -184,30 +183,31 @@ class Cluster:
             await asyncio.sleep(FIRST_LOOK_S / 5)
 
     def request_slots(self, model: str) -> int:
-        """Requests that the model's workers should be given at once: this gateway's share of the decode workers' seats,
-        and some more. 0 as long as a worker does not say how many seats it has.
+        """Requests that the model's workers should be given at once: this gateway's share of the decode workers' slots,
+        and some more. 0 as long as a worker does not report how many slots it has.
 
-        An even share, and what the others do not use of theirs, as of their last heartbeat: connections are not spread
-        evenly, and a client may have only one."""
+        The share is even, with what the other gateways do not use of theirs, as of their last heartbeat: connections
+        are not spread evenly, and a client may have only one."""
         workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
         seats = sum(worker.running_requests + worker.free_seqs for worker in workers)
-        places, others = seats + max(MIN_SPARE_PLACES, int(seats * SPARE_PLACES_SHARE)), self.other_gateways()
-        even = places // (len(others) + 1)
-        return max(1, places - sum(min(even, other.running_requests) for other in others))
+        slots, others = seats + max(MIN_SPARE_SLOTS, int(seats * SPARE_SLOTS_SHARE)), self.other_gateways()
+        even = slots // (len(others) + 1)
+        return max(1, slots - sum(min(even, other.running_requests) for other in others))
 
     def other_gateways(self) -> list[ComponentRecord]:
-        """Those that live, besides this one."""
+        """Live gateways besides this one."""
         records = self.view.records()
         return [record for record in records if record.role == "gateway" and record.component_id != self._gateway_id]
 
     def note_plan(self, shared: bool) -> None:
-        """A new request was planned; whether by a prefill worker."""
+        """Notes that a new request was planned; ``shared``: with a prefill worker."""
         self._demand.note(time.monotonic(), shared)
 
     def demand_per_s(self) -> tuple[float, float]:
-        """Requests a second to all gateways, and those that use prefill workers: others are taken to get as many."""
+        """Requests a second to all gateways, and those that use prefill workers: other gateways are
+        assumed to get as many as this one."""
         gateways = max(1, sum(record.role == "gateway" for record in self.view.records()))
         every, shared = self._demand.per_s(time.monotonic())
         return gateways * every, gateways * shared
@@ -223,7 +223,7 @@ class Cluster:
         return min(filter(None, self._pools_tokens(model)), default=None)
 
     def _pools_tokens(self, model: str) -> list[int]:
-        """What the pool behind each of the model's decode workers holds; 0 where that is not known."""
+        """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
         records = self.view.records()
         blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
         return [
@@ -233,26 +233,26 @@ class Cluster:
         ]
 
     def _expected(self, model: str) -> bool:
-        """Whether the registry, or our memory of it, still knows all that the model needs."""
+        """Whether the view still has a decode worker and a KV node for the model."""
         records = self.view.records()
         return {"decode", "kvnode"} <= {r.role for r in records if r.role == "kvnode" or r.model == model}
 
     def node(self, node_id: str) -> NodeLink:
-        """Raises Unavailable."""
+        """The link to a KV node. Raises Unavailable."""
         link = self._nodes.get(node_id)
         if link is None:
             raise Unavailable(f"KV node {node_id} is gone")
         return link
 
     def prefill(self, component_id: str) -> PrefillLink:
-        """Raises Unavailable."""
+        """The link to a prefill worker. Raises Unavailable."""
         link = self._prefill.get(component_id)
         if link is None or component_id in self.view.fenced:
             raise Unavailable(f"prefill worker {component_id} is gone")
         return link
 
     def decode(self, component_id: str) -> DecodeLink:
-        """Raises Unavailable."""
+        """The link to a decode worker. Raises Unavailable."""
         link = self._decode.get(component_id)
         if link is None or component_id in self.view.fenced:
             raise Unavailable(f"decode worker {component_id} is gone")
@@ -307,19 +307,20 @@ class Cluster:
             try:
                 await self.refresh()
             except Exception:
-                # One look that fails must not be the last one: a gateway that sees nobody return serves nobody.
+                # A failure must not end the polling: a gateway that sees no component return serves nobody.
                 log.exception("looking at the registry failed")
 
     def _sync(self) -> None:
-        """A link for every part known. A part that moved gets a new one; one that is forgotten keeps its link while it
-        is alive, for the sake of what runs on it."""
+        """Keeps a link for every known component. One that moved gets a new link; one that is forgotten keeps its link
+        while that is alive, for the sake of what runs on it."""
         records = self.view.records()
         self._match(self._nodes, {r.node_id: r for r in records if r.role == "kvnode"}, NodeLink)
         self._match(self._prefill, {r.component_id: r for r in records if r.role == "prefill"}, PrefillLink)
         self._match(self._decode, {r.component_id: r for r in records if r.role == "decode"}, DecodeLink)
 
     def _cut_off(self, component_ids: frozenset[str]) -> None:
-        """What runs on fenced workers is told that it is lost. They get new links: some come back."""
+        """Closes the links of fenced workers, which reports what runs on them as lost. They get new links: some come
+        back."""
         for component_id in component_ids:
             for link in (self._prefill.pop(component_id, None), self._decode.pop(component_id, None)):
                 if link is not None:

@@ -1,6 +1,6 @@
 """One connection per decode worker carries all of this gateway's streams, a batch of deltas per step.
 
-connecting --stream up, hello sent--> alive --stream breaks--> every key is told that it is lost --> connecting
+connecting --stream up, hello sent--> alive --stream breaks--> every sink gets an error --> connecting
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sink = Callable[[DecodeDelta], None]
 
 
 class DecodeLink:
-    """One decode worker. Sinks are called on the event loop and must not block."""
+    """The link to one decode worker. Sinks are called on the event loop and must not block."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.component_id = record.component_id
@@ -53,12 +53,12 @@ class DecodeLink:
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
         """Starts a stream, and one for each fork; returns their keys, which replace those in ``submit``.
 
-        The last delta a sink hears has a finish reason or an error; after ``cancel`` it hears nothing. What goes wrong
-        before the first token is told to the first sink alone, but for a lost connection, which all are told.
+        The last delta that a sink gets has a finish reason or an error; after ``cancel`` it gets none. An error before
+        the first token goes to the first sink alone, but for a lost connection, which goes to all.
 
         Args:
             submit: what to send.
-            sinks: who hears the stream's deltas, then who hears those of each fork.
+            sinks: called with the deltas of the stream, and of each fork.
 
         Raises:
             Unavailable: the worker is not connected.
@@ -71,7 +71,7 @@ class DecodeLink:
         return keys
 
     def cancel(self, key: int) -> None:
-        """Nobody wants the stream any more. A key that has ended is nothing to cancel."""
+        """Cancels a stream; nothing happens where it has ended."""
         if self._sinks.pop(key, None) is None:
             return
         try:
@@ -145,7 +145,7 @@ class DecodeLink:
 
 
 async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand]) -> None:
-    """Writes one after the other. A broken stream is the reader's to report."""
+    """Writes commands one after the other. The reader reports a broken stream."""
     try:
         while True:
             await call.write(await commands.get())

@@ -1,4 +1,4 @@
-"""The gateway's sessions at KV nodes. A session's end lets go of all it held, so a lost gateway pins nothing.
+"""The gateway's sessions at KV nodes. A session's end releases all its tickets, so a lost gateway pins nothing.
 
     connecting --OpenSession's first event--> alive --session ends--> connecting ...    aclose(), anywhere --> closed
 
@@ -24,7 +24,7 @@ MAX_RELEASES_PER_CALL = 1024
 
 
 class NodeLink:
-    """One KV node. ``alive`` turns true when a session is open."""
+    """The link to one KV node."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.node_id = record.node_id
@@ -37,18 +37,18 @@ class NodeLink:
 
     @property
     def alive(self) -> bool:
-        """Whether tickets can be asked for."""
+        """Whether a session is open, so that tickets can be opened."""
         return self._session is not None
 
     @property
     def epoch(self) -> int:
-        """The session's. Raises Unavailable while there is none."""
+        """The session's epoch. Raises Unavailable while there is none."""
         if self._session is None:
             raise Unavailable(f"KV node {self.node_id} does not answer")
         return self._session.epoch
 
     def release(self, hold: TicketHold) -> None:
-        """Lets go of a ticket soon; never fails, never waits."""
+        """Releases a ticket soon; never fails, never waits."""
         self._releases.append(hold)
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
@@ -81,7 +81,7 @@ class NodeLink:
     async def _release_all(self) -> None:
         while self._releases:
             current = self._session.epoch if self._session is not None else None
-            # An ended session has let go of everything already.
+            # The end of a session has released its tickets already.
             self._releases = [hold for hold in self._releases if hold.epoch == current]
             batch = self._releases[:MAX_RELEASES_PER_CALL]
             if not batch or current is None:

@@ -1,4 +1,4 @@
-"""Calls to prefill workers: one span, acknowledged chunk by chunk."""
+"""Calls to prefill workers: each runs one span, which is acknowledged chunk by chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import grpc.aio
 from pillion.net import rpc
 from pillion.observability import telemetry
 from pillion.v1 import prefill_pb2_grpc
-from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, span_to_pb
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from pillion.wire.common import hello_to_pb
 from pillion.wire.registry import ComponentRecord
 
 
@@ -28,17 +29,18 @@ class PrefillLink:
 
     @property
     def alive(self) -> bool:
-        """Whether something runs on it."""
+        """Whether a span runs on it."""
         return bool(self._calls)
 
-    async def run_span(self, span: Span, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
-        """Acknowledgements in order. Leaving the iteration cancels the call. Raises PillionError."""
-        request = span_to_pb(span, self._gateway_id)
+    async def run_span(self, request: RunSpanRequest, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
+        """Yields the acknowledgements in order; adds the hello to the request. Leaving the iteration cancels the call.
+        Raises PillionError."""
+        request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls.add(call)
         try:
             async for message in call:
-                yield ack_from_pb(message)
+                yield message
         except grpc.aio.AioRpcError as error:
             raise rpc.from_rpc_error(error) from None
         except asyncio.CancelledError as error:
@@ -48,8 +50,8 @@ class PrefillLink:
             call.cancel()
 
     async def aclose(self) -> None:
-        """Cancels what is under way; whoever iterates gets Unavailable."""
-        # Closing the channel alone would leave them waiting for a worker that is paused and never answers.
+        """Cancels the spans under way, whose iterations raise Unavailable."""
+        # Closing the channel alone would let them wait for a worker that is paused and never answers.
         for call in tuple(self._calls):
             call.cancel()
         await self._channel.close()

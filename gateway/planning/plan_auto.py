@@ -3,7 +3,7 @@
     every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
       --> the least of predicted time to first token + time that running streams lose beyond their latency
           + time that those wait longer who come behind
-      --> its dial: the split, on a grid between cached and the last whole block; again when the ticket has said what
+      --> its dial: the split, on a grid between cached and the last whole block; again when the ticket shows what
           is really pinned
 
 A prefix hit is worth the computing that it saves, not more: a node with a long queue loses requests to one that has to
@@ -38,7 +38,7 @@ SPLIT_STEPS = 8
 EQUAL_SHARE = 0.01
 # Most decode workers that are weighed; of more, those with the fewest tokens before ours, at their own speeds.
 MAX_WEIGHED = 4
-# What a stream counts for in that, in tokens.
+# Tokens that a stream counts for when decode workers are ranked.
 STREAM_TOKENS = 16
 # A way's kind, as the next request remembers it.
 ON_PREFILL = "prefill"
@@ -47,7 +47,7 @@ ON_DECODE = "decode"
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """What settles one request's split: both workers as they were when it was planned.
+    """Decides one request's split: both workers as they were when it was planned.
 
     Attributes:
         lean: ON_PREFILL or ON_DECODE, what the last request of its size did; "" where there was none.
@@ -80,17 +80,17 @@ class Dial:
         prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
         best_s = min(prices.values())
         best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
-        shared, kept = self._leans(margin_s, alone_s, best_s)
+        shared, kept = self._uses_prefill(margin_s, alone_s, best_s)
         where = (
             f"{self.prefill.component.component_id} computes {best * self.block_size - cached}"
             if shared
             else "co-located"
         )
         compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {self.prefill.component.component_id}"
-        said = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
-        return best if shared else cached_blocks, said
+        why = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
+        return best if shared else cached_blocks, why
 
-    def _leans(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
+    def _uses_prefill(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
         """Whether a prefill worker is used, and whether that is so only because the last request did it."""
         better = shared_s < alone_s
         if not self.sticky_choice:
@@ -107,7 +107,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChoice:
-    """``fetched``: whether blocks of other nodes are worth their transfer."""
+    """The workers of one attempt. ``fetched``: whether blocks of other nodes are worth their transfer."""
 
     decode: ComponentRecord
     prefill: ComponentRecord | None
@@ -117,8 +117,8 @@ class WorkerChoice:
 
 
 class StickyChoices:
-    """What the last request did, by model and size of what it had to compute. Bounded: sizes count by powers of two,
-    and a gateway serves few models."""
+    """Whether the last request used prefill workers, by model and size of what it had to compute. Bounded: sizes count
+    by powers of two, and a gateway serves few models."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, int], str] = {}
@@ -128,12 +128,13 @@ class StickyChoices:
         return self._last.get((model, tokens.bit_length()), "")
 
     def note(self, model: str, tokens: int, shared: bool) -> None:
-        """A plan was made."""
+        """Notes a plan; ``shared``: it uses a prefill worker."""
         self._last[model, tokens.bit_length()] = ON_PREFILL if shared else ON_DECODE
 
 
 class _Way(NamedTuple):
-    """By one decode worker: the better of none and all by a prefill worker, which is enough to compare them by."""
+    """The price of a decode worker: the better of no prefill worker and of all by one, which is enough to compare
+    decode workers."""
 
     price_s: float
     decode: DecodeSide
@@ -146,7 +147,7 @@ class _Way(NamedTuple):
 def choose(
     snapshot: ClusterSnapshot, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
 ) -> WorkerChoice:
-    """The way of one attempt.
+    """Chooses the workers of one attempt.
 
     Args:
         decodes: at least one, all of them usable.
@@ -183,7 +184,7 @@ def choose(
 
 
 def _why(snapshot: ClusterSnapshot, chosen: _Way, decodes: list[ComponentRecord]) -> str:
-    """Of the decode worker."""
+    """Why this decode worker was chosen."""
     hits, component = snapshot.hits, chosen.decode.component
     if len(decodes) == 1:
         return f"{component.component_id} is the only one"
@@ -194,14 +195,16 @@ def _why(snapshot: ClusterSnapshot, chosen: _Way, decodes: list[ComponentRecord]
 
 
 def _least(snapshot: ClusterSnapshot, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
-    """Those with the least to do before ours would be done, roughly, in seconds; equals in an order of the request's
-    own, so that they take turns."""
+    """Components by the time until ours would be done, roughly, the soonest first; equals are rotated by ``spread``, so
+    that they take turns."""
     turn = snapshot.spread % len(components) if components else 0
     sent, hits, size, streams = snapshot.own_tokens, snapshot.hits, snapshot.block_size, snapshot.own_load
     found = []
     for component in components[turn:] + components[:turn]:
-        name, said, mine = component.component_id, component.queued_tokens, sent.get(component.component_id, 0)
-        tokens = (said if said > mine else mine) + snapshot.prompt_tokens - hits.get(component.node_id, 0) * size
+        name, reported, mine = component.component_id, component.queued_tokens, sent.get(component.component_id, 0)
+        tokens = (
+            (reported if reported > mine else mine) + snapshot.prompt_tokens - hits.get(component.node_id, 0) * size
+        )
         if component.role == "decode":
             tokens += STREAM_TOKENS * max(component.running_requests, streams.get(name, 0))
         found.append((tokens * models.rough_token_s(component), component))
@@ -211,7 +214,7 @@ def _least(snapshot: ClusterSnapshot, models: Models, components: list[Component
 def _prefill_sides(
     snapshot: ClusterSnapshot, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
 ) -> list[PrefillSide]:
-    """The best one of each of the decode workers' nodes, and the best one of all others; the soonest first."""
+    """The best prefill worker of each decode worker's node, and the best one elsewhere; the soonest first."""
     sent, chunk, tokens = snapshot.own_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
     near = {component.node_id for component in decodes}
     best: dict[str, ComponentRecord] = {}
@@ -231,7 +234,7 @@ def _way(
     limit: int,
     behind: float,
 ) -> _Way:
-    """By this decode worker, with its node's prefill worker or the best one elsewhere."""
+    """The price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
     streams, tokens = snapshot.own_load.get(component_id, 0), snapshot.own_tokens.get(component_id, 0)

@@ -5,8 +5,8 @@
     decodes
 
 A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is
-arithmetic in closed form:
-a gateway weighs dozens of ways for each request. What it says grows with every load, so more load never attracts.
+arithmetic in closed form,
+because a gateway weighs dozens of ways for each request. Every price grows with load, so more load never attracts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from pillion.wire.registry import ComponentRecord
 
-# Of the call that starts a span, and of each chunk's way back, on one machine.
+# Seconds of the call that starts a span, and of each chunk's acknowledgement, on one machine.
 SPAN_CALL_S = 0.003
 CHUNK_CALL_S = 0.001
-# Of the call that fetches blocks, and the rate assumed where none was measured.
+# Seconds of the call that fetches blocks, and the rate assumed where none was measured.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
 # A prompt tail gets this many tokens of a step however late the decodes are
@@ -30,9 +30,9 @@ MIN_TAIL_TOKENS = 16
 # A fit that has seen no larger step than this does not know what a chunk costs.
 MIN_CHUNK_SEEN_TOKENS = 64
 # Where a decode worker has no target, a step that takes longer than this harms its streams.
-UNSAID_TARGET_S = 0.1
-# What a heartbeat said fades with its age, as the worker computes; longer silence is no sign of work.
-MAX_NEWS_FADE_S = 2.0
+DEFAULT_TARGET_S = 0.1
+# The queue that a heartbeat reports shrinks with its age, as the worker computes; longer silence is no sign of work.
+MAX_REPORT_FADE_S = 2.0
 # A worker whose fit says so many times less, or more, than the middle one of its role is judged by that one: what is
 # absurd must not attract everything, nor drive it away.
 MAX_ODDS = 16.0
@@ -40,13 +40,13 @@ MAX_ODDS = 16.0
 COMPARED_TOKENS = 512
 # Fits of which that is remembered: workers change theirs with every heartbeat, plans are made more often.
 MAX_COMPARED = 4096
-# Of a stream that has a seat which another one waits for.
+# Tokens that a running stream is assumed to generate where another one waits for its slot.
 ASSUMED_ANSWER_TOKENS = 128
-# Where the tokens of somebody's queue stand in their prompts, and the context of a stream that nobody told us of.
+# Where the tokens of somebody's queue stand in their prompts, and the context of a stream that was not reported.
 ASSUMED_POSITION = 512
-# A worker that has not said how many tokens and streams its steps take.
+# Of a worker that has not reported how many tokens and streams its steps take.
 ASSUMED_STEP_TOKENS = 256
-ASSUMED_SEATS = 64
+ASSUMED_SLOTS = 64
 
 
 class StepModel(NamedTuple):
@@ -70,20 +70,22 @@ class StepModel(NamedTuple):
         return fixed + tokens * self.token_s + reads * self.read_s + pairs * self.pair_s
 
     def queued_token_s(self, step_tokens: float, step_s: float) -> float:
-        """Of each of somebody's tokens, ``step_tokens`` in a step of which ``step_s`` is spent whatever they are."""
+        """Seconds of each queued token, ``step_tokens`` of them in a step that costs ``step_s`` by itself."""
         fixed_s = step_s + self.sequence_s + self.read_s * ASSUMED_POSITION
         return self.token_s + self.read_s + self.pair_s * ASSUMED_POSITION + fixed_s / step_tokens
 
 
 def _queue_wait_s(component: ComponentRecord, own_tokens: int, token_s: float) -> float:
-    """Until a worker's queue is computed: what we sent, or what its heartbeat said, less the time since then."""
-    fade_s = min(component.heartbeat_age_ms / 1000, MAX_NEWS_FADE_S)
-    said_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
+    """Seconds until a worker's queue is computed: what this gateway sent, or what the heartbeat reported less the time
+    since then, whichever is more."""
+    fade_s = min(component.heartbeat_age_ms / 1000, MAX_REPORT_FADE_S)
+    reported_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
     own_s = own_tokens * token_s
-    return said_s if said_s > own_s else own_s
+    return reported_s if reported_s > own_s else own_s
 
 
-# Of no machine in particular: with it, equal workers compare by their queues, and calls by the tokens that they save.
+# A model of no machine in particular: with it, equal workers compare by their queues, and calls by the tokens that they
+# save.
 DEFAULT_MODEL = StepModel(5e-3, 5e-4, 5e-5, 1e-7, 1e-7)
 
 
@@ -99,7 +101,7 @@ class Models:
         self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
 
     def of(self, component: ComponentRecord) -> StepModel:
-        """A decode worker that has run no chunk yet knows too little of tokens: prefill workers know them."""
+        """The model of a worker. A decode worker that has run no chunk yet has the token costs of prefill workers."""
         if component.role == "prefill":
             return self._own(component, self._prefill)
         own, prefill = self._own(component, self._decode), self._prefill
@@ -125,7 +127,7 @@ def _compared_s(model: StepModel) -> float:
 
 
 def _middle(workers: Sequence[ComponentRecord]) -> StepModel | None:
-    """The slower one of two: who is too good to be true is then the odd one."""
+    """The median model, of two the slower one: a model that is too good to be true is then the odd one."""
     fits = [StepModel._make(component.step_cost_s) for component in workers if component.step_cost_s]
     return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None
 
@@ -166,7 +168,7 @@ class PrefillSide(NamedTuple):
         return cls(component, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
 
     def span_s(self, start: int, end: int) -> float:
-        """From the first chunk's begin to the last one's acknowledgement."""
+        """Seconds from the first chunk's begin to the last one's acknowledgement."""
         if end <= start:
             return 0.0
         calls_s = SPAN_CALL_S + CHUNK_CALL_S * (-(-(end - start) // self.step_tokens))
@@ -177,11 +179,11 @@ class DecodeSide(NamedTuple):
     """A decode worker as a plan for a prompt of ``end`` tokens sees it.
 
     Attributes:
-        streams: that run there.
+        streams: how many run there.
         base_s: a step of these alone.
         room: tokens of a prompt tail that a step takes beside them.
         most: tokens that a step may take in all.
-        wait_s: until the prompt tails before ours are computed, and a seat is free.
+        wait_s: until the prompt tails before ours are computed, and a slot is free.
         limit_s: the inter-token latency that its streams should have.
         followers_per_s: requests that come to it, and would wait behind ours.
     """
@@ -225,10 +227,10 @@ class DecodeSide(NamedTuple):
                 fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
                 room = min(room, max(fitting, MIN_TAIL_TOKENS))
         wait_s = _queue_wait_s(component, own_tokens, model.queued_token_s(room, base_s))
-        seats = component.running_requests + component.free_seqs or ASSUMED_SEATS
-        if present >= seats:
-            wait_s += (present + 1 - seats) * base_s * ASSUMED_ANSWER_TOKENS / seats
-        limit_s = target_s or UNSAID_TARGET_S
+        slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
+        if present >= slots:
+            wait_s += (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots
+        limit_s = target_s or DEFAULT_TARGET_S
         return cls(component, model, end, streams, base_s, room, most, wait_s, limit_s, followers_per_s)
 
     def tail_s(self, start: int) -> tuple[float, float]:
@@ -249,7 +251,7 @@ class DecodeSide(NamedTuple):
 
 
 def _followers_lose_s(per_s: float, wait_s: float, work_s: float) -> float:
-    """What those who come until a worker's line is done, ours included, wait longer for our work, all together."""
+    """Seconds that all requests wait longer for our work which come before a worker's queue, ours included, is done."""
     return per_s * work_s * (max(0.0, wait_s) + work_s / 2)
 
 
@@ -272,7 +274,7 @@ def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: i
 
 
 class Demand:
-    """How many requests a second a gateway plans, and how many of them use prefill workers: means that fade."""
+    """How many requests a second a gateway plans, and how many of them use prefill workers, as decaying means."""
 
     FADING_S = 20.0
 
@@ -282,13 +284,13 @@ class Demand:
         self._shared_per_s = 0.0
 
     def note(self, now: float, shared: bool) -> None:
-        """One more."""
+        """Notes one more request."""
         self._fade(now)
         self._all_per_s += 1 / self.FADING_S
         self._shared_per_s += shared / self.FADING_S
 
     def per_s(self, now: float) -> tuple[float, float]:
-        """All, and those that use prefill workers."""
+        """Requests a second: all, and those that use prefill workers."""
         self._fade(now)
         return self._all_per_s, self._shared_per_s
 
@@ -298,7 +300,7 @@ class Demand:
 
 
 class FetchPace:
-    """How fast blocks come from other nodes and from disk, as this gateway sees it: a mean that fades."""
+    """How fast blocks come from other nodes and from disk, as this gateway sees it, as a decaying mean."""
 
     FADING = 0.9
 
@@ -307,7 +309,7 @@ class FetchPace:
         self._seconds = 0.0
 
     def observe(self, blocks: int, seconds: float) -> None:
-        """A fetch brought so many blocks."""
+        """Notes a fetch that brought ``blocks`` blocks."""
         if blocks > 0:
             self._blocks = self._blocks * self.FADING + blocks
             self._seconds = self._seconds * self.FADING + seconds

@@ -1,4 +1,4 @@
-"""Where a request runs and where its prompt is split: a pure decision over a picture of the cluster (I9).
+"""Where a request runs and where its prompt is split: a pure decision over a snapshot of the cluster (I9).
 
     [ cached prefix | whole blocks, run by a prefill worker in chunks | prompt tail, >= 1 token, run by the decode
     worker ]
@@ -8,8 +8,8 @@ What is cached may lie on other nodes, or on a disk: it is fetched before the sp
 prefill worker of another node is taken where the decode worker's node has none.
 
 ``split`` is the one dial: ``split = cached`` is co-located serving, the last whole block is full disaggregation.
-Always: cached <= split <= the last whole block that ends at or before N - 1. Where it falls is said by the policy, and
-with ``auto`` by predictions (:mod:`pillion.gateway.planning.plan_auto`), which also choose the workers then.
+Always: cached <= split <= the last whole block that ends at or before N - 1. The policy decides where it falls;
+with ``auto`` predictions do, which then choose the workers too (:mod:`pillion.gateway.planning.plan_auto`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FetchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """One attempt's way. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker.
+    """The plan of one attempt. ``chunks`` add up to ``split_tokens - cached_tokens``; empty means no prefill worker.
 
     ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
     have something of the prompt, the longest first. ``dial`` settles the split where the policy is ``auto``.
@@ -97,7 +97,7 @@ class RequestPlan:
 
 
 def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
-    """The way of one attempt. Raises Unavailable, naming what is missing."""
+    """Plans one attempt. Raises Unavailable, naming what is missing."""
     if snapshot.policy.share is None:
         return _plan_auto(snapshot)
     decode = _decode_worker(snapshot)
@@ -106,12 +106,12 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
 
 
 def _plan_auto(snapshot: ClusterSnapshot) -> RequestPlan:
-    seated = _seated(snapshot)
-    least = min(_avoidance(snapshot, component) for component in seated)
+    candidates = _with_live_node(snapshot)
+    least = min(_avoidance(snapshot, component) for component in candidates)
     nodes = (
         frozenset(component.node_id for component in snapshot.components if component.role == "kvnode") - snapshot.avoid
     )
-    usable = [component for component in seated if _avoidance(snapshot, component) == least]
+    usable = [component for component in candidates if _avoidance(snapshot, component) == least]
     # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
     reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
     prefills = [
@@ -145,11 +145,12 @@ def _draft(snapshot: ClusterSnapshot, decode: ComponentRecord, prefill: Componen
 
 
 def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
-    """The same workers with another number of cached blocks: the ticket's truth instead of the index's hint (I3)."""
+    """The plan with the same workers and another number of cached blocks: the ticket's truth instead of the index's
+    hint (I3)."""
     cached = max(0, min(cached_blocks, old.limit_blocks))
     if old.dial is not None:
-        wanted, said = old.dial.split(cached, old.limit_blocks)
-        split, reason = max(cached, min(wanted, old.limit_blocks)), f"{old.policy.name}: {said}"
+        wanted, why = old.dial.split(cached, old.limit_blocks)
+        split, reason = max(cached, min(wanted, old.limit_blocks)), f"{old.policy.name}: {why}"
     elif old.prefill is None:
         split = cached
         reason = "co-located: no prefill worker"
@@ -170,7 +171,7 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
 
 
 def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
-    """The same way where the span ended at ``end_tokens``, before the split: the rest is the decode worker's."""
+    """The plan after a span that ended at ``end_tokens``, before the split: the rest is the decode worker's."""
     split = max(old.cached_blocks, min(end_tokens // old.block_size, old.split_blocks))
     short = (old.split_blocks - split) * old.block_size
     return replace(
@@ -182,7 +183,7 @@ def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
 
 
 def chunks_between(plan: RequestPlan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
-    """Full chunks and a rest, in tokens; every one a multiple of the block size."""
+    """Chunk sizes in tokens: full chunks and a rest, every one a multiple of the block size."""
     size = max(plan.block_size, plan.chunk_tokens - plan.chunk_tokens % plan.block_size)
     whole, rest = divmod((end_blocks - start_blocks) * plan.block_size, size)
     return (size,) * whole + ((rest,) if rest else ())
@@ -198,38 +199,38 @@ def plan_fetch(sources: Sequence[PrefixSource], node_id: str, here_blocks: int, 
     return FetchPlan(known, tuple(others[:MAX_FETCH_SOURCES]))
 
 
-def _seated(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
+def _with_live_node(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
     """Decode workers whose node lives. Raises Unavailable."""
     nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"}
     workers = [component for component in snapshot.components if component.role == "decode"]
     if not workers:
         raise Unavailable(f"no decode worker of model {snapshot.model!r} lives")
-    seated = [worker for worker in workers if worker.node_id in nodes]
-    if not seated:
+    candidates = [worker for worker in workers if worker.node_id in nodes]
+    if not candidates:
         missing = ", ".join(sorted({worker.node_id for worker in workers}))
         raise Unavailable(f"no KV node lives for the decode workers of model {snapshot.model!r}: {missing} is missing")
-    return seated
+    return candidates
 
 
 def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[bool, bool]:
-    """Smaller is better: whether the part, and whether its node, failed this request before."""
+    """Whether the component, and whether its node, failed this request before; smaller is better."""
     return component.component_id in snapshot.avoid, component.node_id in snapshot.avoid
 
 
 def _decode_worker(snapshot: ClusterSnapshot) -> ComponentRecord:
-    """On the node with the longest hit; there, and among equals, the least loaded."""
-    seated = _seated(snapshot)
+    """The decode worker on the node with the longest hit; among equals the least loaded."""
+    candidates = _with_live_node(snapshot)
 
     def rank(component: ComponentRecord) -> tuple[tuple[bool, bool], int, int]:
         return _avoidance(snapshot, component), -snapshot.hits.get(component.node_id, 0), _load(snapshot, component)
 
-    best = min(rank(component) for component in seated)
-    return _pick([component for component in seated if rank(component) == best], snapshot.spread)
+    best = min(rank(component) for component in candidates)
+    return _pick([component for component in candidates if rank(component) == best], snapshot.spread)
 
 
 def _prefill_worker(snapshot: ClusterSnapshot, node_id: str) -> ComponentRecord | None:
-    """The least loaded one on the node, or else of all other nodes; None where there is none, or where all that live
-    have failed this request."""
+    """The least loaded prefill worker on the node, or else of all other nodes; None where there is none, or where all
+    that live have failed this request."""
     nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"} - snapshot.avoid | {
         node_id
     }
@@ -246,8 +247,8 @@ def _prefill_worker(snapshot: ClusterSnapshot, node_id: str) -> ComponentRecord 
 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...]:
-    """Live nodes with a hit, the longest first; equals in an order of the request's own, so that they share the load.
-    The node itself is always among them: what its disk has is part of its hit."""
+    """Live nodes with a hit, the longest first; equals are rotated by ``spread``, so that they share the load. The node
+    itself is always among them: what its disk has is part of its hit."""
     nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"} - snapshot.avoid | {
         node_id
     }
@@ -261,13 +262,14 @@ def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...
 
 
 def _load(snapshot: ClusterSnapshot, component: ComponentRecord) -> int:
-    """Tokens before a prefill worker, streams on a decode worker: the heartbeat's word or ours, the larger."""
-    said = (
+    """Tokens before a prefill worker, streams on a decode worker: as its heartbeat reports or as this gateway counts,
+    whichever is more."""
+    reported = (
         component.waiting_tokens
         if component.role == "prefill"
         else component.running_requests + component.waiting_requests
     )
-    return max(said, snapshot.own_load.get(component.component_id, 0))
+    return max(reported, snapshot.own_load.get(component.component_id, 0))
 
 
 def _pick(equals: Sequence[ComponentRecord], spread: int) -> ComponentRecord:

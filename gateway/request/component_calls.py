@@ -32,8 +32,8 @@ from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
+from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.decode import DecodeDelta, Fork, Submit
-from pillion.wire.prefill import ChunkAck
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")

@@ -1,4 +1,4 @@
-"""What a request asks of the cluster: its job, and the chain of its prompt's hashes."""
+"""A checked request as the cluster runs it, and the chain of its block hashes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a request's reader has not taken yet, merged into one delta per answer. Bounded by the answers' ``max_tokens``.
+"""Deltas that the reader has not taken yet, merged into one for each answer. ``max_tokens`` bounds them.
 
-    add, add --> finish --> (the other answers' finish) --> end        fail, anywhere: what is pending, then the error
+    add, add --> finish --> (the other answers' finish) --> end        fail, any time: what is pending, then the error
 
-Where more answers are generated than given (``best_of``), nothing is given before the end: only then is it known which.
+Where more answers are generated than returned (``best_of``), none is returned before the end, when they are ranked.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
-class _Box:
-    """What is pending of one answer."""
+class _PendingDelta:
+    """The tokens and text of one answer that the reader has not taken."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -27,18 +27,18 @@ class _Box:
 
 
 class Outbox:
-    """Deltas for one reader: of answers in the order in which they have something, and of each in order.
+    """Deltas for one reader: answers in the order in which they have something new, each of them in its own order.
 
     Args:
         request_id: goes into every delta.
         generated: answers that are generated.
-        given: how many of them are given, the best ones. They are numbered by rank if not all are.
+        given: how many of them, the best ones, the client gets. They are numbered by rank if these are not all.
         show_logprobs: whether deltas carry log probabilities.
     """
 
     def __init__(self, request_id: str, generated: int, given: int, show_logprobs: bool) -> None:
         self._request_id = request_id
-        self._boxes = [_Box() for _ in range(generated)]
+        self._pending_deltas = [_PendingDelta() for _ in range(generated)]
         self._given = given
         self._ranks = given < generated
         self._show_logprobs = show_logprobs
@@ -58,8 +58,8 @@ class Outbox:
         return self._over
 
     def add(self, index: int, piece: AnswerDelta) -> None:
-        """More of an answer."""
-        box = self._boxes[index]
+        """Adds new tokens and text of an answer."""
+        box = self._pending_deltas[index]
         box.texts.append(piece.text)
         box.token_ids.extend(piece.token_ids)
         if self._show_logprobs or self._ranks:
@@ -68,32 +68,32 @@ class Outbox:
             self._announce(index)
 
     def finish(self, index: int, text: str, reason: FinishReason) -> None:
-        """The end of an answer, and its last text."""
-        box = self._boxes[index]
+        """Adds the end of an answer, with its last text."""
+        box = self._pending_deltas[index]
         box.texts.append(text)
         box.finish_reason = reason
         self._announce(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
-        """The end of the request, right after the last ``finish``."""
+        """Ends the request; called right after the last ``finish``."""
         self._last = (usage, timings)
         if self._ranks:
-            chosen = rank_answers([box.logprobs for box in self._boxes], self._given)
-            self._boxes = [self._boxes[index] for index in chosen]
+            chosen = rank_answers([box.logprobs for box in self._pending_deltas], self._given)
+            self._pending_deltas = [self._pending_deltas[index] for index in chosen]
             self._pending.extend(range(len(chosen)))
 
     def fail(self, error: PillionError) -> None:
-        """The end of the request, to be told after what is pending."""
+        """Ends the request with an error, which the reader gets after what is pending."""
         self._error = error
 
     def take(self) -> Delta:
-        """The next delta; only while something is pending. Raises the error the request ended with."""
+        """The next delta; call only while something is pending. Raises the error that the request ended with."""
         if not self._pending:
             assert self._error is not None
             self._over = True
             raise self._error
         index = self._pending.popleft()
-        box, self._boxes[index] = self._boxes[index], _Box()
+        box, self._pending_deltas[index] = self._pending_deltas[index], _PendingDelta()
         usage, timings = None, None
         if self._last is not None and not self._pending:
             self._over = True

@@ -22,7 +22,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import TicketHold
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.observability import telemetry
-from pillion.wire.prefill import ChunkAck, Span
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.registry import ComponentRecord
 
 # Longest wait for KV memory at a prefill worker's node. Short, because the request holds memory at the decode worker's
@@ -30,11 +30,11 @@ from pillion.wire.registry import ComponentRecord
 MAX_REMOTE_ADMISSION_WAIT_S = 2.0
 
 
-def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> Span:
-    """What a prefill worker is sent: from ``start_blocks``, which its ticket has, to the split."""
+def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: int, start_blocks: int) -> RunSpanRequest:
+    """The message to a prefill worker: from ``start_blocks``, which its ticket has, to the split."""
     plan = action.plan
     start_tokens = start_blocks * plan.block_size
-    return Span(
+    return RunSpanRequest(
         request_id=job.request_id,
         attempt=action.attempt,
         ticket_id=ticket_id,
@@ -47,11 +47,11 @@ def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: in
 
 
 class RemoteSpan:
-    """One span. ``on_chunk`` is told of every chunk that the decode worker's node has.
+    """One span. ``on_chunk`` is called with every chunk that the decode worker's node has.
 
     Args:
-        action: its plan's prefill worker is on another node than its hold.
-        worker: that prefill worker.
+        action: the span, whose prefill worker is on another node than its ticket.
+        worker: the prefill worker.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class RemoteSpan:
         self._there = 0
         # Computed and not here yet; as many as the span has chunks.
         self._acked: deque[ChunkAck] = deque()
-        self._news = asyncio.Event()
+        self._progress = asyncio.Event()
 
     async def run(self) -> int:
-        """Where that ends, in tokens, which the decode worker's node has.
+        """Runs the span; returns up to which token the decode worker's node has the KV.
 
         Raises PillionError where the prefill worker or its node is lost or refuses. Cancelled, it stops everything.
         """
@@ -87,13 +87,13 @@ class RemoteSpan:
             try:
                 await self._run(hold, pinned_blocks)
             finally:
-                # A node that is gone has let go of everything.
+                # A node that is gone has released everything.
                 with contextlib.suppress(Unavailable):
                     self._cluster.node(hold.node_id).release(hold)
         return self._here * self._action.plan.block_size
 
     async def _open_ticket(self) -> tuple[TicketHold, int] | None:
-        """At the prefill worker's node; None while memory is short there."""
+        """Opens the ticket at the prefill worker's node; None while memory is short there."""
         job, split, left_s = self._job, self._action.plan.split_blocks, self._job.left_s()
         wait_s = MAX_REMOTE_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_REMOTE_ADMISSION_WAIT_S)
         with telemetry.tracer().start_as_current_span("kv.pin") as span:
@@ -115,17 +115,18 @@ class RemoteSpan:
         return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
 
     async def _run(self, hold: TicketHold, pinned_blocks: int) -> None:
-        self._there = await self._lend_prefix(hold, pinned_blocks)
+        self._there = await self._fetch_prefix(hold, pinned_blocks)
         computing = asyncio.create_task(self._compute(hold), name=f"span of {self._job.request_id}")
-        computing.add_done_callback(lambda _: self._news.set())
+        computing.add_done_callback(lambda _: self._progress.set())
         try:
             await self._carry(computing)
         finally:
             computing.cancel()
             await asyncio.gather(computing, return_exceptions=True)
 
-    async def _lend_prefix(self, hold: TicketHold, pinned_blocks: int) -> int:
-        """Blocks that the span begins behind: what the node lacks comes from the decode worker's node, or others."""
+    async def _fetch_prefix(self, hold: TicketHold, pinned_blocks: int) -> int:
+        """Fetches cached blocks that the prefill worker's node lacks, from the decode worker's node or others. Returns
+        the number of blocks before the span."""
         plan = self._action.plan
         others = [source for source in plan.sources if source.node_id != plan.node_id]
         sources = sorted([PrefixSource(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
@@ -144,10 +145,10 @@ class RemoteSpan:
         async for ack in self._cluster.prefill(self._worker.component_id).run_span(span, self._job.left_s()):
             self._acked.append(ack)
             self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
-            self._news.set()
+            self._progress.set()
 
     async def _carry(self, computing: asyncio.Task[None]) -> None:
-        """Until all is here, or nothing more comes. Raises what ended ``computing``."""
+        """Carries blocks over until all are here, or no more come. Raises the exception that ended ``computing``."""
         while True:
             over = computing.done()
             if self._there > self._here:
@@ -156,12 +157,12 @@ class RemoteSpan:
             elif over:
                 break
             else:
-                await self._news.wait()
-                self._news.clear()
+                await self._progress.wait()
+                self._progress.clear()
         computing.result()
 
     async def _carry_over(self) -> bool:
-        """One fetch, as far as is computed now. Returns whether it brought anything."""
+        """Fetches what is computed now. Returns whether any block came."""
         action, before = self._action, self._here
         hashes = self._chain.first(self._there)
         sources, left_s = (self._worker.node_id,), self._job.left_s()

@@ -26,29 +26,29 @@ MAX_NAME_CHARS = 100
 
 
 class GatewayMeter:
-    """Of one gateway."""
+    """The meters of one gateway."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
 
     def refused(self, error: PillionError) -> None:
-        """A request that never began. A quota or bound that was met is named; a tenant is not."""
+        """Counts a refused request. The quota or bound that it met is named; the tenant is not."""
         met = error.quotas if isinstance(error, Overloaded) else ()
         bound = met[0].subject.rpartition("/")[2] if met else ""
         kind = type(error).__name__
         self._meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
 
     def request(self, model: str, operation: str, arrived_s: float, answers: int) -> RequestMeter:
-        """A request begins."""
+        """The meter of a request that begins."""
         return RequestMeter(self._meters, model, operation, arrived_s, answers)
 
 
 class RequestMeter:
-    """Of one request. Times are the event loop's, in seconds.
+    """The meter of one request. Times are monotonic, in seconds.
 
     Args:
-        arrived_s: when it came.
-        answers: that are generated.
+        arrived_s: when the request came.
+        answers: number of answers that are generated.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class RequestMeter:
         self._counts = [0] * answers
 
     def tokens(self, index: int, count: int, now_s: float) -> None:
-        """``count`` tokens of an answer came together: what lies between two messages is shared out among them."""
+        """Notes ``count`` tokens of an answer that came together: they share the time since the last ones."""
         self._generated.add(count)
         if self._counts[index]:
             self._itl.observe((now_s - self._last_s[index]) / count, count)
@@ -84,7 +84,7 @@ class RequestMeter:
                 self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
             self._first_s[index] = now_s
             if count > 1:
-                # Those that came with it: nobody waited between them.
+                # The others came with the first token, without a wait.
                 self._itl.observe(0.0, count - 1)
         self._last_s[index] = now_s
         self._counts[index] += count
@@ -98,7 +98,7 @@ class RequestMeter:
         reasons: Sequence[str],
         error: PillionError | None,
     ) -> None:
-        """Once.
+        """Notes the end of the request; called once.
 
         Args:
             brought: tokens of the prompt that were fetched from other nodes, and restored from disk.
@@ -114,13 +114,13 @@ class RequestMeter:
                 meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
         outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
         meters.counter(names.REQUESTS, model, outcome).add()
-        # Of none too: an increase is seen only from a value that was there before.
+        # Also where there was none: a rate needs the value before an increase.
         meters.counter(names.REPLAYS, model).add(timings.replays)
         self._prompt(usage, timings, brought)
 
     def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:
         if not any(self._counts):
-            # Nobody knows what of its prompt was computed.
+            # It is not known what of the prompt was computed.
             return
         model, meters = self._model, self._meters
         waited_ms = timings.admission_ms + timings.decode_queue_ms
@@ -141,7 +141,7 @@ class RequestMeter:
 
 
 def readings(running: int, waiting: int, index_available: bool) -> Iterator[Reading]:
-    """What a gateway has under way."""
+    """The gauges of a gateway."""
     yield names.REQUESTS_NOW, ("running",), running - waiting
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)

@@ -1,4 +1,4 @@
-"""What a request must be before anything works for it. Every wrong field is named, all at once."""
+"""Checks of a request before any component works for it. All wrong fields are named at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_MESSAGES = 4096
 # A million tokens as ids, or the longest text in most scripts. The transport itself refuses 16 MiB and more, with
 # RESOURCE_EXHAUSTED: such a message is never read at all.
 MAX_REQUEST_BYTES = 8 * 2**20
-# Above these a list is refused unread; the model's and the fields' own bounds are judged later.
+# Longer lists are refused unread; the bounds of the model and of each field are checked later.
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
-# Answers that one prompt may be asked for.
+# Most answers to one prompt.
 MAX_ANSWERS = 128
 # Answers times the log probabilities of each token: what a request may pile up here while nobody reads it.
 MAX_REPORTED = 512
@@ -41,7 +41,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What of a model bounds a request."""
+    """The figures of a model that bound its requests."""
 
     name: str
     max_model_len_tokens: int
@@ -71,20 +71,20 @@ def check_model(name: str, known: Collection[str]) -> str:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether it may be a request's label, and be said in headers, trailers and logs."""
+    """Whether ``text`` may be a request's id, which goes into headers, trailers and logs."""
     return len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
 
 
 def check_size(size_bytes: int) -> None:
     """Raises InvalidRequest for a message that no prompt needs."""
     if size_bytes > MAX_REQUEST_BYTES:
-        said = f"the message has {size_bytes} bytes; at most {MAX_REQUEST_BYTES}"
-        raise InvalidRequest.of(FieldViolation("(message)", said))
+        text = f"the message has {size_bytes} bytes; at most {MAX_REQUEST_BYTES}"
+        raise InvalidRequest.of(FieldViolation("(message)", text))
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
-    """Before anything is made of a message: no field holds absurdly many items. They are counted at no cost, but
-    millions of Python objects would stop every stream for seconds. ``counts`` by field. Raises InvalidRequest."""
+    """Refuses a message with a field of absurdly many items before it is converted: millions of Python objects would
+    stop every stream for seconds. ``counts`` by field. Raises InvalidRequest."""
     bounds = {"token_ids": MAX_PROMPT_IDS}
     found = [
         FieldViolation(field, f"{count} items; at most {most}")
@@ -96,7 +96,7 @@ def check_counts(counts: Mapping[str, int]) -> None:
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """All that can be said before tokenizing. Raises InvalidRequest with every violation (at most MAX_VIOLATIONS)."""
+    """Checks all but the prompt's tokens. Raises InvalidRequest with every violation (at most MAX_VIOLATIONS)."""
     found: list[FieldViolation] = []
     for violation in _violations(request, limits):
         found.append(violation)
@@ -107,7 +107,7 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
 
 
 def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
-    """A prompt must leave room for one token. Raises InvalidRequest."""
+    """Checks that a prompt leaves room for one token. Raises InvalidRequest."""
     most = limits.max_model_len_tokens - 1
     if prompt_tokens > most:
         raise InvalidRequest.of(FieldViolation(field, f"{prompt_tokens} tokens; the model takes at most {most}"))
@@ -152,25 +152,25 @@ def prompt_field(request: GenerateRequest) -> str:
 def resolve(
     sampling: SamplingParams, prompt_tokens: int, eos_token_ids: tuple[int, ...], limits: ModelLimits, drawn_seed: int
 ) -> ResolvedSampling:
-    """Every default decided (I6). ``drawn_seed`` is used where the client gave none.
+    """Decides every default (I6). ``drawn_seed`` is used where the client gave no seed.
 
     Where the best answers are to be chosen, ``logprobs`` is decided too, whether the client sees any or not.
     """
     room = limits.max_model_len_tokens - prompt_tokens
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    answers = _said(sampling.n, 1)
-    best_of = _said(sampling.best_of, answers)
+    answers = _or_default(sampling.n, 1)
+    best_of = _or_default(sampling.best_of, answers)
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return ResolvedSampling(
         sampling=SamplingParams(
-            temperature=_said(sampling.temperature, 1.0),
-            top_p=_said(sampling.top_p, 1.0),
+            temperature=_or_default(sampling.temperature, 1.0),
+            top_p=_or_default(sampling.top_p, 1.0),
             top_k=max(0, sampling.top_k or 0),
             min_p=sampling.min_p or 0.0,
-            seed=_said(sampling.seed, drawn_seed),
+            seed=_or_default(sampling.seed, drawn_seed),
             max_tokens=wanted,
             ignore_eos=sampling.ignore_eos,
-            repetition_penalty=_said(sampling.repetition_penalty, 1.0),
+            repetition_penalty=_or_default(sampling.repetition_penalty, 1.0),
             presence_penalty=sampling.presence_penalty or 0.0,
             frequency_penalty=sampling.frequency_penalty or 0.0,
             logit_bias=sampling.logit_bias,
@@ -236,8 +236,8 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
         return
     for n, message in enumerate(request.messages):
         if len(message.role) > MAX_ROLE_CHARS or not _ROLE.fullmatch(message.role):
-            said = f"a word of at most {MAX_ROLE_CHARS} letters and digits, such as system, user or assistant"
-            yield FieldViolation(f"messages[{n}].role", said)
+            text = f"a word of at most {MAX_ROLE_CHARS} letters and digits, such as system, user or assistant"
+            yield FieldViolation(f"messages[{n}].role", text)
         if not _is_text(message.content):
             yield FieldViolation(f"messages[{n}].content", "not valid Unicode")
 
@@ -258,8 +258,8 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
         yield FieldViolation("sampling.best_of", f"{sampling.best_of} is less than n, which is {sampling.n or 1}")
     reported = max(sampling.n or 1, sampling.best_of or 1) * (1 + (sampling.logprobs or 0))
     if reported > MAX_REPORTED:
-        said = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
-        yield FieldViolation("sampling.logprobs", said)
+        text = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
+        yield FieldViolation("sampling.logprobs", text)
     yield from _stops(sampling, limits)
 
 
@@ -274,8 +274,8 @@ def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViola
         elif not _is_text(stop):
             yield FieldViolation(f"sampling.stop[{n}]", "not valid Unicode")
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        said = f"{len(sampling.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
-        yield FieldViolation("sampling.stop_token_ids", said)
+        text = f"{len(sampling.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
+        yield FieldViolation("sampling.stop_token_ids", text)
     else:
         yield from _ids("sampling.stop_token_ids", sampling.stop_token_ids, limits)
 
@@ -287,7 +287,7 @@ def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterato
                 yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {limits.vocab_size})")
 
 
-def _said(value: _T | None, default: _T) -> _T:
+def _or_default(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 

@@ -1,4 +1,4 @@
-"""From sampled tokens to the text a client may see: detokenizing, stop ids and stop strings in one place."""
+"""Turns sampled tokens into the text that a client may see: detokenizing, stop ids and stop strings in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pillion.types import TokenLogprob
 
 
 class AnswerDelta(NamedTuple):
-    """Text that became certain, and the tokens taken, with their log probabilities where they are known."""
+    """New text that is certain, and the tokens it came with, with their log probabilities where they are known."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -44,36 +44,36 @@ class AnswerText:
         return self._stops.stopped
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
-        """All tokens are taken, or those up to the one that completes a stop string.
+        """Adds all tokens, or those up to the one that completes a stop string.
 
         Args:
             token_ids: the next ones.
             logprobs: one for each of them, or none.
         """
         if not self._stops.stops:
-            # Most answers have no stop strings, and nothing is judged.
+            # Most answers have no stop strings, so there is nothing to look for.
             self.completion_tokens += len(token_ids)
             pushed = [self._detokenizer.push(one) for one in token_ids if one not in self._stop_ids]
             return AnswerDelta("".join(pushed), tuple(token_ids), tuple(logprobs))
         texts: list[str] = []
-        taken = 0
+        used = 0
         for token_id in token_ids:
             if self.stopped:
                 break
-            taken += 1
+            used += 1
             self.completion_tokens += 1
             if token_id not in self._stop_ids:
-                texts.append(self._judge(self._detokenizer.push(token_id)))
-        return AnswerDelta("".join(texts), tuple(token_ids[:taken]), tuple(logprobs[:taken]))
+                texts.append(self._match_stops(self._detokenizer.push(token_id)))
+        return AnswerDelta("".join(texts), tuple(token_ids[:used]), tuple(logprobs[:used]))
 
     def flush(self) -> str:
-        """The text still held back, once, when the stream has ended."""
+        """The text that is still held back; call once, when the stream has ended."""
         if self._ended or self.stopped:
             return ""
         self._ended = True
-        last = self._judge(self._detokenizer.flush())
+        last = self._match_stops(self._detokenizer.flush())
         return last + ("" if self.stopped else self._stops.flush())
 
-    def _judge(self, text: str) -> str:
+    def _match_stops(self, text: str) -> str:
         early = self.completion_tokens <= self._min_tokens
         return self._stops.pass_by(text) if early else self._stops.push(text)

@@ -1,4 +1,4 @@
-"""Conversations to prompt text by the model's own template, which runs in a killable process of its own.
+"""Renders conversations to prompt text by the model's template, which runs in a process that can be killed.
 
 no process --render--> idle --request--> busy --answer--> idle
                          ^                 |
@@ -23,7 +23,7 @@ from pillion.types import ChatMessage
 
 # Computing time of one rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
-# The same by the clock, for a machine that is very busy.
+# Wall-clock time of one rendering, for a machine that is very busy.
 RENDER_WALL_S = 20.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
@@ -42,7 +42,7 @@ class ChatTemplate:
         self._waiting = 0
 
     async def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, up to where the assistant begins to speak.
+        """The prompt's text, up to where the assistant's answer begins.
 
         Raises:
             InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
@@ -55,7 +55,7 @@ class ChatTemplate:
         self._waiting += 1
         try:
             async with self._turn:
-                answer = await self._ask([asdict(message) for message in messages])
+                answer = await self._render([asdict(message) for message in messages])
         finally:
             self._waiting -= 1
         if "text" in answer:
@@ -73,8 +73,8 @@ class ChatTemplate:
         """Ends the process."""
         await self._kill()
 
-    async def _ask(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """One question to the process, which does not outlive a failure or a caller who went away meanwhile."""
+    async def _render(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """Sends one conversation to the process, which is killed after a failure or where the caller was cancelled."""
         answered = False
         try:
             async with asyncio.timeout(RENDER_WALL_S):

@@ -1,4 +1,4 @@
-"""Ids to text, token by token: never half a UTF-8 character, and in the end exactly the text of a full decode."""
+"""Turns ids into text, token by token: never half a UTF-8 character, and in the end the text of a full decode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spellings:
     Attributes:
         codec: the tokenizer.
         byte_level: whether a token's bytes do not depend on its neighbours.
-        whole: of a byte-level vocabulary, the texts of tokens met so far that are no parts of characters.
+        whole: texts of tokens met so far that are whole characters, for a byte-level vocabulary.
     """
 
     __slots__ = ("_parts", "_specials", "byte_level", "codec", "whole")
@@ -43,20 +43,20 @@ class Spellings:
         return token is not None and token not in self._specials
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Of a byte-level vocabulary: what the token adds to a text; nothing for a special or unknown one."""
+        """The bytes that a token of a byte-level vocabulary adds to a text; none for a special or unknown one."""
         found = self._parts.get(token_id)
         if found is not None:
             return found
         token = self.codec.id_to_token(token_id)
         if token is None:
-            # Not remembered: there is no end of ids that nobody knows.
+            # Not cached: the number of unknown ids has no bound.
             return b""
-        said = b"" if token in self._specials else _bytes_of(token)
+        raw = b"" if token in self._specials else _bytes_of(token)
         try:
-            self.whole[token_id] = said.decode()
+            self.whole[token_id] = raw.decode()
         except UnicodeDecodeError:
-            self._parts[token_id] = said
-        return said
+            self._parts[token_id] = raw
+        return raw
 
 
 class _Decoder(Protocol):
@@ -73,7 +73,7 @@ class Detokenizer:
     a full decode takes the whole character back, a stream cannot.
 
     Args:
-        codec: the tokenizer, or what is remembered of it.
+        codec: the tokenizer, or what is cached of it.
     """
 
     __slots__ = ("_decoder",)
@@ -87,12 +87,12 @@ class Detokenizer:
         return self._decoder.push(token_id)
 
     def flush(self) -> str:
-        """What is held back still. Half a character reads as U+FFFD. Call once, at the end."""
+        """The text that is still held back. Half a character reads as U+FFFD. Call once, at the end."""
         return self._decoder.flush()
 
 
 def token_bytes(codec: tokenizers.Tokenizer, token_id: int) -> bytes:
-    """What one token stands for by itself, a special one for its own text; nothing where the id is not known."""
+    """The bytes of one token by itself, of a special one its own text; none where the id is not known."""
     token = codec.id_to_token(token_id)
     if token is None:
         return b""
@@ -130,7 +130,7 @@ class _ByteLevel:
 
 
 class _Window:
-    """Decodes the last emitted tokens together with the held ones; what comes behind the former's text is new.
+    """Decodes the last emitted tokens together with the held ones; the text after that of the emitted ones is new.
 
     The window begins with tokens already emitted because a token's text depends on the one before it (leading spaces).
     """
@@ -168,7 +168,7 @@ def _special_texts(codec: tokenizers.Tokenizer) -> frozenset[str]:
 
 
 def _bytes_of(token: str) -> bytes:
-    """A token outside the byte alphabet was added by hand and stands for its own text."""
+    """The bytes of a token. One outside the byte alphabet was added by hand and stands for its own text."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:

@@ -1,4 +1,4 @@
-"""Stop strings over a stream of text pieces, wherever the pieces are cut."""
+"""Finds stop strings in a stream of text pieces, wherever the pieces are cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StopMatcher:
 
     Attributes:
         stops: the strings, none of them empty.
-        stopped: whether one is complete.
+        stopped: whether a stop string is complete.
     """
 
     __slots__ = ("_held", "stopped", "stops")

@@ -1,4 +1,4 @@
-"""Text to ids at the edge, with the `tokenizers` library alone, and off the event loop."""
+"""Turns text into ids with the `tokenizers` library, off the event loop."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class ModelTokenizer:
             codec = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
             raise ConfigError(f"{path} cannot be read: {error}") from None
-        # A prompt is never cut or padded silently: too long is the client's to know.
+        # A prompt is never cut or padded silently: the client has to know that it is too long.
         codec.no_truncation()
         codec.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
         bos_id = codec.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
         writes = bos_id is not None and codec.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
-        said = config.get("add_bos_token")
-        adds = said if isinstance(said, bool) and bos_id is not None else writes
+        configured = config.get("add_bos_token")
+        adds = configured if isinstance(configured, bool) and bos_id is not None else writes
         return cls(codec, specials, _template_of(folder, config), bos_id, adds, writes, Spellings(codec))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
@@ -105,14 +105,14 @@ class ModelTokenizer:
 
 
 class TokenizerPool:
-    """A few threads for tokenizing, with a bounded line before them."""
+    """A few threads for tokenizing, with a bounded queue before them."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._jobs = 0
 
     async def run(self, job: Callable[..., T], *arguments: Any) -> T:
-        """``job(*arguments)`` on a thread. Raises Overloaded when the line is full, and what the job raises."""
+        """Runs ``job(*arguments)`` on a thread. Raises Overloaded when the queue is full, and what the job raises."""
         if self._jobs >= MAX_QUEUED_JOBS:
             raise Overloaded(f"{MAX_QUEUED_JOBS} prompts wait to be tokenized", retry_after_ms=1000)
         loop = asyncio.get_running_loop()
@@ -123,11 +123,11 @@ class TokenizerPool:
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
-        """Drops what waits; what runs is bounded by the prompt's size."""
+        """Drops waiting jobs; those that run are bounded by the prompt's size."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        # The loop is closed when the gateway ended before its last job: nobody counts any more.
+        # The loop is closed where the gateway ended before its last job; the count does not matter then.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._uncount)
 
@@ -139,17 +139,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    return said if isinstance(said, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
-def _token_text(said: Any) -> str | None:
-    """A special token is configured as its text, or as an object that has it."""
-    if isinstance(said, dict):
-        said = said.get("content")
-    return said if isinstance(said, str) else None
+def _token_text(entry: Any) -> str | None:
+    """The text of a special token, which is configured as that text or as an object that has it."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
 
 
 def _template_of(folder: Path, config: dict[str, Any]) -> str:
@@ -157,12 +157,12 @@ def _template_of(folder: Path, config: dict[str, Any]) -> str:
     if path.is_file():
         source = path.read_text(encoding="utf-8")
     else:
-        said = config.get("chat_template") or ""
-        if isinstance(said, list):
+        configured = config.get("chat_template") or ""
+        if isinstance(configured, list):
             # Several named templates: "default" is the one for plain conversations.
-            named = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}
-            said = named.get("default") or ""
-        source = said if isinstance(said, str) else ""
+            named = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+            configured = named.get("default") or ""
+        source = configured if isinstance(configured, str) else ""
     if len(source.encode()) > MAX_TEMPLATE_BYTES:
         raise ConfigError(f"the chat template of {folder} is larger than {MAX_TEMPLATE_BYTES} bytes")
     return source

@@ -49,7 +49,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class DecodeError:
-    """Why a stream failed: a google.rpc.Code, words, and whether trying elsewhere can help."""
+    """Why a stream failed: a google.rpc.Code, a message, and whether trying elsewhere can help."""
 
     code: int
     message: str
@@ -58,7 +58,7 @@ class DecodeError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimings:
-    """What the decode worker knows of a request's way."""
+    """Timings of a request at its decode worker."""
 
     tail_tokens: int = 0
     tail_steps: int = 0
@@ -82,7 +82,7 @@ class DecodeDelta(NamedTuple):
 
 
 def submit_from_pb(message: decode_pb2.Submit) -> Submit:
-    """Field by field."""
+    """Convert a received submit."""
     return Submit(
         key=message.key,
         request_id=message.request_id,
@@ -103,7 +103,7 @@ def submit_from_pb(message: decode_pb2.Submit) -> Submit:
 
 
 def submit_to_pb(submit: Submit) -> decode_pb2.Submit:
-    """Field by field."""
+    """Convert a submit that is to be sent."""
     return decode_pb2.Submit(
         key=submit.key,
         request_id=submit.request_id,
@@ -157,7 +157,7 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         finish_reason=finish_from_pb(message.finish_reason),
         error=error,
         timings=timings,
-        logprobs=tuple(logprob_from_pb(said) for said in message.logprobs),
+        logprobs=tuple(logprob_from_pb(logprob) for logprob in message.logprobs),
     )
 
 
@@ -166,7 +166,7 @@ def _delta_to_pb(delta: DecodeDelta) -> decode_pb2.DecodeDelta:
         key=delta.key,
         token_ids=delta.token_ids,
         finish_reason=finish_to_pb(delta.finish_reason),
-        logprobs=[logprob_to_pb(said) for said in delta.logprobs],
+        logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
     )
     if delta.error is not None:
         error = delta.error

@@ -42,20 +42,21 @@ _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """UNSPECIFIED stands for "the stream goes on"."""
+    """The enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PB[reason]
 
 
 def finish_from_pb(number: int) -> FinishReason | None:
-    """An unknown reason of a newer peer reads as "goes on"; the stream's end still ends it."""
+    """The finish reason of an enum value. None stands for UNSPECIFIED, and for an unknown reason of a newer peer: the
+    stream's end still ends the answer."""
     return _FINISH_FROM_PB.get(number)  # type: ignore[call-overload,no-any-return]
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Keeps "not said" apart from zero."""
-    said = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    """Reads sampling parameters. A field that was not sent is None, not zero."""
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
-        **said,
+        **given,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -64,24 +65,24 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Raises ValueError where a number does not fit its field."""
+    """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
     return common_pb2.SamplingParams(**asdict(params))
 
 
 def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Field by field."""
+    """Reads a token's log probability and those of its alternatives."""
     return TokenLogprob(message.token_id, message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
 
 
-def logprob_to_pb(said: TokenLogprob) -> common_pb2.TokenLogprob:
-    """Field by field."""
+def logprob_to_pb(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Writes a token's log probability and those of its alternatives."""
     return common_pb2.TokenLogprob(
-        token_id=said.token_id, logprob=said.logprob, top_ids=said.top_ids, top_logprobs=said.top_logprobs
+        token_id=logprob.token_id, logprob=logprob.logprob, top_ids=logprob.top_ids, top_logprobs=logprob.top_logprobs
     )
 
 
 def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
-    """Nothing is judged here; :mod:`pillion.gateway.request.validation` does."""
+    """Reads a request; :mod:`pillion.gateway.request.validation` checks it."""
     return GenerateRequest(
         model=message.model,
         text=message.text,
@@ -95,7 +96,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
 
 
 def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """Raises ValueError where a number does not fit its field."""
+    """Writes a request. Raises ValueError where a number does not fit its field."""
     return gateway_pb2.GenerateRequest(
         model=request.model,
         text=request.text,
@@ -109,14 +110,14 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
 
 
 def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
-    """One message of the stream."""
+    """Writes one message of a stream."""
     message = gateway_pb2.GenerateResponse(
         request_id=delta.request_id,
         text=delta.text,
         token_ids=delta.token_ids,
         finish_reason=finish_to_pb(delta.finish_reason),
         index=delta.index,
-        logprobs=[logprob_to_pb(said) for said in delta.logprobs],
+        logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
     )
     if delta.usage is not None:
         message.usage.CopyFrom(common_pb2.Usage(**asdict(delta.usage)))
@@ -126,10 +127,10 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
 
 
 class DeltaWriter:
-    """The messages of one stream, most of which bring text and tokens and no more.
+    """Writes the messages of one stream, most of which bring text and tokens and no more.
 
-    Those are one message that is filled again and again, so the caller must have serialized it before the next
-    :meth:`to_pb`; gRPC does in the moment in which it takes it.
+    Such messages are one object that is filled again and again, so the caller must serialize it before the next
+    :meth:`to_pb`; gRPC does so as soon as it gets it.
     """
 
     __slots__ = ("_plain",)
@@ -138,7 +139,7 @@ class DeltaWriter:
         self._plain = gateway_pb2.GenerateResponse(request_id=request_id)
 
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
-        """The same as :func:`delta_to_pb`."""
+        """The message of :func:`delta_to_pb`, valid until the next call."""
         if delta.finish_reason is not None or delta.usage is not None or delta.timings is not None or delta.logprobs:
             return delta_to_pb(delta)
         plain = self._plain
@@ -149,7 +150,7 @@ class DeltaWriter:
 
 
 def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
-    """Usage and timings are None until the last message."""
+    """Reads one message of a stream. Usage and timings are None until the last one."""
     usage, timings = None, None
     if message.HasField("usage"):
         pb = message.usage
@@ -164,36 +165,36 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         usage=usage,
         timings=timings,
         index=message.index,
-        logprobs=tuple(logprob_from_pb(said) for said in message.logprobs),
+        logprobs=tuple(logprob_from_pb(logprob) for logprob in message.logprobs),
     )
 
 
 def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
-    """One entry of ListModels."""
+    """Writes one entry of ListModels."""
     return gateway_pb2.Model(
         name=info.name, max_model_len_tokens=info.max_model_len_tokens, fingerprint=info.fingerprint
     )
 
 
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
-    """One entry of ListModels."""
+    """Reads one entry of ListModels."""
     return ModelInfo(message.name, message.max_model_len_tokens, message.fingerprint)
 
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
-    """The whole cluster."""
-    said = {name: getattr(status, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
+    """Writes the status of the whole cluster."""
+    values = {name: getattr(status, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
     return gateway_pb2.GetStatusResponse(
-        **said, components=[gateway_pb2.ComponentStatus(**asdict(component)) for component in status.components]
+        **values, components=[gateway_pb2.ComponentStatus(**asdict(component)) for component in status.components]
     )
 
 
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
-    """The whole cluster."""
-    said = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
-    return ClusterStatus(components=tuple(map(_component_from_pb, message.components)), **said)
+    """Reads the status of the whole cluster."""
+    values = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
+    return ClusterStatus(components=tuple(map(_component_from_pb, message.components)), **values)
 
 
 def _component_from_pb(message: gateway_pb2.ComponentStatus) -> ComponentStatus:
-    said = {name: getattr(message, name) for name in ComponentStatus.__dataclass_fields__}
-    return ComponentStatus(**said | {"fenced_components": tuple(message.fenced_components)})
+    values = {name: getattr(message, name) for name in ComponentStatus.__dataclass_fields__}
+    return ComponentStatus(**values | {"fenced_components": tuple(message.fenced_components)})

@@ -23,7 +23,7 @@ from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, To
 LOAD = ClosedLoad(input_tokens=6, output_tokens=5, concurrency=3, requests=8)
 
 
-class FakeTarget:
+class CountingTarget:
     """Answers with messages of ``tokens`` tokens each; counts the streams that are open at once."""
 
     def __init__(self, *tokens: int, error: str = "") -> None:
@@ -96,7 +96,7 @@ def test_prompts_repeat_for_a_seed_and_for_nothing_else() -> None:
 
 async def test_the_loop_is_closed() -> None:
     """Never more streams than clients, always as many while prompts are left, and each prompt once."""
-    target = FakeTarget(2, 3)
+    target = CountingTarget(2, 3)
     run = await measure(target, LOAD.sessions(3), LOAD.concurrency)
     assert target.most == LOAD.concurrency
     assert target.closed
@@ -106,12 +106,12 @@ async def test_the_loop_is_closed() -> None:
 
 async def test_an_answer_of_another_length_does_not_count() -> None:
     with pytest.raises(RuntimeError, match="4 tokens"):
-        await measure(FakeTarget(4), LOAD.sessions(3), LOAD.concurrency)
+        await measure(CountingTarget(4), LOAD.sessions(3), LOAD.concurrency)
 
 
 async def test_a_refusal_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"404.*no such model"):
-        await measure(FakeTarget(error="no such model"), LOAD.sessions(3), LOAD.concurrency)
+        await measure(CountingTarget(error="no such model"), LOAD.sessions(3), LOAD.concurrency)
 
 
 def test_rows_pair_the_rounds() -> None:
@@ -133,9 +133,9 @@ def test_a_peer_that_is_absent_is_left_out_with_a_line(capsys: pytest.CaptureFix
     )
     found = cpu_service.systems(args, pathlib.Path("folder"), "bfloat16", pathlib.Path("file"))
     assert [(system.name, system.flags) for system in found] == [("a", ("--cpu-threads", "2")), ("b", ())]
-    said = capsys.readouterr().out
-    assert "vllm is left out" in said
-    assert "llama.cpp is left out" in said
+    printed = capsys.readouterr().out
+    assert "vllm is left out" in printed
+    assert "llama.cpp is left out" in printed
 
 
 def test_the_kernels_of_a_run_are_told() -> None:

@@ -23,7 +23,7 @@ SECONDS = st.floats(0, 1e4)
 
 
 def record(number=0, due=0.0, messages=((1.0, 1),), **more):
-    said = {
+    fields = {
         "number": number,
         "session": number,
         "turn": 0,
@@ -36,7 +36,7 @@ def record(number=0, due=0.0, messages=((1.0, 1),), **more):
         "output_tokens": sum(tokens for _, tokens in messages),
         **more,
     }
-    return Record(**said)
+    return Record(**fields)
 
 
 @given(st.lists(SECONDS, min_size=1), st.floats(0, 100))
@@ -70,8 +70,8 @@ def test_latencies_are_counted_from_the_intended_arrival():
 @given(st.lists(st.lists(st.floats(0.001, 10), min_size=1, max_size=9), min_size=1, max_size=9), st.floats(0.1, 100))
 def test_a_summary_is_what_numpy_finds(gaps, duration_s):
     records = [
-        record(n, due=float(n), messages=tuple((float(at), 1) for at in n + np.cumsum(said)), cached_tokens=25)
-        for n, said in enumerate(gaps)
+        record(n, due=float(n), messages=tuple((float(at), 1) for at in n + np.cumsum(request_gaps)), cached_tokens=25)
+        for n, request_gaps in enumerate(gaps)
     ]
     failed = record(len(gaps), due=99.0, messages=(), status="Overloaded", error="full")
     again = record(len(gaps) + 1, due=99.5, messages=(), status="Overloaded", error="still full")
@@ -80,11 +80,13 @@ def test_a_summary_is_what_numpy_finds(gaps, duration_s):
     assert summary["errors"] == {"Overloaded": {"count": 2, "first": "full"}}
     assert summary["hit_rate"] == 0.25
     assert summary["output_tokens_per_s"] == pytest.approx(sum(map(len, gaps)) / duration_s)
-    assert summary["ttft_ms"]["p90"] == pytest.approx(np.percentile([said[0] for said in gaps], 90) * 1000)
-    later = [gap for said in gaps for gap in said[1:]]
+    assert summary["ttft_ms"]["p90"] == pytest.approx(
+        np.percentile([request_gaps[0] for request_gaps in gaps], 90) * 1000
+    )
+    later = [gap for request_gaps in gaps for gap in request_gaps[1:]]
     if later:
         assert summary["itl_ms"]["p99"] == pytest.approx(np.percentile(later, 99) * 1000)
-        means = [np.mean(said[1:]) for said in gaps if len(said) > 1]
+        means = [np.mean(request_gaps[1:]) for request_gaps in gaps if len(request_gaps) > 1]
         assert summary["tpot_ms"]["p50"] == pytest.approx(np.median(means) * 1000)
     else:
         assert summary["itl_ms"] is None
@@ -99,11 +101,11 @@ def test_objectives_are_read():
 
 
 @pytest.mark.parametrize(
-    "said", ["ttft", "ttft=", "ttft=x", "speed=1", "ttft=1,ttft=2", "ttft=1+n", "ttft=-1", "ttft=2*k", "ttft=1++2"]
+    "text", ["ttft", "ttft=", "ttft=x", "speed=1", "ttft=1,ttft=2", "ttft=1+n", "ttft=-1", "ttft=2*k", "ttft=1++2"]
 )
-def test_wrong_objectives_say_what_is_right(said):
+def test_wrong_objectives_say_what_is_right(text):
     with pytest.raises(ValueError, match="objective"):
-        parse_slo(said)
+        parse_slo(text)
 
 
 @given(st.sampled_from(MEASURES), st.floats(0, 100), st.floats(0, 1), st.floats(0, 1))
@@ -131,14 +133,14 @@ def test_gaps_within_one_request(gaps):
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 1), st.booleans()), max_size=20))
-def test_goodput_counts_those_that_met_everything(said):
+def test_goodput_counts_those_that_met_everything(outcomes):
     records = [
         record(n, messages=((ttft, 1), (ttft + gap, 1)), status="ok" if fine else "timeout")
-        for n, (ttft, gap, fine) in enumerate(said)
+        for n, (ttft, gap, fine) in enumerate(outcomes)
     ]
     met = good(parse_slo("ttft=1,itl_max=0.5"), records)
-    assert met == [fine and ttft <= 1 and (ttft + gap) - ttft <= 0.5 for ttft, gap, fine in said]
-    assert good((), records) == [fine for _, _, fine in said]
+    assert met == [fine and ttft <= 1 and (ttft + gap) - ttft <= 0.5 for ttft, gap, fine in outcomes]
+    assert good((), records) == [fine for _, _, fine in outcomes]
 
 
 def test_a_result_is_json_and_says_when_the_client_was_slow():
@@ -186,5 +188,5 @@ def test_a_table_shows_failures_and_warnings():
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(tables(result_of(Run(records, 4.0, 3.9, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}})))
     text = console.export_text()
-    for said in ("HTTP 429: 1 ([slow])", "1 of 2 answered", "50.0% met all", "warning: the client", "1,000.0"):
-        assert said in text
+    for words in ("HTTP 429: 1 ([slow])", "1 of 2 answered", "50.0% met all", "warning: the client", "1,000.0"):
+        assert words in text

@@ -41,7 +41,7 @@ def test_each_kind_is_judged(kind):
     flat = [(float(n), level + n % 3) for n in range(90)]
     leaking = [(float(n), level + absolute * 3 * n / 60) for n in range(90)]
     rows, wrong = judge({(kind, "a"): flat, (kind, "b"): leaking})
-    assert [row["part"] for row in rows] == ["a", "b"]
+    assert [row["component"] for row in rows] == ["a", "b"]
     assert len(wrong) == 1
     assert wrong[0].startswith(f"b: {kind} grew by")
 

@@ -149,9 +149,9 @@ async def pieces(target, request=ASK):
 async def test_a_stream_and_its_connection_used_again():
     async with server(ANSWER, ANSWER) as (target, requests, connections):
         for _ in range(2):
-            said = await pieces(target)
-            assert [message.text for message in said] == ["a", "b", ""]
-            assert said[-1].counts == TokenCounts(2, 1, 2)
+            answer = await pieces(target)
+            assert [message.text for message in answer] == ["a", "b", ""]
+            assert answer[-1].counts == TokenCounts(2, 1, 2)
         assert len(connections) == 1
     head, body = requests[0]
     assert head.startswith("POST /v1/completions HTTP/1.1\r\n")
@@ -244,7 +244,7 @@ async def test_tls_and_a_certificate_that_nobody_vouches_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "arguments",
     [
         {"target": "127.0.0.1:8000"},
         {"target": "ftp://x"},
@@ -252,6 +252,6 @@ async def test_tls_and_a_certificate_that_nobody_vouches_for(tmp_path):
         {"target": "http://x", "api_key": "a\nb"},
     ],
 )
-def test_a_target_that_cannot_be_is_refused(said):
+def test_a_target_that_cannot_be_is_refused(arguments):
     with pytest.raises(ConfigError):
-        OpenAITarget("m", True, 0.0, **said)
+        OpenAITarget("m", True, 0.0, **arguments)

@@ -69,11 +69,11 @@ def test_lognormal_lengths_have_their_median():
 
 
 @pytest.mark.parametrize(
-    "said", ["", "x", "0", "1.5", "uniform:5", "uniform:9,3", "lognormal:0,1", "lognormal:5,-1", "5,6"]
+    "text", ["", "x", "0", "1.5", "uniform:5", "uniform:9,3", "lognormal:0,1", "lognormal:5,-1", "5,6"]
 )
-def test_wrong_lengths_say_what_is_right(said):
+def test_wrong_lengths_say_what_is_right(text):
     with pytest.raises(ValueError, match="length"):
-        parse_lengths(said)
+        parse_lengths(text)
 
 
 def test_the_seed_makes_the_load_and_another_one_another():
@@ -110,7 +110,7 @@ def test_a_duration_ends_arrivals():
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("fields", "complaint"),
     [
         ({}, "--rate"),
         ({"rate": 1.0, "concurrency": 2}, "--max-concurrency"),
@@ -124,9 +124,9 @@ def test_a_duration_ends_arrivals():
         ({"workload": "trace", "trace": "/nowhere.jsonl"}, "nowhere"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(said, complaint):
+def test_a_load_that_cannot_be_is_refused(fields, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        make_sessions(LoadConfig(**said))
+        make_sessions(LoadConfig(**fields))
 
 
 @settings(max_examples=50)
@@ -137,9 +137,9 @@ def test_a_load_that_cannot_be_is_refused(said, complaint):
 )
 def test_prompts_of_a_trace_are_equal_as_far_as_their_hashes(ids, one, other):
     # Chained hashes: equal at a place only if all before are.
-    chains = [tuple(f for f in range(len(said)) if said[: f + 1]) for said in ids]
+    chains = [tuple(f for f in range(len(row_ids)) if row_ids[: f + 1]) for row_ids in ids]
     chained = [
-        tuple(hash(tuple(said[: place + 1])) for place in chain) for said, chain in zip(ids, chains, strict=True)
+        tuple(hash(tuple(row_ids[: place + 1])) for place in chain) for row_ids, chain in zip(ids, chains, strict=True)
     ]
     rows = [TraceRequest(0, length, 1, hashes) for length, hashes in zip((one, other), chained, strict=True)]
     maker = PromptMaker(7, VOCABULARY)

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from pillion.config import KVNodeFlags
+from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
-from pillion.wire.attach import AttachHello
 from tests.support.notices import RecordedNotices
 
 
@@ -57,7 +57,9 @@ async def test_a_stopped_component_is_killed_and_started_again(
 ) -> None:
     monkeypatch.setattr(fences, "FENCE_POLL_S", 0.02)
     node = await start_kvnode(KVNodeFlags(node_listen=f"unix:{folder}/k.sock", attach_socket=f"{folder}/a.sock"))
-    epoch = (await node._admit(AttachHello(component_id="w", role="decode", block_bytes=4096))).epoch
+    socket = f"{folder}/a.sock"
+    attached = await asyncio.to_thread(attach, socket, component_id="w", role="decode", block_bytes=4096, timeout_s=5.0)
+    epoch = attached.epoch
 
     async def probe() -> bool:
         return True
@@ -79,7 +81,7 @@ async def test_a_stopped_component_is_killed_and_started_again(
         async with asyncio.timeout(10):
             while supervisor.pid_of("w") in (first, None):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        node.pool.ended(epoch)
+        attached.close()
         assert not process.is_running()
         assert [line for line in notices.lines if line.startswith("pillion: w has been fenced for 0.")]
         assert "pillion: w was ended by SIGKILL; starting it again in 0.01 s" in notices.lines

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME, host_features
-from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm, reference_gemm
+from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear
 from pillion.kernels.cpu.runtime.compiler import assembly
+from tests.support.cpu_references import reference_gemm
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.models import moe as torch_moe
 from pillion.kernels.cpu.products import moe_kernels as moe
+from tests.support.cpu_references import reference_combine, reference_gather_groups, reference_group, reference_route
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
@@ -60,7 +61,7 @@ def run_route(runner, spec, logits, threads=3):
 def test_route(runner, spec, spread):
     logits = normal(9, spec.experts) * spread
     scores, experts = run_route(runner, spec, logits)
-    expected = moe.reference_route(logits, spec.chosen, spec.normalize)
+    expected = reference_route(logits, spec.chosen, spec.normalize)
     torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-7)
     # Experts whose chances round to 0 are equal.
     counts = expected[0] > 0
@@ -116,7 +117,7 @@ def test_group(runner, size, rows_of, count):
     num_experts, chosen = size
     experts = some_experts(count, num_experts, chosen)
     found = run_group(runner, moe.GroupByExpert(num_experts, chosen, rows_of), experts)
-    for one, expected in zip(found, moe.reference_group(experts, num_experts), strict=True):
+    for one, expected in zip(found, reference_group(experts, num_experts), strict=True):
         assert torch.equal(one, expected)
 
 
@@ -141,7 +142,7 @@ def test_gather_groups(runner, dtype, spec):
     grouped = torch.full((len(sources) + 1, rows.shape[1]), 7.0, dtype=dtype)
     values = {"rows": rows, "sources": sources, "grouped": grouped, "stride": stride(rows)}
     runner.run(spec, values, step_of(spec, 5))
-    assert torch.equal(grouped[:-1], moe.reference_gather_groups(rows, sources))
+    assert torch.equal(grouped[:-1], reference_gather_groups(rows, sources))
     assert (grouped[-1] == 7).all()
 
 
@@ -172,9 +173,9 @@ def run_combine(runner, spec, out, found, scores, places, factor, threads=3):
 def test_combine(runner, spec, count, width, factor):
     out, found = normal(count, width), normal(count * spec.chosen, width, seed=1)
     scores = normal(count, spec.chosen, seed=2).softmax(-1)
-    _, places, _ = moe.reference_group(some_experts(count, 8, spec.chosen), 8)
+    _, places, _ = reference_group(some_experts(count, 8, spec.chosen), 8)
     result = run_combine(runner, spec, out, found, scores, places, factor)
-    expected = moe.reference_combine(out, found, scores, places, factor, spec.add)
+    expected = reference_combine(out, found, scores, places, factor, spec.add)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -201,16 +202,16 @@ def test_a_row_is_combined_by_itself(runner, count, seed):
 def test_the_references_are_the_torch_path(normalize):
     """In float32, with an expert that multiplies by its number plus one in the place of the products."""
     rows, router = normal(7, 32), normal(8, 32, seed=1)
-    scores, experts = moe.reference_route(rows @ router.T, 2, normalize)
+    scores, experts = reference_route(rows @ router.T, 2, normalize)
     expected_scores, expected_experts = torch_moe.route(rows, router, 2, normalize)
     torch.testing.assert_close(scores, expected_scores)
     assert torch.equal(experts.long(), expected_experts)
-    starts, places, sources = moe.reference_group(experts, 8)
+    starts, places, sources = reference_group(experts, 8)
     order = expected_experts.view(-1).argsort(stable=True)
     assert torch.equal(sources.long(), order // 2)
     assert starts.diff().tolist() == torch.bincount(expected_experts.view(-1), minlength=8).tolist()
-    grouped = moe.reference_gather_groups(rows, sources)
+    grouped = reference_gather_groups(rows, sources)
     for expert, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
         grouped[begin:end] *= expert + 1
-    found = moe.reference_combine(torch.zeros(7, 32), grouped, scores, places, 1.0, add=False)
+    found = reference_combine(torch.zeros(7, 32), grouped, scores, places, 1.0, add=False)
     torch.testing.assert_close(found, torch_moe.combine(grouped, order, scores))

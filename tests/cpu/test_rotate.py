@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
-from pillion.kernels.cpu.rows.rotate import RotateWrite, reference_rotate, reference_write
+from pillion.kernels.cpu.rows.rotate import RotateWrite
 from tests.support.batches import Sequences
+from tests.support.cpu_references import reference_rotate, reference_write
 from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
 
 torch.set_num_threads(1)

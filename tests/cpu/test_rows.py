@@ -11,6 +11,13 @@ from hypothesis import strategies as st
 from pillion.engine.models import layers
 from pillion.kernels.cpu.rows import rows
 from tests.support.batches import Sequences
+from tests.support.cpu_references import (
+    reference_embed,
+    reference_gather_rows,
+    reference_norm,
+    reference_norm_add,
+    reference_soft_cap_scale,
+)
 from tests.support.kernel_runner import (
     batch_step,
     normal,
@@ -69,7 +76,7 @@ def test_norm(runner, spec, count, width):
     x = normal(count, width) * 3 + 1
     weight, bias = normal(width, seed=1), normal(width, seed=2) if spec.bias else None
     found = run_norm(runner, spec, x, weight, bias)
-    expected = rows.reference_norm(x, weight, EPS, spec.kind, bias)
+    expected = reference_norm(x, weight, EPS, spec.kind, bias)
     if spec.bf16_out:
         torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-5)
     else:
@@ -86,7 +93,7 @@ def test_none_changes_the_type_alone(runner):
 def test_norms_of_the_torch_path_are_all_one(wide):
     """Where nothing is rounded in between; Gemma's 1 + w is summed up by whoever loads it."""
     x, weight = normal(4, 48), normal(48, seed=1)
-    torch.testing.assert_close(rows.reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
+    torch.testing.assert_close(reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
 
 
 @settings(max_examples=20, deadline=None)
@@ -116,7 +123,7 @@ def test_norm_add(runner, rows_of, count, width, factor):
         "factor": factor,
     }
     runner.run(rows.NormAdd(rows_of), values, rows_step(count if rows_of == "tokens" else 0, count))
-    expected = rows.reference_norm_add(hidden, found, weight, EPS, factor)
+    expected = reference_norm_add(hidden, found, weight, EPS, factor)
     torch.testing.assert_close(into[:count, :width], expected, rtol=1e-5, atol=1e-5)
     assert (into[count:] == 7).all()
     assert (into[:count, width:] == 0).all()
@@ -132,7 +139,7 @@ def test_embed(runner, dtype, width, scale):
     batch = Sequences(4, 16)
     step = batch_step(batch.step([(batch.add()[0], ids)]))
     runner.run(rows.Embed(dtype == torch.bfloat16), values, step)
-    assert torch.equal(hidden[:5, :width], rows.reference_embed(table, torch.tensor(ids), scale))
+    assert torch.equal(hidden[:5, :width], reference_embed(table, torch.tensor(ids), scale))
     assert (hidden[5:] == 7).all()
     assert (hidden[:5, width:] == 0).all()
 
@@ -152,7 +159,7 @@ def test_gather_rows(runner, dtype):
     sequences = Sequences(4, 16)
     sample = [0, 2, 2, 5]
     runner.run(rows.GatherRows(), values, batch_step(sequences.step([(sequences.add()[0], [1] * 6)], sample)))
-    expected = rows.reference_gather_rows(hidden, attended, torch.tensor(sample))
+    expected = reference_gather_rows(hidden, attended, torch.tensor(sample))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one[:4], other)
         assert (one[4:] == 7).all()
@@ -166,7 +173,7 @@ def test_soft_cap_scale(runner, count, width, divisor, cap):
     found = padded(logits, 1, 7.0)
     values = {"logits": found, "width": width, "stride": stride(found), "divisor": divisor, "cap": cap}
     runner.run(rows.SoftCapScale(cap > 0), values, rows_step(0, count))
-    expected = rows.reference_soft_cap_scale(logits, divisor, cap)
+    expected = reference_soft_cap_scale(logits, divisor, cap)
     torch.testing.assert_close(found[:count, :width], expected, rtol=1e-6, atol=2e-6 * max(cap, 1.0))
     assert (found[count:] == 7).all()
     assert (found[:count, width:] == 0).all()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.admission.fairness import OUTPUT_COST, PACE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
+from pillion.gateway.admission.fairness import OUTPUT_COST, RATE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
 from pillion.gateway.admission.tenants import Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
@@ -156,7 +156,7 @@ def test_the_pace_follows() -> None:
     for _ in range(20):
         now += 1.0
         pace.left(1, True, now)
-    while now < 20 + 8 * PACE_HALF_LIFE_S:
+    while now < 20 + 8 * RATE_HALF_LIFE_S:
         now += 4.0
         pace.left(1, True, now)
     assert pace.wait_s(0) == pytest.approx(4.0, rel=0.05)

@@ -17,11 +17,11 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
 from pillion.v1 import prefill_pb2_grpc
+from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.decode import DecodeDelta
-from pillion.wire.prefill import Span
 from pillion.wire.registry import ComponentRecord
 
-SPAN = Span(
+SPAN = RunSpanRequest(
     request_id="r",
     attempt=1,
     ticket_id=1,
@@ -58,7 +58,7 @@ def test_a_record_survives_the_registry() -> None:
     record = node("a", "b")
     assert ComponentRecord.from_json(record.to_json()) == record
     assert ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": ""}').fenced_components == ()
-    with pytest.raises(ValueError, match="fenced_components"):
+    with pytest.raises(ValueError, match="Expected `array`"):
         ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": "", "fenced_components": 3}')
 
 

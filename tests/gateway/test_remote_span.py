@@ -42,7 +42,7 @@ async def test_chunks_flow_from_node_to_node() -> None:
         (here,), (there,), (span,) = line.node.opened, line.far_node.opened, line.far_prefill.spans
         assert (here.block_hashes, here.total_blocks) == (HASHES, 8)
         assert (there.block_hashes, there.total_blocks, there.priority, there.resume) == (HASHES, 8, 3, False)
-        assert (span.start_tokens, span.token_ids, span.chunk_tokens) == (0, IDS[:28], (8, 8, 8, 4))
+        assert (span.start_tokens, tuple(span.token_ids), tuple(span.chunk_tokens)) == (0, IDS[:28], (8, 8, 8, 4))
         assert (span.parent_hash, span.priority) == (request_root(bytes.fromhex(NAMESPACE)), 3)
         wanted = blocks_of(line.node.fetches)
         assert wanted == sorted(wanted)

@@ -20,8 +20,8 @@ from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.types import SamplingParams
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.kvnode import OpenTicketReply, PrefetchReply
-from pillion.wire.prefill import ChunkAck, Span
 from pillion.wire.registry import ComponentRecord
 
 BLOCK = 4
@@ -63,7 +63,7 @@ class SpanWorld:
         if (node_id, ticket_id) not in self.held:
             raise NotFound("no such ticket")
 
-    async def run_span(self, span: Span, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
+    async def run_span(self, span: RunSpanRequest, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
         self.check("kv-1", span.ticket_id)
         assert span.start_tokens == self.blocks["kv-1"] * BLOCK
         assert span.chunk_tokens

@@ -173,7 +173,7 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another()
 async def test_split_policies(policy: str, split: int) -> None:
     async with running_fake_cluster(split_policy=policy) as line:
         assert text_of(await read(line.client.generate(PROMPT))) == "The answer."
-        assert [span.split_tokens for span in line.prefill.spans] == ([split] if split else [])
+        assert [span.start_tokens + len(span.token_ids) for span in line.prefill.spans] == ([split] if split else [])
 
 
 async def test_chat_is_rendered_by_the_models_own_template() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import Bucket
-from pillion.gateway.admission.shared_quotas import TELL_MS, SharedQuotas
+from pillion.gateway.admission.shared_quotas import REPORT_MS, SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.redis_link import OPEN_MS
@@ -155,7 +155,7 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
         await until(refused)
         # A prompt that was not served comes back.
         one.spend(tenant, -150, now())
-        await asyncio.sleep(2 * TELL_MS / 1000)
+        await asyncio.sleep(2 * REPORT_MS / 1000)
         await two.take_prompt(tenant, 50, now())
     finally:
         await one.aclose()

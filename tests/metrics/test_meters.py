@@ -154,10 +154,10 @@ async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatc
         exports = Exports(meters, "gateway-1", "gateway", host="", port=0, vllm_names=False)
         # What is left goes out at the end.
         await asyncio.to_thread(exports.close)
-    (part,) = received.metrics
-    assert part["service.name"] == "pillion-gateway"
-    assert part["service.instance.id"] == "gateway-1"
-    found: dict[str, Any] = received.metrics[part]
+    (resource,) = received.metrics
+    assert resource["service.name"] == "pillion-gateway"
+    assert resource["service.instance.id"] == "gateway-1"
+    found: dict[str, Any] = received.metrics[resource]
     tokens = found["pillion.generated_tokens"].sum
     assert tokens.is_monotonic
     assert tokens.data_points[0].as_int == 5

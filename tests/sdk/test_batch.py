@@ -121,10 +121,10 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
 
 async def test_the_bar_goes_to_standard_error(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster("The answer.") as line:
-        said = io.StringIO()
-        monkeypatch.setattr(sys, "stderr", said)
+        shown = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", shown)
         await batch(line, blocking, ["x"] * 3, progress=True)
-        assert "3/3" in said.getvalue()
+        assert "3/3" in shown.getvalue()
         assert await batch(line, blocking, []) == []
 
 

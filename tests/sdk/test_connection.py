@@ -79,8 +79,8 @@ async def serving(servicer: Any, listen: str = "127.0.0.1:0", **options: Any) ->
         await server.stop(0)
 
 
-async def texts(client: AsyncClient, **said: Any) -> list[str]:
-    return [delta.text async for delta in client.generate("x", **said)]
+async def texts(client: AsyncClient, **options: Any) -> list[str]:
+    return [delta.text async for delta in client.generate("x", **options)]
 
 
 # ---- TLS and keys ---------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ async def test_mutual_tls(certs: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "said"),
+    ("target", "options", "complaint"),
     [
         ("grpc://h:1", {"tls": True}, "grpc://h:1 is plain text"),
         ("h:1", {"cert": b"x"}, "cert and key belong together"),
@@ -163,9 +163,9 @@ async def test_mutual_tls(certs: pathlib.Path) -> None:
         ("h:1", {"api_key": " spaced"}, "printable ASCII"),
     ],
 )
-def test_options_that_cannot_work(target: str, options: dict, said: str) -> None:
+def test_options_that_cannot_work(target: str, options: dict, complaint: str) -> None:
     for cls in (Client, AsyncClient):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=complaint):
             cls(target, **options)
 
 

@@ -1,4 +1,4 @@
-"""The code of docs/sdk.md and the programs in examples/, run as they stand before the real parts."""
+"""The code of docs/sdk.md and the programs in examples/, run as they are against the real components."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ async def test_the_code_of_the_page_runs(tmp_path: pathlib.Path) -> None:
         code = code.replace(TARGET, repr(components.gateway.grpc_address))
         code = code.replace(MODEL, f"LLM({str(tmp_path / 'tiny')!r}{options}")
         (tmp_path / "page.py").write_text(code)
-        said = await run(tmp_path, "page.py")
-    assert "tokens of the prompt were in the cache" in said
-    assert "2 answers" in said
-    assert "sampling.top_p" in said
+        printed = await run(tmp_path, "page.py")
+    assert "tokens of the prompt were in the cache" in printed
+    assert "2 answers" in printed
+    assert "sampling.top_p" in printed
 
 
 async def test_examples_run(tmp_path: pathlib.Path) -> None:

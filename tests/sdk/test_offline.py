@@ -110,8 +110,8 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
     (whole,) = llm.generate("The sea", SamplingParams(**asked), use_tqdm=False)
     text = whole.outputs[0].text
     stop = next(text[n] for n in range(8, len(text)) if text[n].isascii() and text[n] not in text[:n])
-    for said in (stop, [stop], (stop,)):
-        (output,) = llm.generate("The sea", SamplingParams(stop=said, **asked), use_tqdm=False)
+    for form in (stop, [stop], (stop,)):
+        (output,) = llm.generate("The sea", SamplingParams(stop=form, **asked), use_tqdm=False)
         assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text.partition(stop)[0], "stop")
 
 
@@ -119,13 +119,14 @@ def test_logprobs_have_vllms_shape(llm: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
     (answer,) = llm.generate("The sea", asked, use_tqdm=False)[0].outputs
     assert len(answer.logprobs) == len(answer.token_ids) == 6
-    for token_id, said in zip(answer.token_ids, answer.logprobs, strict=True):
-        assert next(iter(said)) == token_id
-        assert (len(said), said[token_id].rank) == (2, 1)
+    for token_id, position in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(position)) == token_id
+        assert (len(position), position[token_id].rank) == (2, 1)
         assert all(
-            one.logprob <= said[token_id].logprob and isinstance(one.decoded_token, str) for one in said.values()
+            one.logprob <= position[token_id].logprob and isinstance(one.decoded_token, str)
+            for one in position.values()
         )
-    first = [said[token_id].logprob for token_id, said in zip(answer.token_ids, answer.logprobs, strict=True)]
+    first = [position[token_id].logprob for token_id, position in zip(answer.token_ids, answer.logprobs, strict=True)]
     assert answer.cumulative_logprob == pytest.approx(sum(first))
 
 
@@ -140,8 +141,8 @@ def test_the_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) ->
     seen: list[object] = []
 
     class FakeBar:
-        def __init__(self, **said: object) -> None:
-            seen.append((said["total"], said["desc"]))
+        def __init__(self, **bar_options: object) -> None:
+            seen.append((bar_options["total"], bar_options["desc"]))
 
         def __enter__(self) -> FakeBar:
             return self
@@ -174,7 +175,7 @@ def test_one_bad_prompt_ends_the_call_and_is_named(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "said"),
+    ("call", "error", "complaint"),
     [
         (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": 1}), InvalidRequest, "multi_modal_data"),
         (lambda llm: llm.generate({"prompt": "x", "prompt_token_ids": [1]}), InvalidRequest, "give one of"),
@@ -190,8 +191,8 @@ def test_one_bad_prompt_ends_the_call_and_is_named(llm: LLM) -> None:
         (lambda llm: llm.chat([]), InvalidRequest, "the prompt is empty"),
     ],
 )
-def test_what_is_wrong_is_said(llm: LLM, call, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_wrong_requests_are_refused_with_a_reason(llm: LLM, call, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
         call(llm)
 
 
@@ -206,7 +207,7 @@ async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "complaint"),
     [
         ({"tensor_parallel_size": 2}, TypeError, "no option 'tensor_parallel_size'; it has: block_size"),
         ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs 'many' is no int"),
@@ -216,8 +217,8 @@ async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
         ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float32"),
     ],
 )
-def test_options_that_cannot_work(options: dict, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_options_that_cannot_work(options: dict, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
         LLM("demo", **options)
 
 
@@ -228,12 +229,12 @@ def test_options_are_flags() -> None:
 
 
 def test_a_start_that_fails_leaves_nothing(folder: pathlib.Path) -> None:
-    for options, said in [
+    for options, complaint in [
         ({"kv_pool_bytes": "64KiB"}, "one request of"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-batched-tokens must hold"),
         ({"block_size": 0}, "--block-size 0 is less than 1"),
     ]:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=complaint):
             LLM(str(folder), dtype="float32", **options)
     with pytest.raises(ConfigError, match="nowhere"):
         LLM(str(folder / "nowhere"))

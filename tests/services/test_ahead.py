@@ -16,7 +16,6 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
-from pillion.wire.prefill import ack_from_pb, span_to_pb
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
@@ -64,7 +63,7 @@ async def test_a_prompt_is_prefilled_and_answered_while_the_host_does_not_know_t
         tokens = prompt(1, 45)
         ticket = await workers.ticket(tokens)
         span = workers.span(ticket, tokens, (16, 28))
-        acks = [ack_from_pb(one) async for one in workers.prefill_stub.RunSpan(span_to_pb(span, "g"), timeout=20)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
         assert [ack.end_tokens for ack in acks] == [16, 44]
         answer = await connection.submit(submit_of(1, ticket, tokens, 60))
         await over(answer)

@@ -12,12 +12,11 @@ import pytest
 
 from pillion.config import WorkerFlags
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.heartbeat import Heartbeat, Lease
+from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.kvnode import HeartbeatReply
-from pillion.wire.prefill import ack_from_pb, span_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
@@ -88,7 +87,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         tokens = list(range(41))
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
-        call = workers.prefill_stub.RunSpan(span_to_pb(workers.span(ticket, tokens, (16, 24)), "g"), timeout=20)
+        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=20)
         await until(lambda: workers.prefill.worker.epoch.listeners, "the span")
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -97,7 +96,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         workers.prefill_backend.gate.set()
         await returned(workers.prefill.worker, old)
         span = workers.span(ticket, tokens, (16, 24))
-        acks = [ack_from_pb(one) async for one in workers.prefill_stub.RunSpan(span_to_pb(span, "g"), timeout=20)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
         assert [ack.end_tokens for ack in acks] == [16, 40]
         await workers.release(ticket)
         await workers.quiet()
@@ -208,7 +207,7 @@ class SlowNode:
 
 async def test_an_answer_to_an_old_question_renews_nothing() -> None:
     lease, held, failures = Lease(0.2), list[bool](), list[object]()
-    heartbeat = Heartbeat(
+    heartbeat = Heartbeats(
         WorkerFlags(heartbeat_ms=10, heartbeat_timeout_ms=200),
         SlowNode(),  # type: ignore[arg-type]
         1,

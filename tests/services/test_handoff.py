@@ -10,7 +10,6 @@ from pillion.engine.worker import tickets
 from pillion.errors import Cancelled, NotFound, Overloaded
 from pillion.kvstore.node import pool
 from pillion.wire.kvnode import OpenTicketReply
-from pillion.wire.prefill import ack_from_pb, span_to_pb
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -32,7 +31,7 @@ async def awaiting(
 
 async def run_span(workers: Workers, ticket: OpenTicketReply) -> None:
     span = workers.span(ticket, TOKENS, (16, 16, 8))
-    acks = [ack_from_pb(one) async for one in workers.prefill_stub.RunSpan(span_to_pb(span, "test"), timeout=20)]
+    acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
     assert acks[-1].end_tokens == AWAITED * 4
 
 

@@ -12,7 +12,7 @@ import torch
 from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason
 from pillion.v1 import prefill_pb2
-from pillion.wire.prefill import ChunkAck, Span, ack_from_pb, span_to_pb
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from tests.support.fake_backend import greedy
 from tests.support.workers import Workers, connected, running_workers, submit_of
 
@@ -21,15 +21,15 @@ def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 13 + position * 7) % 97 for position in range(length)]
 
 
-def call_of(workers: Workers, span: Span) -> Any:
-    return workers.prefill_stub.RunSpan(span_to_pb(span, "test-gateway"), timeout=20)
+def call_of(workers: Workers, span: RunSpanRequest) -> Any:
+    return workers.prefill_stub.RunSpan(span, timeout=20)
 
 
-async def acks_of(workers: Workers, span: Span) -> list[ChunkAck]:
-    return [ack_from_pb(message) async for message in call_of(workers, span)]
+async def acks_of(workers: Workers, span: RunSpanRequest) -> list[ChunkAck]:
+    return [message async for message in call_of(workers, span)]
 
 
-async def code_of(workers: Workers, span: Span) -> grpc.StatusCode:
+async def code_of(workers: Workers, span: RunSpanRequest) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await acks_of(workers, span)
     return caught.value.code()

@@ -17,13 +17,13 @@ from pillion.kernels.cpu.attention.cpu_attention import (
     Attention,
     AttentionMerge,
     partial_row_bytes,
-    reference_attention,
 )
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
 from pillion.kernels.cpu.attention.kv_layout import pack_pool
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.support.batches import Sequences
+from tests.support.cpu_references import reference_attention
 from tests.support.kernel_runner import batch_step, padded, stride
 
 LAYERS, LAYER = 2, 1

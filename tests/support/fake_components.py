@@ -27,9 +27,9 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
-from pillion.wire.prefill import ChunkAck, Span, ack_to_pb, span_from_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
@@ -139,7 +139,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self) -> None:
         self.hang_at: int | None = None
-        self.spans: list[Span] = []
+        self.spans: list[RunSpanRequest] = []
         self.failures: list[tuple[int, PillionError]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -150,21 +150,20 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     async def RunSpan(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         check_hello(request.hello)
-        span = span_from_pb(request)
-        self.spans.append(span)
+        self.spans.append(request)
         self.metadata.append(context.invocation_metadata())
         fail_at, error = self.failures.pop(0) if self.failures else (-1, Conflict(""))
-        end = span.start_tokens
+        end = request.start_tokens
         self.running += 1
         try:
-            for index, tokens in enumerate(span.chunk_tokens):
+            for index, tokens in enumerate(request.chunk_tokens):
                 if index == fail_at:
                     raise error
                 await (asyncio.Event() if index == self.hang_at else self.gate).wait()
                 end += tokens
-                if index == len(span.chunk_tokens) - 1:
-                    self.through[span.ticket_id].set()
-                yield ack_to_pb(ChunkAck(chunk_index=index, end_tokens=end, queue_ms=0.5, compute_ms=1.0))
+                if index == len(request.chunk_tokens) - 1:
+                    self.through[request.ticket_id].set()
+                yield ChunkAck(chunk_index=index, end_tokens=end, queue_ms=0.5, compute_ms=1.0)
         finally:
             self.running -= 1
 

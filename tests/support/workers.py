@@ -20,10 +20,10 @@ from pillion.net.rpc import open_channel
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
 from pillion.wire.kvnode import OpenTicketReply
-from pillion.wire.prefill import Span
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
@@ -64,11 +64,14 @@ class Workers:
             await asyncio.sleep(0.01)
         raise AssertionError(f"something leaked: {books}")
 
-    def span(self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any) -> Span:
+    def span(
+        self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any
+    ) -> RunSpanRequest:
         """The whole blocks of ``tokens`` that the ticket lacks, cut into ``chunks`` tokens."""
         start = ticket.pinned_blocks * BLOCK
         hashes = chain_hashes(ROOT, tokens, BLOCK)
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
+            "hello": hello_to_pb("test-gateway"),
             "request_id": "r",
             "attempt": 1,
             "ticket_id": ticket.ticket_id,
@@ -77,7 +80,7 @@ class Workers:
             "token_ids": tuple(tokens[start : start + sum(chunks)]),
             "chunk_tokens": tuple(chunks),
         }
-        return Span(**{**said, **other})
+        return RunSpanRequest(**{**fields, **other})
 
 
 async def until(condition: Callable[[], object], what: str) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from pillion.engine.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
@@ -28,6 +28,7 @@ from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
 ALIGN_BYTES = 256
+_NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "qk_norm", "q_norm", "k_norm")
 # Standard deviation of random weights, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
 
@@ -117,12 +118,29 @@ class GpuWeights:
                     tensor.normal_(0.0, DUMMY_SPREAD, generator=generator)
 
 
+class _ShapesOnly:
+    """A checkpoint whose tensors have shapes and types and no values: the loader's input when memory is planned."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._spellings = {key: spellings[0] for key, spellings in decoder_tensors(config).items()}
+
+    def has(self, key: str) -> bool:
+        """Whether the model has a tensor of that name."""
+        return key in self._spellings
+
+    def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Makes a tensor without memory."""
+        shapes = [tensor.shape for tensor in self._spellings[key]]
+        return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
+
+
 def plan_weights(config: ModelConfig, dtype: torch.dtype, *, separate_head: bool) -> WeightPlan:
     """Plans a model's memory. ``separate_head``: whether the output projection is another than the embedding."""
+    config = replace(config, tie_word_embeddings=not separate_head)
     places: dict[str, WeightPlace] = {}
     end = 0
-    for name, shape, kind in _shapes(config, dtype, separate_head):
-        places[name] = WeightPlace(shape, kind, end)
+    for name, tensor in _tensors_of(_ShapesOnly(config), config, dtype):
+        places[name] = WeightPlace(tuple(tensor.shape), tensor.dtype, end)
         end += -(-places[name].nbytes // ALIGN_BYTES) * ALIGN_BYTES
     return WeightPlan(places, end)
 
@@ -142,51 +160,9 @@ def weights_key(fingerprint: str, dtype: str, plan: WeightPlan) -> str:
     return hashlib.sha256(f"pillion weights {fingerprint} {dtype} {plan.digest()}".encode()).hexdigest()
 
 
-NamedShape = tuple[str, tuple[int, ...], torch.dtype]
-
-
-def _shapes(config: ModelConfig, dtype: torch.dtype, separate_head: bool) -> Iterator[NamedShape]:
-    norm = dtype if config.norm == "plain" else torch.float32
-    hidden = config.hidden_size
-    yield "embedding", (config.vocab_size, hidden), dtype
-    for index in range(config.num_layers):
-        for name, shape, kind in _layer_shapes(config, index, dtype, norm):
-            yield f"layers.{index}.{name}", shape, kind
-    yield "final_norm", (hidden,), norm
-    if separate_head:
-        yield "lm_head", (config.vocab_size, hidden), dtype
-
-
-def _layer_shapes(config: ModelConfig, index: int, dtype: torch.dtype, norm: torch.dtype) -> Iterator[NamedShape]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    if config.pre_norm:
-        yield from (("attention_norm", (hidden,), norm), ("mlp_norm", (hidden,), norm))
-    if config.post_norm:
-        yield from (("attention_post_norm", (hidden,), norm), ("mlp_post_norm", (hidden,), norm))
-    if config.qk_norm == "head":
-        yield "qk_norm", (config.num_heads + config.num_kv_heads, head_dim), norm
-    elif config.qk_norm:
-        yield from (("q_norm", (queries,), norm), ("k_norm", (keys,), norm))
-    yield from _linear_shapes("qkv", queries + 2 * keys, hidden, config.qkv_bias, dtype)
-    yield from _linear_shapes("o", hidden, queries, config.o_bias, dtype)
-    if config.moe is not None and config.moe.layers[index]:
-        count, inner = config.moe.num_experts, config.moe.intermediate_size
-        yield "router", (count, hidden), dtype
-        yield "experts.gate_up", (count, 2 * inner, hidden), dtype
-        yield "experts.down", (count, hidden, inner), dtype
-        return
-    yield from _linear_shapes("mlp.gate_up", 2 * config.intermediate_size, hidden, config.mlp_bias, dtype)
-    yield from _linear_shapes("mlp.down", hidden, config.intermediate_size, config.mlp_bias, dtype)
-
-
-def _linear_shapes(name: str, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> Iterator[NamedShape]:
-    yield f"{name}.weight", (rows, columns), dtype
-    if bias:
-        yield f"{name}.bias", (rows,), dtype
-
-
-def _tensors_of(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and tensors layer by layer, so that little memory is held at a time."""
     embedding = checkpoint.take("embedding", dtype)
     yield "embedding", embedding
@@ -201,19 +177,10 @@ def _tensors_of(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype)
 
 
 def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    norms: dict[str, RmsNorm | None] = {
-        name: getattr(layer, name)
-        for name in (
-            "attention_norm",
-            "mlp_norm",
-            "attention_post_norm",
-            "mlp_post_norm",
-            "qk_norm",
-            "q_norm",
-            "k_norm",
-        )
-    }
-    yield from ((name, norm.weight) for name, norm in norms.items() if norm is not None)
+    for name in _NORMS:
+        norm: RmsNorm | None = getattr(layer, name)
+        if norm is not None:
+            yield name, norm.weight
     linears: list[tuple[str, Linear]] = [("qkv", layer.qkv), ("o", layer.o)]
     if isinstance(layer.mlp, MoeWeights):
         yield "router", layer.mlp.router

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from pillion.kernels.cpu.attention.attention_rows import (
     AHEAD_GROUPS,
     LOG2E,
@@ -49,12 +47,10 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
     SEQUENCE,
     SHIFT,
 )
-from pillion.kernels.cpu.attention.kv_layout import unpack_pool
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.torch.reference import RaggedBatch, paged_attention
 
 ATTENTION = RecordLayout(
     "attention",
@@ -83,22 +79,6 @@ def row_counts(isa: Isa, group: int) -> tuple[int, int]:
 def partial_row_bytes(head_dim: int) -> int:
     """Bytes of a row of the partials."""
     return AttentionShape(head_dim, 1, LANES, False).sum_bytes
-
-
-def reference_attention(
-    queries: torch.Tensor,
-    packed_pool: torch.Tensor,
-    layer: int,
-    batch: RaggedBatch,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """The kernels' result by torch. queries [kv_heads, T, group, head_dim] -> attended [T, heads * head_dim]."""
-    rows = queries.transpose(0, 1).flatten(1, 2)
-    pool = unpack_pool(packed_pool)
-    return paged_attention(rows, pool, layer, batch, scale=scale, window=window, softcap=softcap).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

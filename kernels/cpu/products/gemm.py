@@ -19,15 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch.nn.functional import gelu, silu
-
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, most_rows, multiply_rows
 from pillion.kernels.cpu.products.int8 import LINE_BYTES, widen
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, TILE_COLUMNS, PackedWeight, unpack
+from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
 
 LAYOUT = RecordLayout(
     "gemm",
@@ -63,31 +60,6 @@ _WIDE_BYTES = SCRATCH_BYTES - _SUMS_BYTES
 # gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
-
-
-def reference_gemm(
-    x: torch.Tensor,
-    packed: PackedWeight,
-    epilogue: str,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    factor: float = 1.0,
-) -> torch.Tensor:
-    """One group's result in float64. x [T, depth] -> [T, pairs * 32], gated [T, pairs * 16]; "add" adds to ``out``."""
-    weight = unpack(packed).double()
-    if packed.scales is not None:
-        weight = weight * packed.scales.double().unsqueeze(-1)
-    total = x.double() @ weight.T
-    if bias is not None:
-        total = total + bias.double()
-    if epilogue == "add":
-        assert out is not None
-        return out.double() + factor * total
-    if epilogue in GATED:
-        gate, up = total.view(len(total), packed.pairs, 2, TILE_COLUMNS).unbind(-2)
-        gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
-        return (gated * up).flatten(-2)
-    return total
 
 
 @dataclass(frozen=True, slots=True)

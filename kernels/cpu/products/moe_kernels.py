@@ -12,8 +12,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
@@ -107,12 +105,6 @@ class Route:
         return largest, k.first_as_int(k.maximum(behind) * -1.0)
 
 
-def reference_route(logits: torch.Tensor, chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
-    scores, experts = torch.softmax(logits, -1).topk(chosen, -1)
-    return scores / scores.sum(-1, keepdim=True) if normalize else scores, experts.int()
-
-
 @dataclass(frozen=True, slots=True)
 class GroupByExpert:
     """Sorts the pairs by expert, a stable counting sort on one thread.
@@ -160,16 +152,6 @@ class GroupByExpert:
                 k.store_int(sources + place * 4, row, 32)
 
 
-def reference_group(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """experts [rows, chosen] -> group_starts [num_experts + 1], places [rows, chosen], sources [rows * chosen]."""
-    order = experts.view(-1).argsort(stable=True)
-    counts = torch.bincount(experts.view(-1), minlength=num_experts)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    return starts.int(), places.view(experts.shape).int(), (order // experts.shape[1]).int()
-
-
 @dataclass(frozen=True, slots=True)
 class GatherGroups:
     """``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at ``sources``.
@@ -193,11 +175,6 @@ class GatherGroups:
         begin, end = call.even_range(call.step.number(f"num_{self.rows_of}") * self.chosen)
         with k.range(end, begin) as place:
             copy_row(k, rows + k.load_int(sources + place * 4, 32) * stride, grouped + place * stride, stride)
-
-
-def reference_gather_groups(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """rows [rows, ...], sources [N] -> [N, ...]."""
-    return rows[sources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +211,3 @@ class Combine:
                     total = k.fma(k.load(source + at), weight, total)
                 target = out + row * out_stride + at
                 k.store(target, k.fma(total, factor, k.load(target)) if self.add else total * factor)
-
-
-def reference_combine(
-    out: torch.Tensor, found: torch.Tensor, scores: torch.Tensor, places: torch.Tensor, factor: float, add: bool
-) -> torch.Tensor:
-    """out [rows, width], found [rows * chosen, width], scores and places [rows, chosen] -> the new out."""
-    total = factor * (found[places] * scores[..., None]).sum(1)
-    return out + total if add else total

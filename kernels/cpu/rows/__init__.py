@@ -3,5 +3,6 @@
     rows.py      embedding, norms, the choice of sampled rows, logits
     rotate.py    rotary embedding, norms of queries and keys, and the write of K and V into the pool
 
-Open ``rows.py`` first. Every kernel has its reference in torch below it; matrix products are in ``products``.
+Open ``rows.py`` first. The kernels' references in torch are in ``tests/support/cpu_references.py``; matrix
+products are in ``products``.
 """

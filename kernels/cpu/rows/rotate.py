@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from llvmlite import ir
 
-from pillion.kernels.cpu.attention.kv_layout import group_bytes, pack_pool, unpack_pool
+from pillion.kernels.cpu.attention.kv_layout import group_bytes
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import norm_factor, row_factor
-from pillion.kernels.torch.reference import RaggedBatch, write_kv
 
 ROTATE_WRITE = RecordLayout(
     "rotate_write",
@@ -239,45 +237,3 @@ class _RowWriter:
         if first + LANES <= half:
             return self._k.load(table + first * 4)
         return self._k.load_halves(table + first * 4, table)
-
-
-def reference_rotate(
-    spec: RotateWrite,
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
-    [T, kv_heads, head_dim], of the model's type. tables: cosines, sines; norms: weights of queries, of keys."""
-    parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
-    found = []
-    for number, part in enumerate(parts[:2]):
-        turned = part
-        if norms is not None:
-            over = part if spec.qk_norm == "head" else part.flatten(1)
-            turned = (over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * norms[number]).view(part.shape)
-        if spec.rope:
-            cos, sin = (table[positions][:, None] for table in tables)
-            low, high = turned.chunk(2, -1)
-            turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-        found.append(turned)
-    return tuple(part.to(torch.bfloat16 if spec.bf16 else torch.float32) for part in (*found, parts[2]))
-
-
-def reference_write(
-    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    """The pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 behind the ends
-    of blocks that the step has begun.
-    """
-    plain = unpack_pool(pool)
-    write_kv(plain, layer, batch, keys, values)
-    block_size = plain.shape[4]
-    for seq, end in enumerate(batch.context_lens.tolist()):
-        first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
-        block, rest = divmod(end, block_size)
-        if rest and first <= block * block_size:
-            plain[int(batch.block_tables[seq, block]), layer, 1, :, rest:] = 0
-    return pack_pool(plain)

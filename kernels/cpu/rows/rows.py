@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall
@@ -73,11 +71,6 @@ class Embed:
                 k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
 
 
-def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
-    """table [vocab, width], token_ids [T] -> [T, width] float32."""
-    return table[token_ids].float() * scale
-
-
 @dataclass(frozen=True, slots=True)
 class NormRows:
     """out = norm(x float32) * weight (+ bias), out bfloat16 or float32; weight and bias float32 [width].
@@ -115,18 +108,6 @@ class NormRows:
                 k.store_float(target + i * (LANES * _bytes(self.bf16_out)), value, self.bf16_out)
 
 
-def reference_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: str, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [rows, width] float32 -> normed rows of the same shape and type."""
-    if weight is None or kind == "none":
-        return x
-    if kind == "layer":
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-    return normed if bias is None else normed + bias
-
-
 @dataclass(frozen=True, slots=True)
 class NormAdd:
     """hidden += factor * (RMS norm of found * weight), all float32: for norms behind attention and MLP."""
@@ -153,13 +134,6 @@ class NormAdd:
                 k.store(target + at, k.fma(normed, factor, k.load(target + at)))
 
 
-def reference_norm_add(
-    hidden: torch.Tensor, found: torch.Tensor, weight: torch.Tensor, eps: float, factor: float
-) -> torch.Tensor:
-    """hidden and found [rows, width] float32 -> the new value of hidden."""
-    return hidden + factor * reference_norm(found, weight, eps, "rms")
-
-
 @dataclass(frozen=True, slots=True)
 class GatherRows:
     """Copies the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
@@ -181,13 +155,6 @@ class GatherRows:
             stride = args.number(f"{name}_stride")
             with k.range(end, begin) as i:
                 copy_row(k, source + k.load_int(rows + i * 4, 32) * stride, target + i * stride, stride)
-
-
-def reference_gather_rows(
-    hidden: torch.Tensor, attended: torch.Tensor, sample_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden and attended [T, ...], sample_rows [R] -> both [R, ...]."""
-    return hidden[sample_rows], attended[sample_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +180,6 @@ class SoftCapScale:
                 at = row + i * VECTOR_BYTES
                 value = k.load(at) / divisor
                 k.store(at, k.tanh(value / cap) * cap if self.capped else value)
-
-
-def reference_soft_cap_scale(logits: torch.Tensor, divisor: float, cap: float) -> torch.Tensor:
-    """logits [R, vocab] float32 -> scaled and capped logits; cap 0 caps nothing."""
-    scaled = logits / divisor
-    return cap * torch.tanh(scaled / cap) if cap else scaled
 
 
 def vectors_of(width: Int) -> Int:

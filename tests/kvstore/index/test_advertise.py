@@ -18,7 +18,7 @@ REDIS = "redis://127.0.0.1:6379/0"
 
 
 @pytest.mark.parametrize(
-    ("said", "listening", "redis_url", "expected"),
+    ("flag", "listening", "redis_url", "expected"),
     [
         ("decode:50063", "0.0.0.0:50063", REDIS, "decode:50063"),
         ("", "10.1.2.3:50063", REDIS, "10.1.2.3:50063"),

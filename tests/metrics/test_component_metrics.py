@@ -1,4 +1,4 @@
-"""What parts count, against what they did: budgets add up, pools add up, prompts add up. And their log lines."""
+"""What components count, against what they did: budgets, pools and prompts add up. And their log lines."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: 
     line.finish()
     used = {use: int(tokens) for (use,), tokens in values(line.meters, names.STEP_BUDGET).items()}  # type: ignore[arg-type]
     assert sum(used.values()) == line.budgets
-    streams = [said for said in line.said.values() if not said.chunks]
+    streams = [stream for stream in line.said.values() if not stream.chunks]
     (accepted,) = values(line.meters, names.ACCEPTED).values()
     (preemptions,) = values(line.meters, names.PREEMPTIONS).values()
     assert accepted <= used["speculative"]
@@ -92,10 +92,10 @@ def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: 
     # Each answer's first token comes out of its prompt tail, and one more each time that it came back from a
     # preemption.
     firsts = len(streams) + line.preemptions
-    assert sum(len(said.token_ids) for said in streams) <= firsts + used["decode"] + accepted
+    assert sum(len(stream.token_ids) for stream in streams) <= firsts + used["decode"] + accepted
     if not line.preemptions:
-        assert sum(len(said.token_ids) for said in streams) == firsts + used["decode"] + accepted
-        assert used["tail"] + used["prefill"] <= sum(len(said.prompt) for said in line.said.values())
+        assert sum(len(stream.token_ids) for stream in streams) == firsts + used["decode"] + accepted
+        assert used["tail"] + used["prefill"] <= sum(len(stream.prompt) for stream in line.said.values())
     assert only(line.meters, names.STEP_DURATION).count == values(line.meters, names.STEPS)[("ok",)]
 
 
@@ -111,10 +111,10 @@ def test_a_workers_lines() -> None:
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
-    said = list(load_readings(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
-    assert by_labels(said, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
-    assert by_labels(said, names.SEATS) == {"": 0}
-    assert by_labels(said, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}
+    found = list(load_readings(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
+    assert by_labels(found, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
+    assert by_labels(found, names.SEATS) == {"": 0}
+    assert by_labels(found, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}
 
 
 def test_a_pools_states_add_up() -> None:
@@ -124,12 +124,12 @@ def test_a_pools_states_add_up() -> None:
     seen = set()
     for _ in itertools.takewhile(lambda _: line.scheduler.sequences, range(100)):
         status = line.ledger.status()
-        said = list(books(status))
-        states = by_labels(said, names.KV_BLOCKS)
+        found = list(books(status))
+        states = by_labels(found, names.KV_BLOCKS)
         assert sum(states.values()) == status.total_blocks == 32
         seen |= {state for state, blocks in states.items() if blocks}
-        (usage,) = by_labels(said, names.KV_USAGE).values()
-        held = states["leased"] + states["quarantined"] + sum(by_labels(said, names.KV_HELD).values())
+        (usage,) = by_labels(found, names.KV_USAGE).values()
+        held = states["leased"] + states["quarantined"] + sum(by_labels(found, names.KV_HELD).values())
         assert usage == min(1.0, held / 32)
         line.step()
         line.answer()
@@ -236,14 +236,14 @@ def test_json_lines_know_their_trace() -> None:
     with TracerProvider().get_tracer("test").start_as_current_span("request") as span:
         text = formatter.format(record(created=0.25, msecs=250.0, fields={"replays": 1, "path": object}))
     assert "\n" not in text
-    said = json.loads(text)
+    entry = json.loads(text)
     context = span.get_span_context()
-    assert said["trace_id"] == f"{context.trace_id:032x}"
-    assert said["span_id"] == f"{context.span_id:016x}"
-    assert (said["level"], said["component"], said["logger"]) == ("warning", "gateway-0", "pillion.gateway")
-    assert said["message"] == "a word\nof two lines"
-    assert said["time"] == "1970-01-01T00:00:00.250Z"
-    assert said["replays"] == 1
+    assert entry["trace_id"] == f"{context.trace_id:032x}"
+    assert entry["span_id"] == f"{context.span_id:016x}"
+    assert (entry["level"], entry["component"], entry["logger"]) == ("warning", "gateway-0", "pillion.gateway")
+    assert entry["message"] == "a word\nof two lines"
+    assert entry["time"] == "1970-01-01T00:00:00.250Z"
+    assert entry["replays"] == 1
 
 
 def test_json_lines_outside_of_a_trace_and_with_an_exception() -> None:
@@ -251,6 +251,6 @@ def test_json_lines_outside_of_a_trace_and_with_an_exception() -> None:
         raise ValueError("it broke")
     except ValueError as error:
         text = JsonFormatter("x").format(record(exc_info=(type(error), error, error.__traceback__)))
-    said = json.loads(text)
-    assert "trace_id" not in said
-    assert "ValueError: it broke" in said["exception"]
+    entry = json.loads(text)
+    assert "trace_id" not in entry
+    assert "ValueError: it broke" in entry["exception"]

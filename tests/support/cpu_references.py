@@ -1,0 +1,161 @@
+"""The results that the CPU kernels must have, computed by torch: one function for each kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
+from pillion.kernels.cpu.products.gemm import GATED
+from pillion.kernels.cpu.products.packing import TILE_COLUMNS, PackedWeight, unpack
+from pillion.kernels.cpu.rows.rotate import RotateWrite
+from pillion.kernels.torch.reference import RaggedBatch, paged_attention, write_kv
+
+
+def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
+    """table [vocab, width], token_ids [T] -> [T, width] float32."""
+    return table[token_ids].float() * scale
+
+
+def reference_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [rows, width] float32 -> normed rows of the same shape and type."""
+    if weight is None or kind == "none":
+        return x
+    if kind == "layer":
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return normed if bias is None else normed + bias
+
+
+def reference_norm_add(
+    hidden: torch.Tensor, found: torch.Tensor, weight: torch.Tensor, eps: float, factor: float
+) -> torch.Tensor:
+    """hidden and found [rows, width] float32 -> the new value of hidden."""
+    return hidden + factor * reference_norm(found, weight, eps, "rms")
+
+
+def reference_gather_rows(
+    hidden: torch.Tensor, attended: torch.Tensor, sample_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden and attended [T, ...], sample_rows [R] -> both [R, ...]."""
+    return hidden[sample_rows], attended[sample_rows]
+
+
+def reference_soft_cap_scale(logits: torch.Tensor, divisor: float, cap: float) -> torch.Tensor:
+    """logits [R, vocab] float32 -> scaled and capped logits; cap 0 caps nothing."""
+    scaled = logits / divisor
+    return cap * torch.tanh(scaled / cap) if cap else scaled
+
+
+def reference_rotate(
+    spec: RotateWrite,
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
+    [T, kv_heads, head_dim], of the model's type. tables: cosines, sines; norms: weights of queries, of keys."""
+    parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
+    found = []
+    for number, part in enumerate(parts[:2]):
+        turned = part
+        if norms is not None:
+            over = part if spec.qk_norm == "head" else part.flatten(1)
+            turned = (over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * norms[number]).view(part.shape)
+        if spec.rope:
+            cos, sin = (table[positions][:, None] for table in tables)
+            low, high = turned.chunk(2, -1)
+            turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        found.append(turned)
+    return tuple(part.to(torch.bfloat16 if spec.bf16 else torch.float32) for part in (*found, parts[2]))
+
+
+def reference_write(
+    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """The pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 behind the ends
+    of blocks that the step has begun.
+    """
+    plain = unpack_pool(pool)
+    write_kv(plain, layer, batch, keys, values)
+    block_size = plain.shape[4]
+    for seq, end in enumerate(batch.context_lens.tolist()):
+        first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
+        block, rest = divmod(end, block_size)
+        if rest and first <= block * block_size:
+            plain[int(batch.block_tables[seq, block]), layer, 1, :, rest:] = 0
+    return pack_pool(plain)
+
+
+def reference_gemm(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    epilogue: str,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """One group's result in float64. x [T, depth] -> [T, pairs * 32], gated [T, pairs * 16]; "add" adds to ``out``."""
+    weight = unpack(packed).double()
+    if packed.scales is not None:
+        weight = weight * packed.scales.double().unsqueeze(-1)
+    total = x.double() @ weight.T
+    if bias is not None:
+        total = total + bias.double()
+    if epilogue == "add":
+        assert out is not None
+        return out.double() + factor * total
+    if epilogue in GATED:
+        gate, up = total.view(len(total), packed.pairs, 2, TILE_COLUMNS).unbind(-2)
+        gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
+        return (gated * up).flatten(-2)
+    return total
+
+
+def reference_route(logits: torch.Tensor, chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
+    scores, experts = torch.softmax(logits, -1).topk(chosen, -1)
+    return scores / scores.sum(-1, keepdim=True) if normalize else scores, experts.int()
+
+
+def reference_group(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """experts [rows, chosen] -> group_starts [num_experts + 1], places [rows, chosen], sources [rows * chosen]."""
+    order = experts.view(-1).argsort(stable=True)
+    counts = torch.bincount(experts.view(-1), minlength=num_experts)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    return starts.int(), places.view(experts.shape).int(), (order // experts.shape[1]).int()
+
+
+def reference_gather_groups(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """rows [rows, ...], sources [N] -> [N, ...]."""
+    return rows[sources]
+
+
+def reference_combine(
+    out: torch.Tensor, found: torch.Tensor, scores: torch.Tensor, places: torch.Tensor, factor: float, add: bool
+) -> torch.Tensor:
+    """out [rows, width], found [rows * chosen, width], scores and places [rows, chosen] -> the new out."""
+    total = factor * (found[places] * scores[..., None]).sum(1)
+    return out + total if add else total
+
+
+def reference_attention(
+    queries: torch.Tensor,
+    packed_pool: torch.Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The kernels' result by torch. queries [kv_heads, T, group, head_dim] -> attended [T, heads * head_dim]."""
+    rows = queries.transpose(0, 1).flatten(1, 2)
+    pool = unpack_pool(packed_pool)
+    return paged_attention(rows, pool, layer, batch, scale=scale, window=window, softcap=softcap).flatten(1)
