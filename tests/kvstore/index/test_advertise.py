@@ -1,4 +1,4 @@
-"""What a part tells others of where it is, and what it is called, where nobody said either."""
+"""The address that a component advertises where no flag gives one."""
 
 from __future__ import annotations
 
