@@ -297,7 +297,7 @@ class SchedulerHarness:
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
-        """Every stream that was not cancelled has the answer of the model, preempted, forked, guessed at or not (I6)."""
+        """Every stream that was not cancelled has the model's answer, preempted, forked, guessed at or not (I6)."""
         for record in self.records.values():
             if record.cancelled or record.chunks:
                 continue
