@@ -41,7 +41,7 @@ HEARTBEAT_TIMEOUT_MS = 600_000
 TEXT = byte_tokenizer().encode("the quick brown fox jumps over the lazy dog, ").ids
 
 
-class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
+class IdleKVNode(kvnode_pb2_grpc.KVNodeServicer):
     """Grants every ticket."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s: float) -> None:
     """Until it is killed."""
     registry = Registry(redis_url, HEARTBEAT_TIMEOUT_MS)
-    node, decode = FakeKVNode(), Decode(streams, step_s, folder)  # type: ignore[abstract]
+    node, decode = IdleKVNode(), Decode(streams, step_s, folder)  # type: ignore[abstract]
     served: dict[str, Any] = {
         "model": MODEL,
         "fingerprint": FINGERPRINT,

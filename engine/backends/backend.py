@@ -56,7 +56,8 @@ def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VER
     """Makes a model's layout. ``inside`` names the layout of a piece; ``dtype`` is the type of KV if not the weights'.
 
     The version also names the effect of ``max_model_len`` on the rotary embedding of some models, so that workers which
-    serve such a model with two lengths share no blocks (I2). Raises ConfigError for a block size below 1.
+    serve such a model with two lengths share blocks only if both compute the same KV (I2). Raises ConfigError for a
+    block size below 1.
     """
     if block_size < 1:
         raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")

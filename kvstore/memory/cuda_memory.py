@@ -110,7 +110,6 @@ class CudaMemory:
         self._threads = ThreadPoolExecutor(STAGES, "kv-cuda-copy")
 
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
         return self._writing(slots)
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
@@ -150,8 +149,6 @@ class CudaMemory:
             await self._in_thread(lambda: self._to_device(stage.stream, slots, addresses))
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
-
         def look(stage: _Stage, part: Sequence[int]) -> list[int]:
             self._to_host(stage.stream, part, stage.addresses)
             return [block_checksum(view) for view in stage.views[: len(part)]]
@@ -164,11 +161,9 @@ class CudaMemory:
         return sums
 
     def on_device(self) -> AbstractContextManager[None]:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
         return self._mapping.device.current()
 
     def hold(self) -> Any:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`."""
         return self._mapping.hold()
 
     def close(self) -> None:

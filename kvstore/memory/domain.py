@@ -106,7 +106,6 @@ class HostDomain:
         self._flags = flags
 
     def pool_bytes(self) -> int:
-        """See :class:`Domain`."""
         return self._flags.kv_pool_bytes or DEFAULT_HOST_POOL_BYTES
 
     def segment(self, size_bytes: int) -> AnySegment:
@@ -114,16 +113,14 @@ class HostDomain:
         return Segment(size_bytes)
 
     def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
-        """See :class:`Domain`."""
         mapped: mmap.mmap = map_shared(segment.fileno(), num_slots * block_bytes)
         return HostMemory(mapped, num_slots, block_bytes)
 
     def pinned(self, size_bytes: int) -> PinnedMemory:
-        """See :class:`Domain`."""
         raise ConfigError("host memory is pinned for a GPU, and there is none")
 
     def close(self) -> None:
-        """See :class:`Domain`."""
+        pass
 
 
 class CudaDomain:
@@ -153,18 +150,14 @@ class CudaDomain:
         return left
 
     def segment(self, size_bytes: int) -> AnySegment:
-        """See :class:`Domain`."""
         return DeviceSegment(self._device, size_bytes)
 
     def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
-        """See :class:`Domain`."""
         assert isinstance(segment, DeviceSegment)
         return CudaMemory(segment.mapping, num_slots, block_bytes)
 
     def pinned(self, size_bytes: int) -> PinnedMemory:
-        """See :class:`Domain`."""
         return PinnedMemory(self._device, size_bytes)
 
     def close(self) -> None:
-        """See :class:`Domain`."""
         self._device.close()

@@ -103,7 +103,6 @@ class HostMemory:
         return self._views(slots)
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        """See :class:`PoolMemory`."""
         async with self._views(slots) as blocks:
             for block in blocks:
                 for piece in cut(block, piece_bytes):
@@ -112,8 +111,6 @@ class HostMemory:
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
-        """See :class:`PoolMemory`."""
-
         def copy() -> list[int]:
             sums = []
             for slot, target, known in zip(slots, targets, known_sums, strict=True):
@@ -124,8 +121,6 @@ class HostMemory:
         return await until_over(asyncio.to_thread(copy))
 
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
-        """See :class:`PoolMemory`."""
-
         def copy() -> None:
             for slot, source in zip(slots, sources, strict=True):
                 copy_bytes(self.block(slot), source)
@@ -133,15 +128,12 @@ class HostMemory:
         await until_over(asyncio.to_thread(copy))
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
-        """See :class:`PoolMemory`."""
         return await until_over(asyncio.to_thread(lambda: [block_checksum(self.block(slot)) for slot in slots]))
 
     def on_device(self) -> AbstractContextManager[None]:
-        """See :class:`PoolMemory`."""
         return contextlib.nullcontext()
 
     def hold(self) -> Any:
-        """See :class:`PoolMemory`."""
         return np.frombuffer(self._view, np.uint8)
 
     def close(self) -> None:

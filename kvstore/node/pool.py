@@ -295,7 +295,6 @@ class Pool:
         self.changed()
 
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
-        """See :meth:`Ledger.adopt`."""
         self._worker(epoch)
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
         self.changed()
@@ -315,20 +314,17 @@ class Pool:
     # -- slots
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """See :meth:`Ledger.lease`."""
         self._worker(epoch)
         slots = self.ledger.lease(epoch, blocks)
         self.changed()
         return slots
 
     def give_back(self, epoch: int, slots: Sequence[int]) -> None:
-        """See :meth:`Ledger.give_back`."""
         self._worker(epoch)
         self.ledger.give_back(epoch, slots)
         self.changed()
 
     def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
-        """See :meth:`Ledger.commit`."""
         self._worker(epoch)
         results = self.ledger.commit(epoch, runs)
         for run in runs:

@@ -173,7 +173,6 @@ class Storage:
         return await asyncio.shield(self._plane)
 
     async def describe(self) -> MeetReply:
-        """See :class:`pillion.kvstore.transfer.plane_servicer.SourcePool`."""
         plane, shape = await self.plane(), self._shape
         return MeetReply(
             hello=hello_to_pb(self._flags.node_id),
@@ -190,7 +189,6 @@ class Storage:
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
     ) -> PinBlocksReply:
-        """See :class:`pillion.kvstore.transfer.plane_servicer.SourcePool`."""
         ticket_id, chain = await self._pool.pin_chain(epoch, nonce, hashes, first_block, timeout_s)
         if not chain:
             return PinBlocksReply()
@@ -198,7 +196,6 @@ class Storage:
         return PinBlocksReply(ticket_id=ticket_id, slots=[block.slot for block in chain], checksums=sums)
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """See :class:`pillion.kvstore.transfer.plane_servicer.SourcePool`."""
         return self._pool.pinned_slots(epoch, ticket_id)
 
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:

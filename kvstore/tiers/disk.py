@@ -89,18 +89,15 @@ class DiskTier:
         return block_hash in self._kept
 
     def room_bytes(self) -> int:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         if self._closed or time.monotonic() < self._paused_until_s or not self._max_blocks:
             return 0
         most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
         return max(0, most_blocks - len(self._coming)) * self._block_bytes
 
     def names(self) -> Iterable[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         return heads_first(self._kept)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         stamps = {block_hash: self._next_stamp() for block_hash in hashes if block_hash in self._kept}
         for block_hash in stamps:
             self._kept.move_to_end(block_hash)
@@ -153,7 +150,6 @@ class DiskTier:
         )  # fmt: skip
 
     async def close(self) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         self._closed = True
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)

@@ -70,13 +70,11 @@ class HostTier:
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         for block_hash in hashes:
             if block_hash in self._kept:
                 self._kept.move_to_end(block_hash)
 
     def names(self) -> Iterable[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         return heads_first(self._kept)
 
     def acquire_empty(self, count: int) -> list[memoryview]:
@@ -87,7 +85,6 @@ class HostTier:
         return buffers
 
     def release_buffers(self, buffers: Sequence[memoryview]) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`."""
         for buffer in buffers:
             place = self._place_of.get(id(buffer))
             if place is not None:
@@ -113,7 +110,6 @@ class HostTier:
         return [name for name in gone if name.hash not in self._kept]
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`."""
         buffers = await self.acquire_blocks(hashes)
 
         def copy() -> None:
@@ -127,7 +123,6 @@ class HostTier:
         return len(buffers)
 
     async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
-        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`."""
         if self._closed:
             return []
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]

@@ -135,7 +135,6 @@ class NixlPlane:
     async def read(
         self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
-        """See :class:`pillion.kvstore.transfer.plane.DataPlane`."""
         check_slots(source, self._memory, remote, local)
         if self._closing or self._under_way >= MAX_READS:
             raise Unavailable(f"{self._under_way} reads are under way already, at most {MAX_READS} may be")

@@ -200,7 +200,6 @@ class SourceNode:
             peer.release(ticket_id)
 
     async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
-        """See :meth:`pillion.kvstore.transfer.plane.DataPlane.read`."""
         peer = self._pinned_at.get(ticket_id)
         if peer is None:
             raise Unavailable(f"nothing is pinned at {self.node_id} under that ticket")

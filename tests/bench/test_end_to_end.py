@@ -141,7 +141,7 @@ class Refuse:
         if name.startswith(servers) or name.split(".")[0] in ("torch", "numpy", "redis", "psutil", "matplotlib"):
             raise ImportError("the bench imports " + name)
 sys.meta_path.insert(0, Refuse())
-from pillion.loadgen import load, run, report, plots
+from pillion.loadgen import load, openai_target, run, report, plots
 from pillion.cli.app import main
 main(["bench", "--rate", "1", "--target", "127.0.0.1:1"])
 """

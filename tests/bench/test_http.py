@@ -106,8 +106,8 @@ class Reset(bytes):
 
 
 @contextlib.asynccontextmanager
-async def server(*answers, tls=None):
-    """Gives each request, over all connections, the next of ``answers``, and keeps what was asked."""
+async def server(*answers, tls=None, model="m", **files):
+    """Gives each request, over all connections, the next of ``answers``, and keeps the requests."""
     left, requests, connections = list(answers), [], []
 
     async def serve(reader, writer):
@@ -130,7 +130,8 @@ async def server(*answers, tls=None):
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     port = listening.sockets[0].getsockname()[1]
-    target = OpenAITarget("m", True, 0.0, target=f"http://127.0.0.1:{port}", api_key="secret")
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+    target = OpenAITarget(model, True, 0.0, target=url, api_key="secret", **files)
     try:
         yield target, requests, connections
     finally:
@@ -210,8 +211,7 @@ async def test_a_stream_left_early_closes_its_connection():
 async def test_the_model_is_the_first_of_the_list():
     models = b'{"data": [{"id": "one"}, {"id": "two"}]}'
     reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models)
-    async with server(reply, ANSWER) as (target, requests, _):
-        target._model = ""
+    async with server(reply, ANSWER, model="") as (target, requests, _):
         assert await target.describe() == {"models": ["one", "two"]}
         await pieces(target)
     assert json.loads(requests[1][1])["model"] == "one"
@@ -234,13 +234,11 @@ async def test_tls_and_a_certificate_that_nobody_vouches_for(tmp_path):
     context.verify_mode = ssl.CERT_REQUIRED
     names = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
     files = {option: str(tmp_path / name) for option, name in names.items()}
-    async with server(ANSWER, tls=context) as (plain, _, _):
-        url = f"https://127.0.0.1:{plain._port}"
-        trusting = OpenAITarget("m", True, 0.0, target=url, **files)
+    async with server(ANSWER, tls=context, **files) as (trusting, _, connections):
         assert len(await pieces(trusting)) == 3
-        await trusting.aclose()
+        port = connections[0].get_extra_info("sockname")[1]
         with pytest.raises(TargetError, match="CERTIFICATE_VERIFY_FAILED"):
-            await pieces(OpenAITarget("m", True, 0.0, target=url))
+            await pieces(OpenAITarget("m", True, 0.0, target=f"https://127.0.0.1:{port}"))
 
 
 @pytest.mark.parametrize(

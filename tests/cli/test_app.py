@@ -9,29 +9,19 @@ import subprocess
 import sys
 import tempfile
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 
 from pillion._version import VERSION
 from pillion.cli.app import cli, component_command, with_model
-from pillion.cli.flags import env_name
 from pillion.cli.talk import given, pool_use, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import component_process
-from pillion.supervisor import local_cluster as cluster
-from pillion.supervisor.child_command import child_environ
-from pillion.supervisor.local_cluster import process_specs, resolved_flags, threads_per_worker
 from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def on_cpu(**flags: Any) -> ServeFlags:
-    """The settled flags of a cluster on a machine without a GPU."""
-    return resolved_flags(ServeFlags(device="cpu", **flags))
 
 
 def pillion(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -130,78 +120,6 @@ def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"servers need torch: pip install 'pillion\[server\]'") as caught:
         component_process.require_server_packages()
     assert "\n" not in caught.value.message
-
-
-def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "usable_cores", lambda: 8)
-    monkeypatch.setenv("PILLION_BLOCK_SIZE", "99")
-    flags = on_cpu(model="m", prefill_workers=2, decode_workers=1, grpc_port=1234, max_num_seqs=7)
-    folder = pathlib.Path("/run/x")
-    specs = process_specs(flags, folder, pathlib.Path("/bin/redis-server"))
-    assert [(s.component_id, s.level) for s in specs] == [
-        ("redis", 0),
-        ("kvnode-0", 1),
-        ("prefill-0", 2),
-        ("prefill-1", 2),
-        ("decode-0", 2),
-        ("gateway-0", 3),
-    ]
-    decode, gateway = specs[4], specs[5]
-    assert decode.argv[1:5] == ("-m", "pillion", "decode", "--component-id=decode-0")
-    assert {"--max-num-seqs=7", "--listen=unix:/run/x/decode-0.sock", "--cpu-threads=2"} <= set(decode.argv)
-    assert decode.environ["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS" not in gateway.environ or "OMP_NUM_THREADS" in os.environ
-    assert gateway.argv[1:4] == ("-m", "pillion", "gateway")
-    assert {"--grpc-port=1234", "--probe-listen=unix:/run/x/gateway-0.sock", "--no-share-ports"} <= set(gateway.argv)
-    for spec in specs:
-        assert spec.environ[env_name("redis_url")] == "unix:///run/x/redis.sock"
-        assert env_name("block_size") not in spec.environ
-
-
-@pytest.mark.parametrize(
-    ("flags", "prefill", "decode"),
-    [
-        ({"cpu_threads": 2, "cpu_affinity": "0-3"}, "0,1", "2,3"),
-        ({"cpu_affinity": "0-3"}, "0,1", "2,3"),
-        ({"cpu_affinity": "0-3", "split_policy": "colocated"}, "0,1,2,3", "0,1,2,3"),
-        ({}, "", ""),
-    ],
-)
-def test_workers_get_cores_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], prefill: str, decode: str
-) -> None:
-    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
-    specs = process_specs(on_cpu(model="m", **flags), pathlib.Path("/run/x"), None)
-    by_name = {spec.component_id: spec.argv for spec in specs}
-    assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
-    assert f"--cpu-affinity={decode}" in by_name["decode-0"]
-
-
-def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
-    with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
-        process_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
-
-
-def test_a_redis_password_is_not_on_a_command_line() -> None:
-    flags = on_cpu(redis_url="rediss://:secret@host:6379/0")
-    specs = process_specs(flags, pathlib.Path("/run/x"), None)
-    assert "redis" not in [spec.component_id for spec in specs]
-    for spec in specs:
-        assert "secret" not in " ".join(spec.argv)
-        assert "secret" in spec.environ[env_name("redis_url")]
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 4), (64, 32)])
-def test_workers_share_the_cores(cores: int, threads: int) -> None:
-    assert threads_per_worker(on_cpu(), cores) == threads
-
-
-def test_the_environment_keeps_libraries_quiet() -> None:
-    environ = child_environ({"PATH": "p", "PILLION_DTYPE": "x"}, "redis://")
-    assert environ["TOKENIZERS_PARALLELISM"] == "false"
-    assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
-    assert "PILLION_DTYPE" not in environ
 
 
 def test_component_failures_and_signals(tmp_path: pathlib.Path) -> None:

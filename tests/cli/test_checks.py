@@ -1,7 +1,8 @@
-"""Addresses, certificates and keys that cannot work, or should not, are refused before anything starts."""
+"""Addresses, certificates, keys and numbers that cannot work, or should not, are refused before anything starts."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -59,3 +60,41 @@ def test_an_edge_has_a_certificate_and_its_key(flags: dict[str, str]) -> None:
 def test_the_demonstration_takes_no_keys_and_no_certificates(flag: str) -> None:
     with pytest.raises(ConfigError, match="use pillion serve"):
         cli.main(["demo", flag], standalone_mode=False)
+
+
+@pytest.mark.parametrize("cls", [KVNodeFlags, PrefillFlags, DecodeFlags, GatewayFlags, ServeFlags])
+def test_the_defaults_are_good(cls: Any) -> None:
+    check_flags(cls())
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (ServeFlags(block_size=0), "--block-size 0 is less than 1"),
+        (ServeFlags(chunk_size=100), "--chunk-size 100 is not a multiple of --block-size 16"),
+        (ServeFlags(split_policy="half"), "is not auto, disaggregated, colocated or fraction:x"),
+        (ServeFlags(split_policy="fraction:1.5"), "write fraction:x with x from 0 to 1"),
+        (ServeFlags(split_policy="fraction:nan"), "write fraction:x"),
+        (ServeFlags(prefill_workers=0, split_policy="disaggregated"), "needs --split-policy colocated or auto"),
+        (ServeFlags(decode_workers=0), "--decode-workers 0 is less than 1"),
+        (ServeFlags(http_port=70000), "--http-port 70000 is more than 65535"),
+        (ServeFlags(max_num_seqs=512), "must hold one token for each"),
+        (ServeFlags(heartbeat_ms=5000), "must be longer"),
+        (DecodeFlags(max_num_seqs=-1), "--max-num-seqs -1 is less than 1"),
+        (PrefillFlags(max_num_batched_prefill_tokens=8), "smaller than one block"),
+        (KVNodeFlags(decode_reserve_percent=100), "more than 90"),
+    ],
+)
+def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
+        check_flags(flags)
+    assert "\n" not in caught.value.message
+
+
+def test_colocated_needs_no_prefill_worker() -> None:
+    check_flags(ServeFlags(prefill_workers=0, split_policy="colocated"))
+    check_flags(ServeFlags(prefill_workers=0))
+
+
+def test_a_fraction_may_be_a_quotient() -> None:
+    check_flags(ServeFlags(split_policy="fraction:1/3"))

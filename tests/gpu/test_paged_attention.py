@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
-from tests.support.paged_case import LAYER, UNTOUCHED, PagedCase, AttentionShape  # isort: skip
+from tests.support.paged_case import LAYER, UNTOUCHED, PagedCase, PagedShape  # isort: skip
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def check(case: PagedCase, **more: object) -> None:
 )
 @settings(max_examples=100 if NATIVE else 10, deadline=None, phases=UNSHRUNK)
 def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, block_size, dtype, window, softcap):
-    check(PagedCase.of(AttentionShape(group, head_dim, block_size, dtype, softcap, window), parts))
+    check(PagedCase.of(PagedShape(group, head_dim, block_size, dtype, softcap, window), parts))
 
 
 @given(
@@ -56,12 +56,12 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, bl
 )
 @settings(max_examples=50 if NATIVE else 6, deadline=None, phases=UNSHRUNK)
 def test_float8_is_attended_by_its_codes_and_scales(parts, group, head_dim, block_size, dtype, window):
-    check(PagedCase.of(AttentionShape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
+    check(PagedCase.of(PagedShape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_are_decoded_like_single_tokens(dtype):
-    case = PagedCase.of(AttentionShape(4, 64, 16, dtype), [(500, 5), (3, 1), (0, 4)])
+    case = PagedCase.of(PagedShape(4, 64, 16, dtype), [(500, 5), (3, 1), (0, 4)])
     attention = case.attention(decode_rows=5)
     assert not attention.plan(case.batch).with_chunks
     assert case.attention().plan(case.batch).with_chunks
@@ -70,7 +70,7 @@ def test_drafts_are_decoded_like_single_tokens(dtype):
 
 @pytest.mark.parametrize("parts", [[(600, 1)], [(300, 20)]], ids=["decode", "chunk"])
 def test_a_row_tile_that_many_programs_share_is_merged(parts):
-    case = PagedCase.of(AttentionShape(4, 64, 16, torch.float16), parts)
+    case = PagedCase.of(PagedShape(4, 64, 16, torch.float16), parts)
     attention = case.attention()
     plan, planner = attention.plan(case.batch), attention.planner
     starts = plan.record[planner.starts_at(0, plan.with_chunks) :]
@@ -81,13 +81,13 @@ def test_a_row_tile_that_many_programs_share_is_merged(parts):
 
 
 def test_layers_with_different_windows_have_plans_of_their_own():
-    case = PagedCase.of(AttentionShape(2, 64, 16, torch.float32, window=20), [(200, 1), (100, 30), (7, 2)])
+    case = PagedCase.of(PagedShape(2, 64, 16, torch.float32, window=20), [(200, 1), (100, 30), (7, 2)])
     check(case, windows=(0, 20, 50))
 
 
 def test_one_place_serves_step_after_step():
     """A graph has one record and one set of partial results: the previous step's must have no effect."""
-    shape = AttentionShape(4, 64, 16, torch.float32)
+    shape = PagedShape(4, 64, 16, torch.float32)
     long, short = PagedCase.of(shape, [(150, 1), (60, 9)]), PagedCase.of(shape, [(10, 1), (40, 9)])
     pools = torch.cat((long.pool, short.pool))
     attention = long.attention(pool=pools, max_tokens=16, max_seqs=3, max_context_blocks=16)
@@ -103,7 +103,7 @@ def test_one_place_serves_step_after_step():
 
 
 def test_misuse_is_refused():
-    case = PagedCase.of(AttentionShape(2, 64, 16, torch.float32), [(20, 1), (5, 30)])
+    case = PagedCase.of(PagedShape(2, 64, 16, torch.float32), [(20, 1), (5, 30)])
     attention = case.attention()
     plan = attention.plan(case.batch)
     record = torch.from_numpy(plan.record).to(DEVICE)
@@ -124,6 +124,6 @@ def test_misuse_is_refused():
 
 
 def test_records_are_the_same_for_the_same_batch():
-    case = PagedCase.of(AttentionShape(2, 64, 16, torch.float32), [(200, 1), (5, 30)])
+    case = PagedCase.of(PagedShape(2, 64, 16, torch.float32), [(200, 1), (5, 30)])
     attention = case.attention()
     assert np.array_equal(attention.plan(case.batch).record, attention.plan(case.batch).record)

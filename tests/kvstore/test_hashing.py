@@ -51,11 +51,11 @@ def test_hashes_agree_exactly_as_far_as_the_tokens(a: list[int], b: list[int], b
 @given(st.tuples(texts, texts, texts, st.integers(1, 64), st.integers(1, 8)), st.data())
 def test_every_field_of_the_namespace_counts(fields: tuple[str, str, str, int, int], data: st.DataObject) -> None:
     names = ("fingerprint", "dtype", "layout", "block_size", "tp")
-    said = dict(zip(names, fields, strict=True))
+    values = dict(zip(names, fields, strict=True))
     name = data.draw(st.sampled_from(names))
-    kind = texts if isinstance(said[name], str) else st.integers(1, 64)
-    other = said | {name: data.draw(kind)}
-    assert (namespace_base(**said) == namespace_base(**other)) == (said == other)  # type: ignore[arg-type]
+    kind = texts if isinstance(values[name], str) else st.integers(1, 64)
+    other = values | {name: data.draw(kind)}
+    assert (namespace_base(**values) == namespace_base(**other)) == (values == other)  # type: ignore[arg-type]
 
 
 @given(texts, texts, texts, texts)

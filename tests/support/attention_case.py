@@ -1,5 +1,7 @@
-"""Batches over a packed pool for the tests of the CPU attention. What a token asks and holds follows from its text and
-its position alone, so the same token can be attended in different batches."""
+"""Batches over a packed pool for the tests of the CPU attention.
+
+A token's query, key and value follow from its text and its position alone, so different batches can hold one token.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,13 @@ Part = tuple[int, int, int]
 
 
 class KernelRunner(Protocol):
-    """:class:`tests.support.kernel_runner.Runner`, or its sibling on emulated ARM."""
+    """Runs one kernel: :class:`tests.support.kernel_runner.Runner`, or the runner on emulated ARM."""
 
     def run(self, spec: KernelSpec, values: dict[str, object], step: CpuStepRecord, threads: int = 3) -> None: ...
 
 
 def dtype_of(shape: AttentionShape) -> torch.dtype:
-    """Of queries, keys, values and results."""
+    """The type of queries, keys, values and results."""
     return torch.bfloat16 if shape.bf16 else torch.float32
 
 
@@ -137,7 +139,7 @@ class AttentionCase:
         return out[:, :width]
 
     def reference(self, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
-        """The same in float32."""
+        """The attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
         pool, scale = self.pool, self.shape.head_dim**-0.5
         return reference_attention(rows, pool, LAYER, self.batch, scale=scale, window=window, softcap=softcap)

@@ -27,7 +27,7 @@ FLOAT8_LARGEST = 448.0
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class PagedShape:
     """The shape of a model's attention."""
 
     group: int
@@ -46,14 +46,14 @@ class AttentionShape:
 class PagedCase:
     """A batch of (earlier tokens, tokens of this step), and its pool's contents, plain and in the kernels' format."""
 
-    shape: AttentionShape
+    shape: PagedShape
     batch: StepBatch
     queries: torch.Tensor
     plain: torch.Tensor
     pool: torch.Tensor
 
     @classmethod
-    def of(cls, shape: AttentionShape, parts: Sequence[tuple[int, int]], *, fp8: bool = False) -> PagedCase:
+    def of(cls, shape: PagedShape, parts: Sequence[tuple[int, int]], *, fp8: bool = False) -> PagedCase:
         size, generator = shape.block_size, torch.Generator().manual_seed(len(parts))
         slots = sum(-(-(before + now) // size) for before, now in parts) + 2
         sequences = Sequences(slots, size, len(parts))

@@ -1,4 +1,4 @@
-"""What KV nodes would say to Redis, said by hand."""
+"""KV nodes as Redis sees them: heartbeats and announcements made by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def node_record(node_id: str, boot_epoch: int = 1) -> ComponentRecord:
 
 
 class FakeNode:
-    """Beats when it is told to, and announces what it is told to."""
+    """A node that sends a heartbeat or an announcement when the test calls for one."""
 
     def __init__(self, url: str, node_id: str, boot_epoch: int = 1, ttl_ms: int = TTL_MS) -> None:
         self.registry, self.writer = Registry(url, ttl_ms), IndexWriter(url)

@@ -1,4 +1,4 @@
-"""What a part tells others of where it is, and what it is called, where nobody said either."""
+"""The address that a component advertises where no flag gives one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDIS = "redis://127.0.0.1:6379/0"
 
 
 @pytest.mark.parametrize(
-    ("said", "listening", "redis_url", "expected"),
+    ("flag", "listening", "redis_url", "expected"),
     [
         ("decode:50063", "0.0.0.0:50063", REDIS, "decode:50063"),
         ("", "10.1.2.3:50063", REDIS, "10.1.2.3:50063"),
@@ -33,8 +33,8 @@ REDIS = "redis://127.0.0.1:6379/0"
         ("", "0.0.0.0:50063", "redis+sentinel://nowhere.invalid,127.0.0.1/main", "127.0.0.1:50063"),
     ],
 )
-def test_advertised(said: str, listening: str, redis_url: str, expected: str) -> None:
-    assert advertised(said, listening, redis_url) == expected
+def test_advertised(flag: str, listening: str, redis_url: str, expected: str) -> None:
+    assert advertised(flag, listening, redis_url) == expected
 
 
 def test_way_out_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ async def test_saying_all_goes_on_where_it_stopped(
     """Slowly, news first, and not from the beginning when Redis was away for a moment."""
     monkeypatch.setattr(announcer_module, "REPEAT_BLOCKS_PER_S", 10 * BATCH_BLOCKS)
     monkeypatch.setattr(announcer_module, "RETRY_S", 0.05)
-    chain, news = Chain(range(8 * BATCH_BLOCKS)), Chain([7, 7])
+    chain, updates = Chain(range(8 * BATCH_BLOCKS)), Chain([7, 7])
     asked = 0
 
     def all_there_is() -> list[tuple[bytes, bytes]]:
@@ -127,8 +127,8 @@ async def test_saying_all_goes_on_where_it_stopped(
         return bool(await index.longest_prefix(chain.packed))
 
     await until(begun)
-    announcer.push(news.events())
-    await until(lambda: found(index, news.packed, 2))
+    announcer.push(updates.events())
+    await until(lambda: found(index, updates.packed, 2))
     assert announcer._queue.repeating, "news do not wait until all is said"
     # As a replica it takes nothing.
     redis.command("REPLICAOF", "127.0.0.1", "1")
@@ -189,22 +189,22 @@ def test_the_queue_says_the_last_word_on_every_block(
     """Whatever fails in between, and whenever all is said again, in the end Redis knows what is true."""
     queue = AnnounceQueue()
     truth: dict[bytes, bool] = {}
-    told: dict[bytes, bool] = {}
+    announced: dict[bytes, bool] = {}
 
     def say(taken: list[IndexEvent], fails: bool) -> None:
         if fails:
             queue.put_back(taken)
         else:
-            told.update({event.block_hash: event.here for event in taken})
+            announced.update({event.block_hash: event.here for event in taken})
 
-    for news, count, how, all_again in script:
+    for updates, count, how, all_again in script:
         if all_again:
             queue.repeat_all([(block, b"s") for block, here in truth.items() if here])
             if how == "overflows":
                 # Redis was emptied: only what is here needs to be known.
-                told.clear()
-        queue.push(IndexEvent(bytes([block]), here, b"s") for block, here in news)
-        truth |= {bytes([block]): here for block, here in news}
+                announced.clear()
+        queue.push(IndexEvent(bytes([block]), here, b"s") for block, here in updates)
+        truth |= {bytes([block]): here for block, here in updates}
         for take in (queue.take, queue.take_repeated):
             taken = take(count)
             assert len(taken) <= count
@@ -212,7 +212,7 @@ def test_the_queue_says_the_last_word_on_every_block(
     while len(queue) or queue.repeating:
         say(queue.take(3), False)
         say(queue.take_repeated(2), False)
-    assert {block for block, here in told.items() if here} == {block for block, here in truth.items() if here}
+    assert {block for block, here in announced.items() if here} == {block for block, here in truth.items() if here}
     assert not queue.overflowed
 
 

@@ -69,12 +69,12 @@ async def test_a_stopped_redis_is_not_waited_for(redis: RedisServer, index: Inde
                 await node.has(chain)
     await until(lambda: found(index, chain.packed, 2, available=True))
 
-    async def told() -> bool:
+    async def reported() -> bool:
         with contextlib.suppress(Unavailable):
             return not (await node.lost(chain)).unreported
         return False
 
-    await until(told)
+    await until(reported)
     await until(lambda: found(index, chain.packed, 0))
 
 

@@ -127,9 +127,9 @@ async def test_a_shard_that_hangs_or_dies_costs_its_own_part(cluster: list[PortS
         victim.send_signal(signal.SIGCONT)
     await until(lambda: found(index, chain.packed, len(chain)))
     victim.kill()
-    told = await a.has(chain)
-    assert told.unreported
-    assert told.generations
+    result = await a.has(chain)
+    assert result.unreported
+    assert result.generations
     victim.start()
     await a.aclose()
     await index.aclose()

@@ -88,8 +88,8 @@ def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None
     )
     made = str(tmp_path / "layout")
     subprocess.run(["cc", f"-I{fake_cuda.header_folder()}", str(source), "-o", made], check=True)
-    said = subprocess.run([made], capture_output=True, text=True, check=True).stdout.split()
-    assert dict(zip(offsets, map(int, said), strict=True)) == offsets
+    output = subprocess.run([made], capture_output=True, text=True, check=True).stdout.split()
+    assert dict(zip(offsets, map(int, output), strict=True)) == offsets
 
 
 def test_symbols_are_those_that_cuda_h_declares() -> None:
@@ -127,9 +127,9 @@ def test_others_see_it_as_bytes(device: CudaDevice) -> None:
         assert (tensor.dtype, tensor.numel()) == (torch.uint8, segment.size_bytes)
         assert bytes(tensor[5:10].cpu().tolist()) == b"hello"
         del tensor
-    said = segment.mapping.__cuda_array_interface__
-    assert said["data"] == (segment.mapping.address, False)
-    assert (said["shape"], said["typestr"], said["version"]) == ((2 * MIB,), "|u1", 3)
+    output = segment.mapping.__cuda_array_interface__
+    assert output["data"] == (segment.mapping.address, False)
+    assert (output["shape"], output["typestr"], output["version"]) == ((2 * MIB,), "|u1", 3)
     segment.close()
 
 

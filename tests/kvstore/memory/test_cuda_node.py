@@ -63,14 +63,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def running(folder: str, **more: object) -> AsyncIterator[KVNode]:
-    said: dict[str, object] = {
+    flags: dict[str, object] = {
         "node_listen": f"unix:{folder}/node.sock",
         "attach_socket": f"{folder}/attach.sock",
         "kv_device": "cuda",
         "kv_pool_bytes": NUM_SLOTS * BLOCK_BYTES,
         "kv_transport": "grpc",
     }
-    node = await start_kvnode(KVNodeFlags(**(said | more)))  # type: ignore[arg-type]
+    node = await start_kvnode(KVNodeFlags(**(flags | more)))  # type: ignore[arg-type]
     try:
         yield node
         node.pool.check_integrity()
@@ -98,7 +98,7 @@ def process(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         started.communicate()
 
 
-async def said(started: subprocess.Popen[str]) -> list[str]:
+async def words_of(started: subprocess.Popen[str]) -> list[str]:
     assert started.stdout is not None
     return (await asyncio.to_thread(started.stdout.readline)).split()
 
@@ -114,10 +114,10 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
     before = 0 if NATIVE else fake_cuda.copied_bytes()
     async with running(short_folder) as node:
         with process(WORKER, path, "writer", "5") as writer:
-            epoch, num_slots, index, count = map(int, await said(writer))
+            epoch, num_slots, index, count = map(int, await words_of(writer))
             assert (num_slots, index, count) == (NUM_SLOTS, 0, BLOCK_BYTES)
             with process(WORKER, path, "reader", "5") as reader:
-                other, *rest = map(int, await said(reader))
+                other, *rest = map(int, await words_of(reader))
                 assert rest == [NUM_SLOTS, 0, BLOCK_BYTES], "the same memory in both processes"
                 assert other != epoch
             assert before == (0 if NATIVE else fake_cuda.copied_bytes()), "the node moves no byte"
@@ -142,12 +142,12 @@ async def test_a_dying_worker_keeps_its_slots_until_it_is_gone(short_folder: str
     """The end of its socket does not stop what it has launched; the end of its process does (I4)."""
     async with running(short_folder) as node:
         with process(DYING, f"{short_folder}/attach.sock") as worker:
-            epoch = int((await said(worker))[0])
+            epoch = int((await words_of(worker))[0])
             assert node.pool.lease(epoch, 5)
             assert worker.stdin is not None
             worker.stdin.write("go\n")
             worker.stdin.flush()
-            assert await said(worker) == ["closed"]
+            assert await words_of(worker) == ["closed"]
             await asyncio.sleep(0.3)
             assert node.pool.status().free_blocks == NUM_SLOTS - 5
             worker.kill()
@@ -159,7 +159,7 @@ async def test_a_worker_that_detaches_frees_its_slots_and_lives_on(short_folder:
         with process(
             WORKER.replace("time.sleep(60)", "a.close(); time.sleep(60)"), f"{short_folder}/attach.sock", "reader", "0"
         ) as worker:
-            await said(worker)
+            await words_of(worker)
             await until(lambda: not node.pool.ledger.holders)
             assert worker.poll() is None
 
@@ -167,7 +167,7 @@ async def test_a_worker_that_detaches_frees_its_slots_and_lives_on(short_folder:
 async def test_a_killed_worker_frees_its_slots(short_folder: str) -> None:
     async with running(short_folder) as node:
         with process(WORKER, f"{short_folder}/attach.sock", "writer", "3") as worker:
-            epoch = int((await said(worker))[0])
+            epoch = int((await words_of(worker))[0])
             assert node.pool.lease(epoch, 5)
             worker.send_signal(signal.SIGSTOP)
             node.pool.ledger.fence(epoch)
@@ -185,7 +185,7 @@ async def test_a_killed_worker_frees_its_slots(short_folder: str) -> None:
 
 async def test_a_mapping_outlives_a_killed_node(short_folder: str) -> None:
     with process(NODE, short_folder) as node:
-        assert await said(node) == ["ready"]
+        assert await words_of(node) == ["ready"]
         mine = await attached(short_folder)
         assert mine.device_memory is not None
         memory = DeviceBytes(mine.device_memory)

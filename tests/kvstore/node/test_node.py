@@ -41,14 +41,14 @@ def hashes(*tokens: int) -> bytes:
 
 
 def flags_in(folder: str, **more: object) -> KVNodeFlags:
-    said = {
+    flags = {
         "node_listen": f"unix:{folder}/node.sock",
         "attach_socket": f"{folder}/attach.sock",
         "kv_pool_bytes": NUM_SLOTS * BLOCK_BYTES,
         "decode_reserve_percent": 10,
         "max_waiting_tickets": 2,
     }
-    return KVNodeFlags(**(said | more))  # type: ignore[arg-type]
+    return KVNodeFlags(**(flags | more))  # type: ignore[arg-type]
 
 
 @dataclass

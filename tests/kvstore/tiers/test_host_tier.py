@@ -92,15 +92,15 @@ async def test_a_lent_buffer_is_nobody_elses() -> None:
     async with opened() as tier:
         await filled(tier, 1)
         borrowed = await tier.acquire_blocks([name_of(1).hash])
-        lent = tier.acquire_empty(BLOCKS)
-        assert len(lent) == BLOCKS - 1
+        acquired = tier.acquire_empty(BLOCKS)
+        assert len(acquired) == BLOCKS - 1
         assert tier.room_bytes() == 0
-        for buffer in lent:
+        for buffer in acquired:
             buffer[:] = bytes(BLOCK_BYTES)
         assert await tier.store([payload(2)]) == [name_of(2)], "no buffer is to be had"
         assert bytes(borrowed[0]) == bytes_of(1)
         tier.release_buffers(borrowed)
-        tier.release_buffers(lent)
+        tier.release_buffers(acquired)
         tier.release_buffers([memoryview(b"another one's")])
         assert tier.room_bytes() == BLOCKS * BLOCK_BYTES
 
@@ -113,9 +113,9 @@ async def test_a_block_that_is_dropped_while_it_is_read_stays_readable() -> None
         borrowed[0][3] ^= 1
         assert await tier.acquire_blocks([name_of(0).hash]) == []
         assert name_of(0).hash not in tier
-        lent = tier.acquire_empty(BLOCKS)
-        assert all(buffer is not borrowed[0] for buffer in lent)
-        tier.release_buffers(lent)
+        acquired = tier.acquire_empty(BLOCKS)
+        assert all(buffer is not borrowed[0] for buffer in acquired)
+        tier.release_buffers(acquired)
         tier.release_buffers(borrowed)
         tier.check_integrity()
 

@@ -99,18 +99,18 @@ class SpillHost:
         self.memory = ScriptedMemory()
         self.index: set[bytes] = set()
         self.spiller = Spiller(self.ledger, self.memory, tiers, LOW, HIGH, self.forgotten, self.changed)
-        self.news = IndexFilter(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
+        self.index_filter = IndexFilter(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
         self.read, self.go_on = self.memory.read, self.memory.go_on
 
-    def hear(self, events: Iterable[IndexEvent]) -> None:
+    def apply(self, events: Iterable[IndexEvent]) -> None:
         for event in events:
             (self.index.add if event.here else self.index.discard)(event.block_hash)
 
     def forgotten(self, names: Sequence[BlockName]) -> None:
-        self.hear(self.news.blocks_lost(names))
+        self.apply(self.index_filter.blocks_lost(names))
 
     def changed(self) -> None:
-        self.hear(self.news.pool_changed(self.ledger.drain_events()))
+        self.apply(self.index_filter.pool_changed(self.ledger.drain_events()))
         self.spiller.poke()
 
     def open(self, *tokens: int) -> int:
@@ -363,11 +363,11 @@ async def test_a_cancelled_copy_is_waited_for() -> None:
 
 def test_news_is_of_blocks_that_are_nowhere() -> None:
     a, b, c = (prompt(token)[0] for token in range(3))
-    news = IndexFilter({a}.__contains__, {b}.__contains__)
+    index_filter = IndexFilter({a}.__contains__, {b}.__contains__)
     came, moved, gone = IndexEvent(b, here=True), IndexEvent(b, here=False), IndexEvent(c, here=False)
-    assert news.pool_changed([came, moved, gone]) == [came, gone]
+    assert index_filter.pool_changed([came, moved, gone]) == [came, gone]
     names = [BlockName(block_hash, b"", b"s" * 32, 1) for block_hash in (a, b, c)]
-    assert news.blocks_lost(names) == [IndexEvent(c, here=False, segment=b"s" * 32)]
+    assert index_filter.blocks_lost(names) == [IndexEvent(c, here=False, segment=b"s" * 32)]
 
 
 async def test_through_a_real_disk(tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ async def test_many_blocks_come_in_one_read_whatever_the_slots_order(reader: Rea
     local = tuple(reversed(range(1, NUM_SLOTS - 2)))
     await peer.read(reader.plane, pinned.ticket_id, pinned.slots, local)
     assert tuple(pinned.slots) == tuple(chain_of(NUM_SLOTS)[1][3:])
-    for theirs, own, said in zip(pinned.slots, local, pinned.checksums, strict=True):
+    for theirs, own, checksum in zip(pinned.slots, local, pinned.checksums, strict=True):
         assert reader.block(own) == block_of(1, theirs, BLOCK_BYTES)
-        assert block_checksum(reader.block(own)) == said
+        assert block_checksum(reader.block(own)) == checksum
     for untouched in (0, NUM_SLOTS - 2, NUM_SLOTS - 1):
         assert not any(reader.block(untouched))
 

@@ -1,4 +1,4 @@
-"""What the plan of a step's attention promises: everything is met once, the longest first, and threads end together."""
+"""The plan of a step's attention covers everything once, the longest items first, and threads end together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan_of(batch, *, group=GROUP, counts=COUNTS, kv_heads=2, threads=2, partial
 
 
 def tokens_of(item, group=GROUP):
-    """What the item's rows meet, up to the last one's position."""
+    """How many tokens the item's rows meet, up to the last row's position."""
     behind = (item[ROW] + item[ROWS] - 1) // group + item[SHIFT] + 1
     return min(behind, item[LAST] * PARTITION_TOKENS) - item[FIRST] * PARTITION_TOKENS
 
@@ -114,7 +114,7 @@ def test_partials_are_written_once_and_merged(parts, threads, partial_rows, wind
 @settings(max_examples=60, deadline=None)
 @given(PARTS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3, 8]))
 def test_threads_end_together(parts, threads, kv_heads):
-    """Each takes the next item when it is done with one; none ends later than a fair share and one piece."""
+    """Each thread draws the next item when it has ended one; none ends later than a fair share and one item."""
     plan = plan_of(batch_of(*parts), threads=threads, kv_heads=kv_heads, partial_rows=10**6)
     costs = [tokens_of(item) for item in plan.items.tolist()]
     assert costs == sorted(costs, reverse=True)

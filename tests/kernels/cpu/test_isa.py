@@ -1,4 +1,4 @@
-"""Which row of the table a processor gets."""
+"""The choice of an instruction set for a processor."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd"}
         (set(), None),
     ],
 )
-def test_auto_takes_the_best_row(features, name):
+def test_auto_chooses_the_best_row(features, name):
     assert choose_isa("auto", features) == (BY_NAME[name] if name else None)
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_a_row_that_is_said_is_taken_where_it_can_run(name):
+def test_a_row_that_is_asked_for_is_chosen_where_it_can_run(name):
     row = BY_NAME[name]
     assert choose_isa(name, set(row.needs)) is row
     for missing in row.needs:
@@ -47,16 +47,16 @@ def test_a_row_that_is_said_is_taken_where_it_can_run(name):
             choose_isa(name, set(row.needs) - {missing})
 
 
-def test_a_lesser_row_can_be_said():
+def test_a_lesser_row_can_be_chosen():
     assert choose_isa("avx2", ZEN4) is BY_NAME["avx2"]
 
 
-def test_torch_can_be_said_anywhere():
+def test_torch_can_be_chosen_anywhere():
     assert choose_isa("torch", ZEN4) is None
     assert choose_isa("torch", set()) is None
 
 
-def test_an_unknown_word_is_one_clear_line():
+def test_an_unknown_choice_is_an_error_of_one_line():
     with pytest.raises(ConfigError) as raised:
         choose_isa("avx1024", ZEN4)
     assert "\n" not in raised.value.message

@@ -1,4 +1,4 @@
-"""From specs to code that runs, and the cache of code on disk."""
+"""The compiler makes code that runs, and the cache keeps it on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def isa():
 
 
 def runs(kernels):
-    """Whether the code halves sixteen numbers."""
+    """Whether the kernel "halve" halves sixteen numbers."""
     x, out = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
     words = np.zeros(Halve.layout.num_words, np.int64)
     Halve.layout.fill(words, {"x": x, "out": out})
@@ -212,7 +212,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from tests.cpu.test_compiler import compiled
+from tests.kernels.cpu.test_compiler import compiled
 print("ready", flush=True)
 sys.stdin.readline()
 print(compiled(Path(sys.argv[1]), choose_isa("auto", host_features())).from_cache)

@@ -91,7 +91,7 @@ def test_none_changes_the_type_alone(runner):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_norms_of_the_torch_path_are_all_one(wide):
-    """Where nothing is rounded in between; Gemma's 1 + w is summed up by whoever loads it."""
+    """The norms agree where nothing is rounded in between; the loader adds Gemma's 1 + w."""
     x, weight = normal(4, 48), normal(48, seed=1)
     torch.testing.assert_close(reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
 

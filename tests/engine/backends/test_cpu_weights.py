@@ -1,4 +1,4 @@
-"""Packed weights: made once, mapped by everybody, refused when damaged. And which backend a model gets."""
+"""Packed weights are made once, mapped by all workers and refused when damaged; and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_weights_are_packed_once(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
 def test_two_processes_share_the_pages(path):
-    """The mapping is the file's: its pages are clean and shared, not private to a process."""
+    """The mapped pages belong to the file: they are clean and shared, not private to a process."""
     program = f"""
 import torch
 from pathlib import Path
@@ -179,10 +179,10 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
 
 @needs_kernels
 def test_backends_share_no_blocks(tmp_path):
-    """They cut a piece in other ways, or round other weights: other namespaces (I2)."""
+    """Backends with another layout of the pool or other weights have other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
     kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}]
-    loaded = [load_model(DecodeFlags(model=folder, dtype="bfloat16", **said), 1) for said in kinds]
+    loaded = [load_model(DecodeFlags(model=folder, dtype="bfloat16", **kind), 1) for kind in kinds]
     assert len({each.namespace() for each in loaded}) == 3
 
 
@@ -216,7 +216,7 @@ def test_files_that_others_could_have_written_are_refused(path):
 
 
 def test_a_server_without_llvm_runs_on_torch(tmp_path):
-    """As where llvmlite has no build: nothing that torch needs may import it."""
+    """llvmlite has no build for every system: nothing that torch needs may import it."""
     folder = str(save_model(tmp_path / "model"))
     program = f"""
 import sys

@@ -51,7 +51,7 @@ class GemmCase:
         return self.packed[0].pairs * (16 if self.spec.epilogue in GATED else 32)
 
     def new_out(self, rows: int) -> torch.Tensor:
-        """What ``add`` adds to. Row by row, so that a part of the rows begins with the same."""
+        """The output before the product. ``add`` gets random rows, each by its own seed, so that parts begin alike."""
         if self.spec.epilogue == "add":
             return torch.stack([normal(self.width, seed=100 + row) for row in range(rows)])
         dtype = self.x.dtype if self.spec.epilogue in GATED else torch.float32
@@ -202,7 +202,7 @@ def test_panels_deeper_than_scratch(runner):
 
 @pytest.mark.parametrize("short", ["x", "weights", "scales", "bias", "out"])
 def test_strays_are_noted(runner, short):
-    """In checked mode, a product of memory that is too small for it is reported, and touches no other memory."""
+    """A checked product whose memory is too small is reported, and touches no other memory."""
     if not runner.kernels.checked:
         pytest.skip("kernels that do not check")
     one = case(Gemm("int8", "add", bias=True), 17, 64, 48)

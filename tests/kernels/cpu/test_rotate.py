@@ -42,7 +42,7 @@ OPTIONS = [
 
 
 def wide(spec):
-    """The same for a model of float32."""
+    """The spec ``spec`` for a model of float32."""
     return RotateWrite(
         spec.head_dim, spec.heads, spec.kv_heads, spec.block_size, False, rope=spec.rope, qk_norm=spec.qk_norm
     )
@@ -85,7 +85,7 @@ def batch_of(parts, block_size, seed=0):
 
 
 def stale_pool(spec, slots):
-    """All NaN, each with bits of its own, so that one that moved is seen."""
+    """A pool of NaN, each with bits of its own, so that a test sees a value that moved."""
     shape = (slots, LAYERS, 2, spec.kv_heads, spec.block_size, spec.head_dim)
     count = functools.reduce(lambda a, b: a * b, shape)
     if spec.bf16:
@@ -94,7 +94,7 @@ def stale_pool(spec, slots):
 
 
 def run(runner, spec, qkv, batch, pool, threads=3):
-    """Writes ``pool``; gives queries [T, heads, head_dim]."""
+    """Runs the kernel, which writes ``pool``; returns queries [T, heads, head_dim]."""
     rows, room = padded(qkv), len(qkv) + 3
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     queries = torch.full((spec.kv_heads, room, spec.heads // spec.kv_heads, spec.head_dim), 7.0, dtype=dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu import test_attention, test_gemm, test_moe, test_rotate, test_rows
+from tests.kernels.cpu import test_attention, test_gemm, test_moe, test_rotate, test_rows
 from tests.support.emulated import EmulatedRunner, available
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs qemu-user and a cross compiler for aarch64")

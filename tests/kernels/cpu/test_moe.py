@@ -45,7 +45,7 @@ def step_of(spec, count):
 
 def run_route(runner, spec, logits, threads=3):
     room = padded(logits, extra=1, filler=torch.nan)
-    # Whatever stands behind the experts must not count.
+    # Values behind the experts must not count.
     room[:, spec.experts :] = 1e30
     scores = torch.full((len(logits) + 1, spec.chosen), 7.0)
     experts = torch.full((len(logits) + 1, spec.chosen), 7, dtype=torch.int32)
@@ -88,7 +88,7 @@ def test_of_equal_experts_the_first_wins(runner):
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_broken_logits_lead_to_experts_that_exist(runner, poison):
-    """What is computed from them is lost, but no kernel may leave its memory, and other rows are as ever."""
+    """The results of broken rows do not matter, but no kernel may leave its memory, and other rows stay the same."""
     spec = moe.Route(20, 4, True)
     logits = normal(4, 20)
     whole = logits.clone()
@@ -182,7 +182,7 @@ def test_combine(runner, spec, count, width, factor):
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 2**31))
 def test_a_row_is_combined_by_itself(runner, count, seed):
-    """Its pairs stand elsewhere when it is alone; the bits of their sum are the same."""
+    """A row's pairs have other places when it is alone; the bits of their sum are the same."""
     spec, route = moe.Combine(4, True), moe.Route(20, 4, True)
     out, by_pair = normal(count, 48, seed=seed), normal(count * 4, 48, seed=seed + 1)
     scores, experts = run_route(runner, route, normal(count, 20, seed=seed))
@@ -200,7 +200,7 @@ def test_a_row_is_combined_by_itself(runner, count, seed):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_references_are_the_torch_path(normalize):
-    """In float32, with an expert that multiplies by its number plus one in the place of the products."""
+    """The references equal the torch path in float32, where an expert multiplies by its number plus one."""
     rows, router = normal(7, 32), normal(8, 32, seed=1)
     scores, experts = reference_route(rows @ router.T, 2, normalize)
     expected_scores, expected_experts = torch_moe.route(rows, router, 2, normalize)
