@@ -20,7 +20,7 @@ from benchmarks.gpu.search import dump, put
 from benchmarks.gpu.section import SECTIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# What a machine with torch, triton and transformers need not have.
+# Packages that a machine with torch, triton and transformers may lack.
 ABSENT = (
     "click",
     "gguf",
@@ -54,7 +54,7 @@ sys.meta_path.insert(0, Blocker())
 
 @pytest.fixture
 def bare(tmp_path: pathlib.Path) -> dict[str, str]:
-    """An environment in which no process can import these packages."""
+    """Return an environment in which no process can import these packages."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKER)
@@ -119,7 +119,7 @@ def test_a_tuned_kernel_says_what_was_tried(bare, tmp_path):
 
 
 def test_a_candidate_with_a_wrong_result_is_not_taken(bare, tmp_path):
-    """A file of wrong arithmetic in the kernel's place: every candidate fails, and nothing is written for it."""
+    """With a wrong kernel every candidate fails, and nothing is written for it."""
     broken = (
         "import pillion.kernels.gpu.rows.gated as module\nmodule.gated = lambda both, out, activation: out.zero_()\n"
     )
@@ -184,7 +184,7 @@ ENTRIES = st.lists(
 
 
 def taken(entries, facts):
-    """As pillion.kernels.gpu.tuned says."""
+    """Return the entry for ``facts``, chosen like pillion.kernels.gpu.tuned."""
     return next((e["use"] for e in entries if all(facts.get(n) == v for n, v in e["when"].items())), None)
 
 

@@ -1,4 +1,4 @@
-"""The saturated line of the GPU's benchmark: its list of slots does what a KV node would."""
+"""The saturated engine of the GPU's benchmark, whose list of slots acts as a KV node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FakeInFlightStep:
 
 
 class FakeGpuBackend:
-    """Chooses the same token everywhere, and watches who writes where."""
+    """A backend that samples the same token everywhere, and checks that no two tokens share a place."""
 
     def __init__(self) -> None:
         self.ahead = self.most_streams = 0
@@ -49,7 +49,7 @@ def test_every_token_arrives_and_every_slot_is_accounted_for(load):
     loop = EngineLoop(backend, slots, load)
     assert loop.run() > 0
     assert [len(seen.tokens_s) for seen in loop.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
-    # The scheduler keeps a few for the next stream.
+    # The scheduler keeps a few slots in stock for the next stream.
     scheduler = loop.scheduler
     scheduler.check_integrity()
     assert sorted((*loop.free_slots, *scheduler.stock.slots)) == list(range(slots))

@@ -1,4 +1,4 @@
-"""Greedy tokens of the whole line against transformers', over split policies, chunk sizes and prefix hits.
+"""Greedy tokens of a whole cluster against transformers', over split policies, chunk sizes and prefix hits.
 
 `make parity` runs every combination on the demo model in fp32 and prints a table; the test beside this file runs a
 pairwise subset. A token may differ only where the oracle's two best logits are closer than EPSILON (see oracle.py).
@@ -21,7 +21,7 @@ from pillion.kvstore.ledger.integrity import check_integrity
 from tests.support.components import Components, running_components
 from tests.support.oracle import Expected, Oracle, first_difference
 
-# fp32 logits of this model are some tens; sums in another order move them by about 1e-4 (see docs/architecture.md).
+# fp32 logits of this model are some tens; another order of summation changes them by about 1e-4.
 EPSILON = 2e-3
 POLICIES = ("disaggregated", "colocated", "fraction:0.5")
 CHUNK_SIZES = (16, 64, 512)
@@ -60,13 +60,13 @@ class ParityCase:
 
 
 def full_matrix() -> list[ParityCase]:
-    """Every prompt under every policy, chunk size and cache state."""
+    """Return every prompt under every policy, chunk size and cache state."""
     names = (*prompts_of(), *CHAT)
     return [ParityCase(*case) for case in itertools.product(names, POLICIES, CHUNK_SIZES, (False, True))]
 
 
 def pairwise() -> list[ParityCase]:
-    """A subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts."""
+    """Return a subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts."""
     names = [name for name in (*prompts_of(), *CHAT) if name != "3000 tokens"]
     rows = [
         (policy, CHUNK_SIZES[(i + j) % 3], (i + j) % 2 == 0)
@@ -83,12 +83,12 @@ def pairwise() -> list[ParityCase]:
 
 
 def prompts_of() -> dict[str, str]:
-    """Raw prompts by name; the aligned one is cut to whole blocks of tokens by the caller."""
+    """Return raw prompts by name; the caller cuts the aligned one to whole blocks of tokens."""
     return {**RAW, "block aligned": ENGLISH}
 
 
 class ParityCluster:
-    """The running parts, one gateway per (policy, chunk size), and the oracle with its answers kept."""
+    """The running components, one gateway per (policy, chunk size), and the oracle with its answers."""
 
     def __init__(self, components: Components, oracle: Oracle, tokenizer: Any) -> None:
         self.components = components
@@ -98,7 +98,7 @@ class ParityCluster:
         self.salts = itertools.count()
 
     def token_ids(self, name: str) -> list[int]:
-        """What the oracle reads: raw text as its tokenizer encodes it, chats by its own template."""
+        """Return the oracle's prompt: raw text as its tokenizer encodes it, chats by its own template."""
         if name in CHAT:
             messages = [{"role": "user", "content": CHAT[name]}]
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -107,7 +107,7 @@ class ParityCluster:
         return ids[: len(ids) // 16 * 16] if name == "block aligned" else ids
 
     async def check(self, case: ParityCase, client: AsyncClient) -> tuple[str, Delta]:
-        """Run ``case``; returns what is wrong (empty: nothing) and the stream's last message."""
+        """Run ``case``; return what is wrong (empty: nothing) and the stream's last message."""
         ids = self.token_ids(case.prompt)
         limit = MAX_TOKENS.get(case.prompt, DEFAULT_MAX_TOKENS)
         if case.prompt not in self.expected:
@@ -127,7 +127,7 @@ class ParityCluster:
     async def run(
         self, case: ParityCase, client: AsyncClient, ids: Sequence[int], limit: int, salt: str
     ) -> tuple[list[int], Delta]:
-        """One greedy stream: its tokens and its last message."""
+        """Run one greedy stream; return its tokens and its last message."""
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": limit, "cache_salt": salt}
         if case.prompt in CHAT:
             stream = client.chat([ChatMessage("user", CHAT[case.prompt])], **options)
@@ -143,7 +143,7 @@ class ParityCluster:
 
 @asynccontextmanager
 async def parity_cluster(folder: pathlib.Path) -> AsyncIterator[ParityCluster]:
-    """The parts on the demo model, and transformers on the same weights."""
+    """Run the components on the demo model, and load transformers with the same weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -159,7 +159,7 @@ async def parity_cluster(folder: pathlib.Path) -> AsyncIterator[ParityCluster]:
 
 
 async def run_cases(cases: Sequence[ParityCase], folder: pathlib.Path) -> list[tuple[ParityCase, str]]:
-    """Run ``cases`` grouped by gateway; returns each with what is wrong about it."""
+    """Run ``cases`` grouped by gateway; return each with what is wrong about it."""
     results = []
     async with parity_cluster(folder) as cluster:
         for (policy, chunk), group in itertools.groupby(
@@ -177,7 +177,7 @@ async def run_cases(cases: Sequence[ParityCase], folder: pathlib.Path) -> list[t
 
 
 def main() -> int:
-    """The full matrix; the exit status says whether all of it agreed."""
+    """Run the full matrix; the exit status is 0 where all of it agreed."""
     with tempfile.TemporaryDirectory(prefix="pillion-parity-") as folder:
         results = asyncio.run(run_cases(full_matrix(), pathlib.Path(folder)))
     bad = [case for case, wrong in results if wrong]

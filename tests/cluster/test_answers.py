@@ -1,4 +1,4 @@
-"""Several answers from the real parts: each is what a request of its own with that seed would have got (I6)."""
+"""Several answers from the real components: each equals the answer to a single request with its seed (I6)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids_of(deltas: list[Delta], index: int = 0) -> list[int]:
 
 
 async def proven(components: Components) -> None:
-    """Nothing is held any more, and the pool adds up."""
+    """Wait until nothing is held any more, and prove that the pool adds up."""
     pool = components.kvnode.pool
     await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
     pool.check_integrity()

@@ -1,4 +1,4 @@
-"""`pillion serve` is told to end while it streams: the streams finish first, with all their tokens."""
+"""`pillion serve` gets a signal to end while it streams: the streams finish first, with all their tokens."""
 
 from __future__ import annotations
 

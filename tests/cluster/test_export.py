@@ -31,7 +31,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         yield made
 
 
-# Of a streamed prompt of three chunks and a prompt tail.
+# The spans of a streamed prompt with three chunks and a prompt tail.
 EDGE = ("generate tiny", "tokenize", "admission", "plan", "lookup", "kv.pin")
 WANTED = {
     "pillion-gateway": set(EDGE),
@@ -50,7 +50,7 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
         wait_for("one trace with the spans of all services", lambda: any(_whole(t) for t in receiver.traces().values()))
         wait_for("a step that names the request", lambda: _linked(receiver))
         gateway, _, prefill, decode = (_scrape(page + number) for number in range(4))
-        wait_for("metrics of all parts", lambda: len(receiver.metrics) == 4)
+        wait_for("metrics of all components", lambda: len(receiver.metrics) == 4)
     model_name = (("gen_ai_request_model", "tiny"),)
     assert gateway["gen_ai_server_time_to_first_token_seconds_count", (OPERATION, *model_name)] == 1
     assert gateway["pillion_inter_token_latency_seconds_count", model_name] == 2
@@ -60,7 +60,7 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
     assert prefill["pillion_step_budget_tokens_total", (("use", "prefill"),)] == 96
     assert decode["pillion_step_budget_tokens_total", (("use", "tail"),)] == 4
     assert decode["pillion_step_budget_tokens_total", (("use", "decode"),)] == 2
-    # What filled the steps and what stayed free are their budgets.
+    # Used and free tokens of the steps add up to their budgets.
     spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")
     assert spent == 256 * decode["pillion_steps_total", (("outcome", "ok"),)]
     (latest,) = (kept for resource, kept in receiver.metrics.items() if resource["service.name"] == "pillion-gateway")
@@ -72,7 +72,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def _four_ports() -> int:
-    """The first of four in a row that nobody uses, below those that the system gives to connections."""
+    """Return the first of four free ports in a row, below the ports that the system gives to connections."""
     while True:
         first = random.randrange(10_000, 30_000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ def _scrape(port: int) -> Samples:
 
 
 def _whole(trace: list[tuple[str, Any]]) -> bool:
-    """All spans are there, and hang together under one."""
+    """Return whether all spans are there and have one common root."""
     found = {service: {span.name for name, span in trace if name == service} for service, _ in trace}
     ids = {span.span_id for _, span in trace}
     roots = [span.name for _, span in trace if span.parent_span_id not in ids]

@@ -1,6 +1,6 @@
-"""Workers that only slept: their work moves on, and they come back without loading anything, or are killed (I4).
+"""Workers that only slept: their work moves on, and they return without loading anything, or are killed (I4).
 
-All on one cluster, whose workers are fenced after a second of silence and killed four seconds later.
+All tests share a cluster whose workers are fenced after a second of silence and killed four seconds later.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
-    """Of the workers that run, by name."""
+    """Return the processes of the running workers by name."""
     found = {}
     for process in cluster.processes():
         words = process.cmdline()
@@ -70,7 +70,7 @@ def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
 
 
 def busy(client: Client, role: str) -> set[str]:
-    """Workers that say that they run something."""
+    """Return the workers that report running requests."""
     return {
         component.component_id
         for component in client.status().components
@@ -79,14 +79,14 @@ def busy(client: Client, role: str) -> set[str]:
 
 
 def at_rest(cluster: ServedCluster) -> bool:
-    """Nothing is held for anybody, nobody is fenced; integrity is proven on the way."""
+    """Return whether nothing is held and no worker is fenced, after proving integrity."""
     status = cluster.node_status()
     held = status.tickets, status.pinned_blocks, status.reserved_blocks, status.leased_blocks
     return held == (0, 0, 0, 0) and (status.quarantined_blocks, tuple(status.fenced_components)) == (0, ())
 
 
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
-    """Whether it works for one of two requests at once: idle, each worker gets one of them."""
+    """Return whether a worker serves one of two concurrent requests; idle workers get one each."""
     streams = [stream_of(client, prompt(7, 100), 40, next(salts)) for _ in range(2)]
     for stream in streams:
         next(stream)
@@ -103,12 +103,12 @@ def salts(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextlib.contextmanager
 def paused(process: psutil.Process) -> Iterator[None]:
-    """Stopped, but not dead, while the block runs."""
+    """Stop a process (SIGSTOP) while the block runs."""
     process.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        # A failed test may have left it paused for too long.
+        # A failed test may have left the process paused until it was killed.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
 
@@ -118,7 +118,7 @@ def fenced(cluster: ServedCluster, component_id: str) -> bool:
 
 
 def returned(cluster: ServedCluster, client: Client, component_id: str, salts: Iterator[str]) -> None:
-    """It is fenced no more, in the registry, and serves."""
+    """Wait until a worker is no longer fenced, is in the registry, and serves."""
     wait_for("it to drain", lambda: not fenced(cluster, component_id))
     wait_for(
         "the registry to show it",
@@ -139,7 +139,7 @@ def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
     [victim] = wait_for("a worker to run it", lambda: busy(client, "decode"))
     with paused(before[victim]):
         wait_for("the fence", lambda: fenced(cluster, victim))
-        # What it holds stays held: it may still be reading.
+        # Its blocks stay held, since it may still be reading them.
         assert cluster.node_status().tickets > 0
         wait_for("the other one to go on", lambda: busy(client, "decode") - {victim})
     for last in stream:

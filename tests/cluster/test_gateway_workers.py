@@ -54,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, keys_file: pathlib.Path) -
 
 
 def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
-    """Those that live, by part id."""
+    """Return the living gateway processes by component id."""
     found = {}
     for process in cluster.processes():
         words = process.cmdline()
@@ -64,9 +64,9 @@ def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
 
 
 def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str = "/tokenize") -> tuple[int, Reply]:
-    """On a connection of its own; which process answered, by the kernel's word, and what."""
+    """Send a request on a connection of its own; return the answering process by the kernel, and the reply."""
     with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=30) as connection:
-        # Answered, it is closed.
+        # After the reply the connection is closed, so its owner is read before.
         pid = owner(cluster, connection)
         connection.sendall(request_bytes("POST", path, body, {"Authorization": f"Bearer {key}"}))
         received = b""
@@ -76,7 +76,7 @@ def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str
 
 
 def owner(cluster: ServedCluster, connection: socket.socket) -> int:
-    """The gateway process that accepted it."""
+    """Return the gateway process that accepted a connection."""
     own = connection.getsockname()[1]
 
     def accepted() -> int:
@@ -90,7 +90,7 @@ def peers(process: psutil.Process) -> set[int]:
 
 
 def listeners() -> list[Any]:
-    """Sockets that listen on the HTTP port, each with its living process."""
+    """Return the sockets that listen on the HTTP port, each with its living process."""
     found = psutil.net_connections("tcp")
     return [one for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == HTTP_PORT]
 
@@ -101,7 +101,7 @@ def test_both_processes_serve_both_ports(cluster: ServedCluster) -> None:
     answered = [ask(cluster, {"prompt": "x"}) for _ in range(16)]
     assert {pid for pid, _ in answered} == pids
     assert {reply.status for _, reply in answered} == {200}
-    # gRPC shares connections between channels, unless it is told not to.
+    # gRPC shares connections between channels by default.
     channels = [
         grpc.insecure_channel(cluster.target, [("grpc.use_local_subchannel_pool", 1), ("number", n)]) for n in range(16)
     ]
@@ -137,7 +137,7 @@ def test_status_counts_what_both_have_served(cluster: ServedCluster) -> None:
 
 
 def test_a_quota_holds_over_both(cluster: ServedCluster) -> None:
-    """12 in a minute are 12, not 24; within the seconds that this takes one or two more come in."""
+    """A quota of 12 in a minute admits 12 requests, not 24, and one or two more in the seconds of the test."""
     replies = [ask(cluster, {"prompt": "x"}, KEYS["bound"]) for _ in range(40)]
     allowed = [pid for pid, reply in replies if reply.status == 200]
     assert 12 <= len(allowed) <= 16
@@ -161,7 +161,7 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
     before = gateways(cluster)
     before["gateway-0"].send_signal(signal.SIGKILL)
     wait_for("its end", lambda: not alive(before["gateway-0"]))
-    # Its last thread closes its sockets, maybe a moment after it counts as dead: who came to them meanwhile is reset.
+    # Its last thread closes its sockets, maybe a moment after it counts as dead; connections in between are reset.
     wait_for("its sockets' end", lambda: all(one.pid for one in listeners()))
     assert [ask(cluster, {"prompt": "x"})[1].status for _ in range(16)] == [200] * 16
     wait_for("it to return", lambda: len(gateways(cluster)) == 2)

@@ -1,4 +1,4 @@
-"""The real `openai` client against the real parts on a small model: sync, async, streaming, errors, and leaving."""
+"""The real `openai` client against the real components on a small model: sync, async, streaming, errors, cancels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
-            # A gateway hears of the workers a moment after they are there.
+            # A gateway knows the workers a moment after they are ready.
             async with asyncio.timeout(10):
                 while not await running.client.models():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -46,7 +46,7 @@ def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
 
 
 async def proven(components: Components) -> None:
-    """Nothing is held any more, and the pool adds up."""
+    """Wait until nothing is held any more, and prove that the pool adds up."""
     pool = components.kvnode.pool
     await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
     pool.check_integrity()
@@ -67,7 +67,7 @@ async def test_a_completion_says_what_grpc_says(components: Components) -> None:
             8,
             97,
         )
-        # The gRPC request before has left its blocks.
+        # The prefix cache has the blocks of the gRPC request before.
         assert completion.usage.prompt_tokens_details.cached_tokens == 80
         salted = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": "mine"}
@@ -121,7 +121,7 @@ async def test_the_blocking_client(components: Components) -> None:
 
 
 async def test_sampling_fields_change_the_answer(components: Components) -> None:
-    """Each of them is seen in what comes back."""
+    """Each sampling field changes the answer."""
     async with client_of(components) as client:
 
         async def text(**fields: Any) -> str:
@@ -139,7 +139,7 @@ async def test_sampling_fields_change_the_answer(components: Components) -> None
         assert await text(**hot, extra_body={"top_k": 1}) == greedy
         assert await text(**hot, extra_body={"min_p": 1.0}) == greedy
         assert await text(logit_bias={"40": 100}) == await text(logit_bias={"40": 100}, seed=9) != greedy
-        # A bias that settles the first token, and penalties that forbid its return.
+        # A bias decides the first token, and penalties forbid its repetition.
         bias = {"logit_bias": {"40": 3}}
         biased = await text(**bias)
         assert await text(**bias, presence_penalty=2, frequency_penalty=2) != biased
@@ -169,11 +169,11 @@ async def test_error_classes(components: Components) -> None:
                 await client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **fields})
             assert caught.value.param == param
             assert caught.value.request_id
-        # What clients send because it is their default.
+        # Clients send these fields by default.
         usual: Any = {"user": "me", "store": False, "n": 1, "tools": None, "parallel_tool_calls": True, "stop": None}
         usual |= {"response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
         chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
-        # It is drawn at random, and may end by itself.
+        # The answer is sampled at random, and may end early.
         assert chat.choices[0].finish_reason in ("length", "stop")
     await proven(components)
 

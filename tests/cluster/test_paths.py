@@ -1,6 +1,6 @@
 """Every path through the scheduler gives the same tokens: transformers' for greedy ones, each other's for seeded ones.
 
-The line is real parts in one process over a real Redis, with a small random model in fp32.
+The components are real and run in one process over a real Redis, with a small random model in fp32.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.support.oracle import Oracle, first_difference
 
 EPSILON = 1e-3
 BLOCK_BYTES = 8192
-# Texts that repeat themselves, so that looking back finds something, and one that does not.
+# Two texts repeat themselves, so that drafts from the prompt are found, and one does not.
 PROMPTS = [[7, 8, 9, 10, 11] * 20, list(range(2, 72)), [5, 6, 7] * 11 + [9] * 30, [3]]
 SALTS = itertools.count()
 
-# What a decode worker may be told, and how the prompt is cut.
+# Flags of the decode worker, and ways to split the prompt.
 PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "constant budget": ({}, {}),
     "small budget": ({"max_num_batched_tokens": 8, "max_num_seqs": 4}, {"split_policy": "colocated"}),
@@ -85,7 +85,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
     async with components_on(
         folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
     ) as components:
-        # All at once and two answers each, so that prompt tails, decodes, forks and guesses share steps.
+        # All run at once with two answers each, so that prompt tails, decodes, forks and drafts share steps.
         streams = [ask(components.client, prompt, temperature=0.0, n=2) for prompt in PROMPTS]
         for prompt, deltas in zip(PROMPTS, await asyncio.gather(*streams), strict=True):
             expected = oracle.greedy(prompt, 24)
@@ -94,7 +94,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
 
 
 async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> None:
-    """Temperature, nucleus and penalties; guesses, preemption and company must not show."""
+    """Drafts, preemption and other requests do not change tokens with temperature, nucleus and penalties."""
     options = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.3, "repetition_penalty": 1.1, "max_tokens": 120}
     found = []
     for decode, slots in (

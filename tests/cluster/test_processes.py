@@ -47,7 +47,7 @@ def answer(client: Client, ids: list[int], max_tokens: int, salt: str = "") -> t
 
 
 def idle(cluster: ServedCluster) -> bool:
-    """Nothing is pinned, promised or awaited; what is leased is the decode worker's stock."""
+    """Return whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock."""
     status = cluster.node_status()
     return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
 
@@ -138,7 +138,7 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
 def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
     ids = prompt(5, 400)
     with Client(cluster.target) as client:
-        # Long enough that a small model is not through before the signal arrives.
+        # The prompt is long enough that a small model is still busy when the signal arrives.
         expected = answer(client, ids, 600, f"before {role}")
         stream = client.generate(ids, temperature=0.0, max_tokens=600, ignore_eos=True, cache_salt=f"after {role}")
         got: list[int] = []
@@ -152,7 +152,7 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
         assert last.timings is not None
         if role != "prefill":
             assert last.timings.replays >= 1
-        wait_for("the part to return", lambda: (p := cluster.component(role)) is not None and p.pid != dead)
+        wait_for("the component to return", lambda: (p := cluster.component(role)) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
     wait_for("all slots back", lambda: idle(cluster))
 
@@ -160,7 +160,7 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
 def test_several_sampled_answers_survive_kills(model: str) -> None:
     """Each answer is replayed by itself, with its own seed, and none loses or repeats a token (I6).
 
-    On a cluster of its own: a supervisor that sees too many deaths in a short time gives up, as it should.
+    The test has a cluster of its own, since a supervisor gives up after too many deaths in a short time.
     """
     ids = prompt(8, 300)
     asked = {"n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 150, "ignore_eos": True, "frequency_penalty": 0.2}
@@ -227,7 +227,7 @@ def test_a_new_request_waits_for_a_part_that_restarts(cluster: ServedCluster, ro
 
 
 def answered_by_prefill(client: Client) -> bool:
-    """Whether a fresh prompt is prefilled by a prefill worker again."""
+    """Return whether a new prompt is prefilled by a prefill worker again."""
     answered_by_prefill.calls += 1  # type: ignore[attr-defined]
     salt = f"probe {answered_by_prefill.calls}"  # type: ignore[attr-defined]
     *_, last = client.generate(prompt(9, 100), temperature=0.0, max_tokens=1, cache_salt=salt)

@@ -1,4 +1,4 @@
-"""The whole line, locked: parts on TCP with mutual TLS, and `pillion serve` with keys and certificates."""
+"""A secured cluster: components on TCP with mutual TLS, and `pillion serve` with keys and certificates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """Every part of this process has the parts' certificate, in a folder of its own."""
+    """Give every component of this process the components' certificate, in a folder of its own."""
     for name in ("internal.pem", "internal.key", "internal-ca.pem"):
         shutil.copy(certs / name, tmp_path)
     files = TlsFiles(*(str(tmp_path / name) for name in ("internal.pem", "internal.key", "internal-ca.pem")))
@@ -53,7 +53,7 @@ def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 
 @contextlib.asynccontextmanager
 async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[str, Any]) -> AsyncIterator[Any]:
-    """The gateway part, before real workers that it reaches over TCP; and the addresses of those."""
+    """Run the gateway before real workers that it reaches over TCP; yield it and the workers' addresses."""
     from pillion.decode_service.decode_server import start_decode
     from pillion.gateway.gateway_server import start_gateway
     from pillion.kvstore.node.kv_node import start_kvnode
@@ -78,7 +78,7 @@ async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[s
 
 
 async def let_in(address: str, certs: pathlib.Path, name: str) -> bool:
-    """Whether a part takes a call from who has the certificate ``name``, or none ("")."""
+    """Return whether a component answers a call with the certificate ``name``, or without one ("")."""
     trusted = (certs / "internal-ca.pem").read_bytes()
     own = [(certs / f"{name}.{kind}").read_bytes() for kind in ("key", "pem")] if name else []
     options = [("grpc.ssl_target_name_override", INTERNAL_NAME)]
@@ -99,7 +99,7 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
         secured = parts_on_tcp(pathlib.Path(short), model, {**edge, "split_policy": "disaggregated"})
         gateway, addresses = await stack.enter_async_context(secured)
         for address in addresses:
-            # Who has no certificate, or one of the edge's authority, reaches no part: node and plane, prefill, decode.
+            # A client without a certificate, or with the edge authority's, reaches no node, plane, prefill or decode.
             assert [await let_in(address, certs, name) for name in ("", "client", "server")] == [False] * 3
             assert await let_in(address, certs, "internal")
         target = f"grpcs://{gateway.grpc_address}"
@@ -108,7 +108,7 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
         first = [delta async for delta in client.generate(PROMPT, **asked)]
         assert sum(len(delta.token_ids) for delta in first) == 8
         assert first[-1].timings.prefill_chunks > 0
-        # Another certificate of the same authority: calls go on, and find what is there.
+        # With another certificate of the same authority calls go on, and find the cached blocks.
         renewed = identity / "renewed"
         renewed.mkdir()
         _reissue(certs, renewed)
@@ -120,7 +120,7 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
 
 
 def _reissue(certs: pathlib.Path, folder: pathlib.Path) -> None:
-    """A new key and certificate of the parts' authority."""
+    """Write a new key and certificate of the components' authority."""
     (folder / "config").write_text("[req]\ndistinguished_name=n\n[n]\n[x]\nsubjectAltName=DNS:pillion.internal\n")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-config", "config")
     ca = (

@@ -33,7 +33,7 @@ WHOLE = (len(PROMPT) - 1) // BLOCK * BLOCK
 FUZZ = int(os.environ.get("PILLION_FUZZ", "120"))
 AT_ONCE = 4
 FUZZ_TIMEOUT_S = 5.0
-# A request of the fuzz may be a good one that asks for a long answer.
+# A fuzzed request may still be valid and ask for a long answer.
 HARMLESS = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -54,19 +54,19 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guarded(components: Components, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """A second gateway that knows the tenants; its gRPC address."""
+    """Run a second gateway that knows the tenants; yield its gRPC address."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
     path.write_text(TENANTS + entries)
-    async with components.another_gateway(chunk_size=32, api_keys=str(path)) as client:
-        yield client._connection.target
+    async with components.another_gateway_address(chunk_size=32, api_keys=str(path)) as address:
+        yield address
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def cached(client: AsyncClient, **options: Any) -> int:
-    """Tokens of the prompt that were found."""
+    """Return how many tokens of the prompt were cached."""
     deltas = [
         delta async for delta in client.generate(PROMPT, max_tokens=2, ignore_eos=True, temperature=0.0, **options)
     ]
@@ -92,12 +92,12 @@ async def test_two_tenants_never_share_a_block(components: Components, guarded: 
         assert await cached(one["red"]) == WHOLE
         await until(lambda: blocks(components) - before >= WHOLE // BLOCK)
         mine = blocks(components) - before
-        # Not by default, not by a salt, not by one that is written like the other's.
+        # Tenants share nothing by default, with a salt, or with a salt that is spelled like the other tenant's.
         for salt in ("", "tenant:3:red:", "red", "group:5:hands:"):
             assert await cached(one["blue"], cache_salt=salt) == 0, salt
         await until(lambda: blocks(components) - before == 5 * mine)
         assert await cached(one["blue"]) == WHOLE
-        # The open gateway of the same workers is apart from all of them.
+        # The gateway without tenants shares nothing with any tenant.
         for salt in ("", "tenant:3:red:"):
             assert await cached(components.client, cache_salt=salt) == 0
     finally:

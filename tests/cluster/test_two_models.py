@@ -21,7 +21,7 @@ from tests.support.two_nodes import Hosts, hosts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-# Same shape, same tokenizer, other weights: nothing but the name tells them apart.
+# Both models have the same shape and tokenizer, but different weights.
 SEEDS = {"alpha": 1, "beta": 2}
 NODES = {"alpha": "kv-a", "beta": "kv-b"}
 PROMPT = [2 + (position * 104729) % 256 for position in range(70)]
@@ -31,7 +31,7 @@ TOKENS = 16
 
 @dataclass(frozen=True)
 class TwoModels:
-    """The running cluster, both models' folders, and where the gateways listen."""
+    """The running cluster, both models' folders, and the addresses of the gateways."""
 
     running: Hosts
     folders: dict[str, str]
@@ -86,7 +86,7 @@ def test_each_name_reaches_its_own_model(two: TwoModels) -> None:
 
 
 def test_a_namespace_keeps_their_blocks_apart(two: TwoModels) -> None:
-    """The same tokens under the same salt are two chains: what one model computed the other one never finds."""
+    """The same tokens under the same salt are two chains: a model never finds the other one's blocks."""
 
     def cached(client: Client, name: str) -> int:
         *_, last = client.generate(PROMPT, model=name, temperature=0.0, max_tokens=1, cache_salt="apart")
@@ -121,7 +121,7 @@ def test_a_model_that_no_flag_names(two: TwoModels) -> None:
 
 
 def test_a_known_model_without_workers_is_unavailable(two: TwoModels) -> None:
-    """For as long as a flag names it; the other one is served meanwhile, and it comes back by itself."""
+    """A model that a flag names is unavailable without workers, and returns with them; the other one is served."""
     two.running.stop("decode-kv-b")
     wait_for("the list without beta", lambda: two.listed() == ["alpha"])
     for reply in (two.ask("/v1/completions", {"model": "beta", "prompt": "x"}), two.ask("/v1/models/beta")):

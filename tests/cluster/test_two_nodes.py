@@ -30,7 +30,7 @@ def folder() -> Iterator[pathlib.Path]:
 
 
 def read(target: str, prompt: str | list[int], salt: str = "", max_tokens: int = 24) -> tuple[tuple[int, ...], Delta]:
-    """A greedy answer's tokens, and the last delta, which has the books."""
+    """Read a greedy answer; return its tokens, and the last delta, which has usage and timings."""
     with Client(target) as client:
         deltas = list(client.generate(prompt, temperature=0.0, max_tokens=max_tokens, cache_salt=salt, ignore_eos=True))
     last = deltas[-1]
@@ -57,7 +57,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         cluster.node("kv-b", *flags)
         decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")
 
-        # The decode worker of kv-b by itself; then with the prefill worker of kv-a.
+        # The decode worker of kv-b serves alone at first, then with the prefill worker of kv-a.
         cluster.sees(target, decode)
         expected = [read(target, prompt, "alone")[0] for prompt in PROMPTS]
         prefill = cluster.worker("prefill", "kv-a")
@@ -75,7 +75,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         assert cluster.node_status("kv-b").kv_transport == transport
         all_idle(cluster, "kv-a", "kv-b")
 
-        # What only kv-b has is fetched by kv-a, where the next decode worker lives.
+        # kv-a, the node of the next decode worker, fetches the blocks that only kv-b has.
         second = cluster.worker("decode", "kv-a")
         cluster.stop(decode)
         cluster.sees(target, prefill, second)
@@ -120,6 +120,6 @@ def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> 
         assert 0 < last.timings.prefilled_tokens < 2992, "some of it came over, some did not"
         assert cluster.node_status("kv-b").corrupt_blocks == 0
         all_idle(cluster, "kv-b")
-        # What is left serves on.
+        # The other node serves on.
         assert read(target, ids, "after")[0] == expected
         all_idle(cluster, "kv-b")

@@ -1,8 +1,8 @@
-"""What `make compose-check` runs: docker-compose.yml by its schema, then its services as processes of this machine.
+"""`make compose-check`: docker-compose.yml by its schema, then its services as processes of this machine.
 
     python -m tests.deploy.check [--model demo] [--prefill 2] [--decode 2]
 
-Where docker compose is installed its own reading of the files is asked for, too; no engine is needed for that.
+Where docker compose is installed, it checks the files too, which needs no engine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REQUESTS = 8
 
 
 def check_schema() -> None:
-    """Raises CalledProcessError. The schema of the compose specification is in the package check-jsonschema."""
+    """Check the file by the compose specification's schema of check-jsonschema. Raises CalledProcessError."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     subprocess.run([*command, str(COMPOSE_FILE), str(TLS_FILE)], check=True)
 
 
 def check_with_docker() -> str:
-    """What docker compose itself says of the files; it is not everywhere."""
+    """Let docker compose check the files where it is installed; return a line about the result."""
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
         return "docker compose is not installed: its own reading of the files was not asked for"
@@ -48,9 +48,9 @@ def check_with_docker() -> str:
 async def serve_and_ask(
     run: ComposeRun, prompts: list[str], max_tokens: int = 16
 ) -> tuple[ClusterStatus, list[str], bytes]:
-    """Of a project that is up: who is there, greedy answers to ``prompts``, all at once, and HTTP's /v1/models."""
+    """Return a running project's status, its greedy answers to ``prompts``, sent at once, and HTTP's /v1/models."""
     gateway = run.of("gateway")[0]
-    # The gateway learns of all of them from the registry, of itself too, a heartbeat later.
+    # The gateway learns of all components, itself included, from the registry a heartbeat later.
     components = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
     async with AsyncClient(f"{gateway.address}:50051") as client:
         give_up_s = time.monotonic() + SEEN_TIMEOUT_S
@@ -70,7 +70,7 @@ async def serve_and_ask(
 
 
 def metrics_pages(run: ComposeRun) -> dict[str, str]:
-    """Container -> its page for Prometheus, of all parts that are up. Raises URLError where one has none."""
+    """Return the Prometheus page of each running container. Raises URLError where one has none."""
     components = [
         one for one in run.containers if "PILLION_METRICS_PORT" in one.service.environment and one.exit_code is None
     ]

@@ -1,4 +1,4 @@
-"""docker-compose.yml: its schema, what every service promises, and its parts as processes that answer."""
+"""docker-compose.yml: its schema, the promises of every service, and its components as processes that answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.compose_run import ComposeRun, UnhealthyError
 PARTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
 SCALE = {"prefill": 2, "decode": 2}
 UP_TIMEOUT_S = 150.0
-# What deploy/helm/pillion/templates/autoscaling.yaml asks Prometheus for.
+# Metrics that deploy/helm/pillion/templates/autoscaling.yaml queries.
 SCALED_BY = {
     "prefill-1": "pillion_queued_tokens",
     "decode-1": "pillion_sequences{",
@@ -44,7 +44,7 @@ SCALED_BY = {
 
 @pytest.fixture
 def folder() -> Iterator[pathlib.Path]:
-    # Not pytest's tmp_path: a Unix socket's path may have about a hundred bytes.
+    # pytest's tmp_path would be too long: a Unix socket's path may have about a hundred bytes.
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         yield pathlib.Path(name)
 
@@ -70,7 +70,7 @@ def test_services() -> None:
             assert condition != "service_healthy" or services[needed].health, f"{name} waits for {needed} in vain"
         if name in PARTS:
             assert service.health is not None
-            # No name and no address of its own: there may be several of it.
+            # The service has neither a name nor an address of its own, so that it can have replicas.
             assert not service.environment.keys() & {
                 "PILLION_COMPONENT_ID",
                 "PILLION_ADVERTISE",
@@ -87,7 +87,7 @@ def test_every_container_is_hardened() -> None:
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["restart"] == ("no" if name == "prepare" else "unless-stopped"), name
-        # Not latest, not a major version: what ran yesterday runs tomorrow.
+        # An image has an exact version, so that the same one runs tomorrow.
         pinned = service["image"].rpartition(":")[2].removeprefix("v").split("-")[0]
         assert "PILLION_TAG" in service["image"] or pinned.count(".") == 2, name
         assert "build" in service or service["user"].split(":")[0] not in ("", "0", "root"), name
@@ -116,7 +116,7 @@ def test_durations(text: str, expected_s: float) -> None:
 
 
 def sleeper(name: str, program: str, needs: dict[str, str], test: tuple[str, ...] = ()) -> ComposeService:
-    """A service of a command of `pillion`, which stands for any program here."""
+    """Return a service with a command of `pillion`, which stands for any program here."""
     health = Health(test, 0.1, 5.0, 2, 0.0, 0.05) if test else None
     return ComposeService(name, "pillion:x", (program,), {}, needs, health, {}, (), 1, 5.0)
 
@@ -143,7 +143,7 @@ async def drain_under_a_stream(run: ComposeRun) -> None:
     async with AsyncClient(f"{run.of('gateway')[0].address}:50051") as client:
         stream = client.generate("Once", max_tokens=1000, temperature=0, ignore_eos=True)
         deltas = [await anext(stream)]
-        # All of them: there is nobody who could take the stream over.
+        # All of them stop, so that no other worker can take the stream over.
         for container in run.of("decode"):
             assert container.child is not None
             os.kill(container.child.pid, signal.SIGTERM)

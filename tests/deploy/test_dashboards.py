@@ -1,4 +1,4 @@
-"""Dashboards, alert rules and the queries of autoscalers: each asks for what there is, and for nothing else."""
+"""Dashboards, alert rules and the queries of autoscalers use only metrics, labels and values that exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROLES = frozenset({"gateway", "kvnode", "prefill", "decode"})
 
 
 def known_values() -> dict[tuple[str, str], set[str]]:
-    """All values of a metric's label, by both names, of those that code lists."""
+    """Return all values of a metric's label, by the names of both, where the code lists them."""
     meters = Meters()
     step_meter.StepMeter(meters)
     meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
@@ -94,7 +94,7 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def legend_labels(text: str) -> set[str]:
-    """Of Grafana's legends and of Prometheus's annotations."""
+    """Return the labels in a Grafana legend or a Prometheus annotation."""
     return set(re.findall(r"\{\{\s*(?:\$labels\.)?([a-z_]+)\s*\}\}", text))
 
 
@@ -144,7 +144,7 @@ def test_panels_of_dashboards(name: str) -> None:
 
 
 def test_every_metric_is_looked_at() -> None:
-    """On a dashboard or by an alert; what nobody looks at is not worth its line."""
+    """Each metric is on a dashboard or in an alert."""
     queries = " ".join(path.read_text() for path in DASHBOARDS.values()) + str(ALERTS)
     unseen = {metric.name for metric in names.CATALOG if prometheus_name(metric) not in queries}
     assert not unseen

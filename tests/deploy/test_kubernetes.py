@@ -1,4 +1,4 @@
-"""The Helm chart: rendered by Helm, checked by Kubernetes' schemas, and for what it promises in docs/kubernetes.md."""
+"""The Helm chart: rendered by Helm, checked by Kubernetes' schemas, and held to docs/kubernetes.md."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
 
 
 def test_ports(manifests: list[Manifest]) -> None:
-    """No two containers of a pod want one port, and the policies open those that there are, to the right ones."""
+    """Ports are unique in a pod, and the policies open exactly them, to the right pods."""
     policies = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "NetworkPolicy"}
     for manifest in manifests:
         if manifest["kind"] != "Deployment":
@@ -199,9 +199,9 @@ def test_scaling() -> None:
         scaled = of_kind(manifests, "ScaledObject", name)["spec"]
         assert scaled["scaleTargetRef"]["name"] == f"rel-{name}"
         assert [trigger["name"] for trigger in scaled["triggers"]] == metrics
-        # Two owners of a number of replicas would fight over it.
+        # A number of replicas with two owners would change back and forth.
         assert "replicas" not in of_kind(manifests, "Deployment", name)["spec"]
-    # A kind's query counts its own pods, and not those of another whose name begins alike.
+    # A query counts only the pods of its own kind, not those of a kind whose name begins alike.
     query = of_kind(manifests, "ScaledObject", "prefill")["spec"]["triggers"][0]["metadata"]["query"]
     own = re.compile(re.search(r'pod=~"([^"]+)"', query)[1])
     assert own.fullmatch("rel-prefill-5f7c9d8b6-x2x4z")
@@ -229,7 +229,7 @@ def test_refusals(values: dict[str, Any], words: str) -> None:
 
 
 def test_the_pool_fits_its_limits() -> None:
-    """A page counts against who writes to it first: a worker of the defaults may write to all of them."""
+    """A page counts against its first writer, and with the defaults a worker may be the first for all pages."""
     sizes = {"Gi": 2**30, "GiB": 2**30}
     for name in ("prefill", "decode"):
         pod = pod_of(of_kind(render(), "Deployment", name))

@@ -32,14 +32,19 @@ class Components:
 
     @contextlib.asynccontextmanager
     async def another_gateway(self, **flags: Any) -> AsyncIterator[AsyncClient]:
-        """A second gateway before the same workers, with other flags."""
+        """Run a second gateway before the same workers, with other flags; yield a client of it."""
+        async with self.another_gateway_address(**flags) as address, AsyncClient(address) as client:
+            yield client
+
+    @contextlib.asynccontextmanager
+    async def another_gateway_address(self, **flags: Any) -> AsyncIterator[str]:
+        """Run a second gateway before the same workers, with other flags; yield its gRPC address."""
         from pillion.gateway.gateway_server import start_gateway
 
         edge = DISAGGREGATED | flags
         component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge))
         try:
-            async with AsyncClient(component.grpc_address) as client:
-                yield client
+            yield component.grpc_address
         finally:
             await component.stop()
 
