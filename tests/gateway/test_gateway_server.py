@@ -1,4 +1,4 @@
-"""The gateway as a part: what it imports, and how it refuses to start."""
+"""The gateway as a component: what it imports, and how it refuses to start."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_a_serving_gateway_has_no_torch(tmp_path: pathlib.Path) -> None:
     """Not even once it has prepared its model, tokenized and answered."""
     code = """
 import asyncio, pathlib, sys
-from tests.support.fake_components import running_line
+from tests.support.fake_components import running_fake_cluster
 
 async def main():
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         text = [d.text async for d in line.client.chat([{"role": "user", "content": "x"}])]
         assert "".join(text) == "The answer.", text
 
