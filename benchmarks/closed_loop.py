@@ -30,7 +30,7 @@ class ClosedLoad:
 
     @property
     def name(self) -> str:
-        """As "256/128 x 8": lengths in and out, and streams at once."""
+        """The load as "256/128 x 8": lengths in and out, and streams at once."""
         return f"{self.input_tokens}/{self.output_tokens} x {self.concurrency}"
 
     def sessions(self, seed: int) -> list[LoadSession]:

@@ -73,7 +73,7 @@ async def run_stage(plan: BenchPlan) -> dict[str, Any]:
 
 
 def complaints(name: str, result: dict[str, Any]) -> list[str]:
-    """What one stage failed by; empty as it should be."""
+    """The reasons why one stage failed; empty where it passed."""
     summary = result["summary"]
     found = [f"{name}: {kind}, {one['count']} times ({one['first']})" for kind, one in summary["errors"].items()]
     for field in ("short_answers", "unsent_turns"):
@@ -94,7 +94,7 @@ def pids(cluster: ServedCluster) -> dict[str, int | None]:
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
-    """What is wrong once nothing is asked any more: waits until all is let go, then proves the node's integrity."""
+    """What is still held after the load: waits until nothing is, then proves the node's integrity."""
     deadline, found = time.monotonic() + IDLE_TIMEOUT_S, ["never looked"]
     with Client(cluster.target) as client:
         while found and time.monotonic() < deadline:
@@ -118,7 +118,7 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def status_complaints(cluster: ServedCluster) -> list[str]:
-    """What `pillion status --json` shows that should not be."""
+    """What is wrong in the output of `pillion status --json`."""
     command = [sys.executable, "-m", "pillion", "status", "--json", "--target", cluster.target]
     status_run = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
     if status_run.returncode:

@@ -78,7 +78,7 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 
 
 def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """What a series of a kind of ALLOWED grew by after its warm-up, and what it may."""
+    """The growth of a series after its warm-up, and the growth that ALLOWED permits its kind."""
     begin = points[0][0] + (points[-1][0] - points[0][0]) * WARM_UP_SHARE
     later = [point for point in points if point[0] >= begin]
     absolute, share = ALLOWED[kind]

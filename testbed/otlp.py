@@ -16,7 +16,7 @@ EXPORT_DELAY_MS = 200
 
 
 class Attributes(dict[str, str]):
-    """Of a resource; a key of a dictionary too."""
+    """The attributes of a resource, hashable so that they can be a dictionary's key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))

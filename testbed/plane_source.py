@@ -36,7 +36,7 @@ NAMESPACE = b"n" * 32
 
 
 def block_of(boot: int, slot: int, block_bytes: int) -> bytes:
-    """What the source of that boot has in that slot."""
+    """The bytes that the source of boot ``boot`` has in slot ``slot``."""
     return hashlib.blake2b(f"{boot}:{slot}".encode()).digest() * (block_bytes // 64)
 
 

@@ -61,7 +61,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """It is there and says nothing."""
+        """Freezes the server for the block: it keeps its connections and does not answer."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:

@@ -201,7 +201,7 @@ def tls_server() -> str | None:
 
 @dataclass(frozen=True)
 class TlsServer:
-    """It wants TLS with a client's certificate, and the ACL user ``pillion``, who may touch only our keys."""
+    """A server that requires a client's certificate and the ACL user ``pillion``, who may touch only Pillion's keys."""
 
     port: int
     folder: pathlib.Path

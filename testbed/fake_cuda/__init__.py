@@ -37,7 +37,7 @@ NATIVE = _native()
 
 
 def header_folder() -> pathlib.Path:
-    """Where a cuda.h is. Skips the test where none is, or nothing that compiles C."""
+    """The folder of a cuda.h. Skips the test where there is none, or no C compiler."""
     spec = importlib.util.find_spec("triton")
     found = pathlib.Path(spec.origin).parent / "backends/nvidia/include" if spec and spec.origin else None
     if found is None or not (found / "cuda.h").exists() or not shutil.which("cc"):
@@ -65,13 +65,13 @@ def library() -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that finds the same driver."""
+    """The environment of a process that finds the same driver."""
     path = {} if NATIVE else {"LD_LIBRARY_PATH": str(pathlib.Path(library()).parent)}
     return {**os.environ, **path, **more}
 
 
 def copied_bytes() -> int:
-    """What this process has copied from, to and on devices so far; the fake alone counts."""
+    """Bytes that this process has copied from, to and on devices so far; only the fake driver counts them."""
     counter = ctypes.CDLL(library()).fake_cuda_copied_bytes
     counter.restype = ctypes.c_ulonglong
     return int(counter())
