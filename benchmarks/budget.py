@@ -1,10 +1,10 @@
 """What the token budget of a decode step buys and costs: TTFT, ITL and throughput over `--max-num-batched-tokens`.
 
-One decode worker on all cores serves everything (`--split-policy colocated`), so the whole curve is its own. A fixed
-number of clients sends one prompt after the other; while some of them read, the others' prompts are computed beside.
-Beside the constant budgets: a budget chosen online (`--target-itl-ms`), and prompts that run whole
-(`--no-enable-chunked-prefill`, the stalls that chunks are there to avoid). Settings alternate over rounds, so that a
-drift of the machine's speed meets all of them.
+One decode worker on all cores serves everything (`--split-policy colocated`), so no other worker shapes the curve. A
+fixed number of clients sends one prompt after the other; while some of them read their answers, the prompts of the
+others are computed in the same steps. Two more settings stand beside the constant budgets: a budget that is chosen
+online (`--target-itl-ms`), and prompts that run whole (`--no-enable-chunked-prefill`), with the stalls that chunks
+avoid. Settings alternate over rounds, so that a drift of the machine's speed meets all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALWAYS = ("--prefill-workers=0", "--split-policy=colocated", "--max-num-seqs=16"
 
 @dataclass
 class Figures:
-    """Of all requests of a setting. Latencies in ms."""
+    """The figures of all requests of one setting. Latencies are in ms."""
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
@@ -56,17 +56,17 @@ class Figures:
 
 
 async def load(target: str, seed: int, args: argparse.Namespace, figures: Figures) -> None:
-    """Closed loop: ``clients`` of them, ``requests`` in all."""
-    line = prompts(seed, args.requests, args.input_len)
+    """Run a closed loop of ``args.clients`` clients with ``args.requests`` requests in all."""
+    waiting = prompts(seed, args.requests, args.input_len)
     tokens = 0
 
     async def client_of(client: AsyncClient, delay_s: float) -> None:
         nonlocal tokens
         await asyncio.sleep(delay_s)
-        while line:
+        while waiting:
             begin, last, gaps = time.perf_counter(), 0.0, []
             async for delta in client.generate(
-                line.pop(), temperature=0.0, max_tokens=args.output_len, ignore_eos=True
+                waiting.pop(), temperature=0.0, max_tokens=args.output_len, ignore_eos=True
             ):
                 now = time.perf_counter()
                 if delta.token_ids:
@@ -86,7 +86,7 @@ async def load(target: str, seed: int, args: argparse.Namespace, figures: Figure
 
 
 def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Name, most tokens of a step, flags."""
+    """Return each setting's name, the most tokens that its steps may have, and its flags."""
     found: list[tuple[str, int, tuple[str, ...]]]
     found = [(f"budget {budget}", budget, (f"--max-num-batched-tokens={budget}",)) for budget in args.budgets]
     most = max(args.budgets)
@@ -99,7 +99,7 @@ def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A fresh cluster for each setting and round, of which the first request warms up."""
+    """Measure each setting in each round on a fresh cluster, whose first requests warm it up."""
     from testbed.cluster import served
 
     found: dict[str, Figures] = {}
@@ -117,20 +117,22 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Constant budgets as lines, the others as level lines beside them."""
+    """Draw the constant budgets as curves and the other settings as level lines beside them."""
     constant = [row for row in rows if row["setting"].startswith("budget")]
     others = [row for row in rows if row not in constant]
     ends = [min(r["max_num_batched_tokens"] for r in constant), max(r["max_num_batched_tokens"] for r in constant)]
 
     def chart(title: str, unit: str, *keys: tuple[str, str]) -> Chart:
         series: dict[str, list[tuple[float, float]]] = {}
-        for key, part in keys:
-            label = part or "constant budget"
-            series[label] = [(r["max_num_batched_tokens"], r[key][part] if part else r[key]) for r in constant]
-        key, part = keys[-1]
+        for key, percentile_key in keys:
+            label = percentile_key or "constant budget"
+            series[label] = [
+                (r["max_num_batched_tokens"], r[key][percentile_key] if percentile_key else r[key]) for r in constant
+            ]
+        key, percentile_key = keys[-1]
         for row in others:
-            value = row[key][part] if part else row[key]
-            series[f"{row['setting']} {part}".strip()] = [(float(x), value) for x in ends]
+            value = row[key][percentile_key] if percentile_key else row[key]
+            series[f"{row['setting']} {percentile_key}".strip()] = [(float(x), value) for x in ends]
         return Chart(title=title, x_label="tokens per step", y_label=unit, series=series, log_x=True)
 
     line_charts(
@@ -144,7 +146,7 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title="one decode worker, prompts beside decodes")
     for heading in ("setting", "TTFT p50/p99 ms", "ITL p50/p90/p99 ms", "worst ITL of a stream", "tok/s"):
         table.add_column(heading, justify="right")
@@ -174,8 +176,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = measure(args)
     show(rows)
-    options = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
-    save("budget", {**options, "rows": rows})
+    settings_used = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
+    save("budget", {**settings_used, "rows": rows})
     draw(rows, PICTURE)
 
 

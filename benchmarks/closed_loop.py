@@ -1,6 +1,6 @@
 """A closed loop of clients over any streaming server: `pillion bench`'s driver with one load, and the figures of a run.
 
-The driver runs on the server's own cores on a small machine; what it costs is measured (``driver_cpu_share``).
+On a small machine the driver runs on the server's own cores, so its processor time is measured (``driver_cpu_share``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pillion.loadgen.figures import summarize
 from pillion.loadgen.load import LoadConfig, LoadSession, Turn, make_sessions
 from pillion.loadgen.target import LoadTarget
 
-# Ordinary vocabulary of the demo model; special tokens come first in it.
+# Ordinary token ids of the demo model; special tokens come first in its vocabulary.
 TOKEN_RANGE = (1000, 40_000)
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoad:
-    """What is asked of a server: ``requests`` answers of ``output_tokens``, ``concurrency`` of them at any time."""
+    """A load: ``requests`` answers of ``output_tokens`` each, ``concurrency`` of them at any time."""
 
     input_tokens: int
     output_tokens: int
@@ -30,11 +30,11 @@ class ClosedLoad:
 
     @property
     def name(self) -> str:
-        """The load as "256/128 x 8": lengths in and out, and streams at once."""
+        """Name the load by tokens in, tokens out and concurrency, such as "256/128 x 8"."""
         return f"{self.input_tokens}/{self.output_tokens} x {self.concurrency}"
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """One prompt each, of random token ids, no two alike; the same for the same load and seed."""
+        """Return sessions of one random prompt each; no two prompts are alike. Load and seed determine all of them."""
         # A seed for each load: prompts of two loads must not begin alike, or a prefix cache would know them.
         own = random.Random(f"{self.name} {seed}").getrandbits(48)
         config = LoadConfig(
@@ -49,15 +49,15 @@ class ClosedLoad:
 
 
 def one_turn(prompt: Sequence[int], output_tokens: int) -> LoadSession:
-    """A session of one request."""
+    """Return a session of one request."""
     return LoadSession(0.0, (Turn(output_tokens, ids=prompt),))
 
 
 async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int) -> Run:
-    """Sends all sessions, so many at a time, and closes the target.
+    """Send all sessions, ``concurrency`` at a time, and close the target.
 
-    Raises RuntimeError for a request that failed, or an answer of another length than was asked for: rates would not
-    compare.
+    Raises RuntimeError for a request that failed, and for an answer of another length than requested, since rates
+    would not compare then.
     """
     try:
         run = await LoadDriver(target, sessions, concurrency=concurrency).run()
@@ -72,7 +72,7 @@ async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurren
 
 
 def figures(load: ClosedLoad, run: Run) -> dict[str, float]:
-    """One run in numbers: rates in tokens per second, latencies in milliseconds."""
+    """Return a run's figures: rates in tokens per second, latencies in milliseconds."""
     summary = summarize(run.records, run.duration_s)
     ttft, itl = summary["ttft_ms"], summary["itl_ms"] or {"p50": 0.0, "p99": 0.0, "max": 0.0}
     found = {

@@ -30,7 +30,7 @@ MODEL = "demo"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round's figures. Latencies in ms; transformers' `generate` shows none, so they may be empty."""
+    """One round's figures. Latencies are in ms, and empty for transformers, whose `generate` shows none."""
 
     output_tokens_per_s: float
     ttft_ms: tuple[float, ...] = ()
@@ -38,13 +38,13 @@ class Round:
 
 
 def prompts(seed: int, count: int, length: int) -> list[list[int]]:
-    """Random token ids, the same for both sides of a round."""
+    """Return ``count`` prompts of random token ids, the same for both sides of a round."""
     draw = random.Random(seed)
     return [[draw.randrange(*TOKEN_RANGE) for _ in range(length)] for _ in range(count)]
 
 
 async def run_pillion(target: str, batch: list[list[int]], max_tokens: int) -> Round:
-    """All prompts of a round at once, each on its own stream."""
+    """Send all prompts of a round at once, each on its own stream."""
     sessions = [one_turn(ids, max_tokens) for ids in batch]
     run = await measure_load(PillionTarget("", True, 0.0, target=target), sessions, len(batch))
     return Round(
@@ -55,7 +55,7 @@ async def run_pillion(target: str, batch: list[list[int]], max_tokens: int) -> R
 
 
 def run_transformers(model: Any, batch: list[list[int]], max_tokens: int) -> Round:
-    """One batched greedy `generate`."""
+    """Run one batched greedy `generate`."""
     import torch
 
     ids = torch.tensor(batch)
@@ -73,7 +73,7 @@ def run_transformers(model: Any, batch: list[list[int]], max_tokens: int) -> Rou
 
 
 def measure(target: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All concurrencies, rounds alternating between the two."""
+    """Measure all concurrencies in rounds that alternate between the two."""
     rows = []
     for concurrency in args.concurrency:
         ours: list[Round] = []
@@ -104,7 +104,7 @@ def measure(target: str, model: Any, args: argparse.Namespace) -> list[dict[str,
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title=title)
     for heading in ("streams", "pillion tok/s", "transformers tok/s", "ratio", "TTFT p50/p99 ms", "ITL p50/p99 ms"):
         table.add_column(heading, justify="right")

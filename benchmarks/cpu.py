@@ -34,7 +34,7 @@ from pillion.types import SamplingParams
 CONTEXT_TOKENS = 264
 CHUNK_TOKENS = 256
 PREFIX_TOKENS = 768
-# What the issue of the CPU engine asked for on two cores with AVX-512 BF16, in ms and tokens/s.
+# The CPU engine's targets on two cores with AVX-512 BF16, in ms and tokens/s.
 TARGETS = {
     "decode 1": 5.5,
     "decode 16": 10.5,
@@ -47,7 +47,7 @@ DECODES = (1, 2, 4, 8, 16, 32)
 
 
 def cases(bench: CpuStepBench) -> dict[str, tuple[Any, int, float]]:
-    """Name -> batch, repeats, tokens if it is a rate (0: a time)."""
+    """Return by name the batch, the repeats, and the tokens of a rate (0: the figure is a time)."""
     found: dict[str, tuple[Any, int, float]] = {
         f"decode {batch}": (bench.decode(batch, CONTEXT_TOKENS), 15, 0.0) for batch in DECODES
     }
@@ -60,7 +60,7 @@ def cases(bench: CpuStepBench) -> dict[str, tuple[Any, int, float]]:
 
 
 def measure_steps(engines: dict[str, CpuStepBench], rounds: int) -> dict[str, dict[str, Any]]:
-    """Figures of every engine and case: ms, or tokens/s of a prefill."""
+    """Return the figures of every engine and case: ms, or tokens/s of a prefill."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
     for number in range(rounds):
         for name, bench in engines.items():
@@ -73,7 +73,7 @@ def measure_steps(engines: dict[str, CpuStepBench], rounds: int) -> dict[str, di
 
 
 def measure_attention(bench: CpuStepBench, rounds: int) -> list[dict[str, Any]]:
-    """Decode attention of all layers beside the streaming read of what it reads."""
+    """Measure the decode attention of all layers beside a streaming read of the same bytes."""
     rows = []
     backend: CpuBackend = bench.backend
     for batch, context in ((16, CONTEXT_TOKENS), (16, 1024), (1, 8192)):
@@ -99,7 +99,7 @@ def measure_attention(bench: CpuStepBench, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_host(bench: CpuStepBench, batch: int, steps: int) -> dict[str, Any]:
-    """Share of a step that is not in the kernels: schedule, build, plan, sample, commit."""
+    """Measure the share of a step outside of the kernels: schedule, build, plan, sample, commit."""
     sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
     loop = DecodeLoop(bench.backend, BLOCK_SIZE, batch, CONTEXT_TOKENS, sampling)
     loop.step()
@@ -114,7 +114,7 @@ def measure_host(bench: CpuStepBench, batch: int, steps: int) -> dict[str, Any]:
 
 
 def set_against_limits(backend: CpuBackend, threads: int, steps: dict[str, Any], rounds: int) -> dict[str, float]:
-    """The processor's and the memory's limit, and what share of them prefill and a single stream's step reach."""
+    """Measure the limits of processor and memory, and the shares that prefill and a single stream's step reach."""
     found = [limits_of(backend, threads) for _ in range(rounds)]
     operations, rate = (statistics.median(values) for values in zip(*found, strict=True))
     config = backend.model.config
@@ -132,7 +132,7 @@ def set_against_limits(backend: CpuBackend, threads: int, steps: dict[str, Any],
 
 
 def show(steps: dict[str, dict[str, Any]], attention: list[dict[str, Any]], host: dict[str, Any]) -> None:
-    """The tables on the terminal."""
+    """Print the tables."""
     table = Table(title="steps: ms, prefill tokens/s; median of rounds (least .. greatest)")
     for heading in ("case", *steps, "target"):
         table.add_column(heading, justify="right")
@@ -156,7 +156,7 @@ def _cell(found: dict[str, float]) -> str:
 
 
 def load(prepared: PreparedModel, threads: int) -> dict[str, CpuStepBench]:
-    """The engines that are measured side by side."""
+    """Return the engines that are measured side by side."""
     return {
         "bf16": kernels_bench(prepared, threads),
         "int8": kernels_bench(prepared, threads, quantization="int8"),

@@ -1,4 +1,4 @@
-"""How the CPU engine starts, idles and shares: cold and warm code, the cost of an idle pool, two pools at once."""
+"""How the CPU engine starts, idles and shares cores: cold and warm code, an idle thread pool, two pools at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 8
 
 
 def measure_start(prepared: PreparedModel, threads: int) -> dict[str, float]:
-    """Seconds to get a model's kernels: compiled, and from the cache."""
+    """Measure the seconds to get a model's kernels: compiled, and from the cache."""
     model = kernels_bench(prepared, threads).backend.model
     specs = [operation.spec for operation in model.plan.operations]
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +34,7 @@ def measure_start(prepared: PreparedModel, threads: int) -> dict[str, float]:
 
 
 def measure_idle(prepared: PreparedModel, threads: int) -> float:
-    """Share of one core that a backend takes between two steps."""
+    """Measure the share of one core that a backend takes between two steps."""
     bench = kernels_bench(prepared, threads)
     bench.seconds(bench.decode(BATCH, 264), 5)
     begin = time.process_time()
@@ -43,7 +43,7 @@ def measure_idle(prepared: PreparedModel, threads: int) -> float:
 
 
 def turn(model: str, threads: int) -> None:
-    """A process of its own: decode steps for TURN_S seconds, begun when a line comes in. Prints steps per second."""
+    """Run decode steps for TURN_S seconds once a line comes in, and print steps per second: a process's main."""
     bench = kernels_bench(prepare(ModelFlags(model=model)), threads)
     batch = bench.decode(BATCH, 264)
     bench.seconds(batch, 2)
@@ -57,7 +57,7 @@ def turn(model: str, threads: int) -> None:
 
 
 def steps_per_second(model: str, threads: int, workers: int) -> list[float]:
-    """Of each of some workers that run at once."""
+    """Measure the steps per second of each of ``workers`` processes that run at once."""
     command = [sys.executable, "-m", "benchmarks.cpu_life", "--turn", "--model", model, "--threads", str(threads)]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(workers)

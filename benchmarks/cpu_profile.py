@@ -1,7 +1,7 @@
 """Where a step of the CPU kernels spends its time: each kernel run alone, over the record of a whole step.
 
-The parts do not add up to the step exactly: alone, a kernel finds in the cache what the one before it would have
-displaced, and pays for waking the thread pool once for each run.
+The kernels' times do not add up to the step exactly: alone, a kernel finds in the cache what the kernel before it
+would have displaced, and pays once for each run for waking the thread pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pillion.engine.checkpoints.prepare import prepare
 
 
 def middle_ms(call: Callable[[], None], repeats: int) -> float:
-    """Median of some runs."""
+    """Return the median milliseconds of ``repeats`` runs."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -32,7 +32,7 @@ def middle_ms(call: Callable[[], None], repeats: int) -> float:
 
 
 def main() -> None:
-    """Print a column for each batch."""
+    """Print a column for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization", default="none")

@@ -1,9 +1,9 @@
 """Service level on a CPU: Pillion beside vLLM's CPU build and llama.cpp, same model, lengths and machine, in one run.
 
 In every round each system is started (or resumed, where starting takes minutes), warmed up, measured at all loads and
-stopped (or paused), one at a time; who comes first changes from round to round. The same closed loop drives all, with
+stopped (or paused), one at a time; the order changes from round to round. The same closed loop drives all systems, with
 the same prompts in token ids and answers of exactly the same length; prompts are new in every round, so nothing comes
-from a prefix cache. A peer that is not installed is left out, with a line that says so.
+from a prefix cache. A peer that is not installed is left out, and a printed line says so.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Figures = dict[str, float]
 
 
 def quick(load: ClosedLoad) -> ClosedLoad:
-    """A load that shows whether everything works, and no more."""
+    """Return a load that is just large enough to show whether everything works."""
     return replace(load, output_tokens=QUICK_OUTPUT_TOKENS, requests=load.concurrency)
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pathlib.Path) -> list[System]:
-    """Those that are installed and wanted; says which are left out."""
+    """Return the systems that are installed and wanted; print which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
     for system in args.pillion or [f"pillion={PILLION_FLAGS}"]:
@@ -79,7 +79,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
 
 
 def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int) -> dict[str, Figures]:
-    """Figures by load's name, of one round."""
+    """Measure one round; return its figures by the load's name."""
     for load in WARM_UP:
         if system.takes(load):
             running.measure(load, seed - 1)
@@ -94,7 +94,7 @@ def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad],
 
 
 def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
-    """Started until ``stack`` is closed, and paused if it can be."""
+    """Start a system until ``stack`` is closed, and pause it if it can be paused."""
     begin = time.perf_counter()
     running = stack.enter_context(system.running())
     running.pause()
@@ -106,13 +106,13 @@ def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
 def all_rounds(
     wanted: Sequence[System], loads: Sequence[ClosedLoad], rounds: int
 ) -> tuple[dict[tuple[str, str], list[Figures]], dict[str, Any]]:
-    """Figures of each round by (load, system), and what each system is."""
+    """Return the figures of all rounds by (load, system), and a description of each system."""
     found: dict[tuple[str, str], list[Figures]] = {}
     about: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         staying = {system.name: start(system, stack) for system in wanted if system.stays}
         for index in range(rounds):
-            # Two seeds a round, one of them the warm-up's.
+            # Each round has two seeds, one of them for the warm-up.
             turn, seed = index % len(wanted), 2 * index + 1
             for system in (*wanted[turn:], *wanted[:turn]):
                 with contextlib.ExitStack() as this_turn:
@@ -133,7 +133,7 @@ def all_rounds(
 def rows_of(
     found: dict[tuple[str, str], list[Figures]], loads: Sequence[ClosedLoad], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """One row per load and system: every figure's spread over the rounds, and the rate over the reference's."""
+    """Return a row per load and system: each figure's spread over the rounds, and its rate over the reference's."""
     rows = []
     for load in loads:
         reference = found.get((load.name, REFERENCE))
@@ -155,7 +155,7 @@ def rows_of(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Two tables on the terminal: the loads, and one stream alone."""
+    """Print two tables: all loads, and one stream alone."""
     headings = ("load", "system", "tokens/s", f"over {REFERENCE}", "TTFT p50/p99 ms", "ITL p50/p99/max ms")
     table = Table(*headings, title="Tokens in/out x streams: medians of the rounds (least-greatest)")
     alone = Table("system", "prefill tokens/s", "decode tokens/s", "driver", title="One stream, without its prompt")
@@ -180,12 +180,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def cell(found: dict[str, float], digits: int = 0) -> str:
-    """Median (least-greatest)."""
+    """Format a spread as "median (least-greatest)"."""
     return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--pillion", action="append", metavar="NAME=FLAGS", help=f"repeatable; default: pillion={PILLION_FLAGS}"
@@ -208,7 +208,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write results/cpu_service.json."""
     args = arguments()
-    # Paused processes would outlive a driver that is told to end.
+    # Without this, paused processes would outlive a driver that gets SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     from pillion.config import ModelFlags

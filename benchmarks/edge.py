@@ -1,11 +1,11 @@
-"""`python -m benchmarks.edge`: what the gateway itself can carry, and what it adds.
+"""`python -m benchmarks.edge`: the throughput of the gateway itself, and the latency that it adds.
 
 A decode worker that computes nothing sends batches of one token for each stream; the real gateway, pinned to one core,
 makes server-sent events or gRPC messages of them; the clients share the other core with the worker and only count.
-Throughput is measured as fast as it goes, latency at a fixed rate: from the worker's send to the client's read.
+Throughput is measured at full speed, and latency, from the worker's send to the client's read, at a fixed rate.
 
-On a machine with two cores the worker and the clients can be the limit. So each rate is told twice: by the clock, and
-by the processor time that the gateway's process spent, which is what it could carry if it had the core to itself.
+On a machine with two cores the worker and the clients can be the limit. So each rate is given twice: by the clock, and
+by the processor time of the gateway's process, which is the rate that the gateway could carry on a core of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import grpc.aio
 import psutil
 from rich.table import Table
 
-from benchmarks.edge_parts import MODEL
+from benchmarks.edge_processes import MODEL
 from benchmarks.report import save, show_table
 from pillion.loadgen.figures import percentile
 from pillion.v1 import common_pb2, gateway_pb2
@@ -45,10 +45,10 @@ END = b"data: [DONE]"
 
 
 @dataclass(slots=True)
-class EdgeStream:
-    """What a client saw: what came when, as it came; it is only read when all is over.
+class ReceivedStream:
+    """A stream as its client received it: raw data with times, which is parsed only when all streams have ended.
 
-    ``arrived`` is then when each token came, ``messages`` in how many events or messages.
+    After parsing, ``arrived`` has the time of each token and ``messages`` the number of events or messages.
     """
 
     came: list[tuple[float, bytes]] = field(default_factory=list)
@@ -57,14 +57,14 @@ class EdgeStream:
     ended: float = 0.0
 
     def read_events(self) -> None:
-        """Of server-sent events, which may be cut anywhere."""
+        """Parse server-sent events, which may be cut anywhere."""
         ends = list(itertools.accumulate(len(data) for _, data in self.came))
         for event in TEXT.finditer(b"".join(data for _, data in self.came)):
             moment = self.came[bisect.bisect_left(ends, event.end())][0]
             self._add(moment, len(event[1]))
 
     def read_messages(self) -> None:
-        """Of gRPC."""
+        """Parse gRPC messages."""
         for moment, data in self.came:
             self._add(moment, len(gateway_pb2.GenerateResponse.FromString(data).token_ids))
 
@@ -74,9 +74,9 @@ class EdgeStream:
 
 
 class SseClient(asyncio.Protocol):
-    """Asks for one completion and keeps what comes, with next to no work."""
+    """A client of one completion that keeps the raw answer, with next to no work of its own."""
 
-    def __init__(self, body: bytes, stream: EdgeStream) -> None:
+    def __init__(self, body: bytes, stream: ReceivedStream) -> None:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         self._stream = stream
@@ -84,15 +84,15 @@ class SseClient(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
-        """Sends the request."""
+        """Send the request."""
         self._transport = transport
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Keeps it."""
+        """Keep the data with its time."""
         now = time.monotonic()
         self._stream.came.append((now, data))
-        # The end may be cut in two.
+        # The terminating event may be cut in two.
         self._last = self._last[-len(END) :] + data[-2 * len(END) :]
         if END in self._last:
             self._stream.ended = now
@@ -100,13 +100,13 @@ class SseClient(asyncio.Protocol):
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An early end is an error."""
+        """Fail the stream if the connection ends before the last event."""
         if not self.done.done():
             self.done.set_exception(exc or RuntimeError("the gateway closed the connection"))
 
 
-async def read_sse(address: str, tokens: int, stream: EdgeStream) -> None:
-    """One stream of completions."""
+async def read_sse(address: str, tokens: int, stream: ReceivedStream) -> None:
+    """Read one stream of server-sent events."""
     host, _, port = address.rpartition(":")
     asked = {"model": MODEL, "prompt": "hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     loop = asyncio.get_running_loop()
@@ -114,8 +114,8 @@ async def read_sse(address: str, tokens: int, stream: EdgeStream) -> None:
     await client.done
 
 
-async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: EdgeStream) -> None:
-    """One stream of gRPC messages, which are kept as they are."""
+async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: ReceivedStream) -> None:
+    """Read one stream of gRPC messages and keep them serialized."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = gateway_pb2.GenerateRequest(model=MODEL, text="hello", sampling=sampling)
     generate: Any = channel.unary_stream("/pillion.v1.Gateway/Generate")
@@ -125,20 +125,20 @@ async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: EdgeStream) 
     stream.ended = time.monotonic()
 
 
-async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[EdgeStream]:
-    """All streams at once."""
-    seen = [EdgeStream() for _ in range(streams)]
+async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[ReceivedStream]:
+    """Read all streams at once."""
+    received = [ReceivedStream() for _ in range(streams)]
     if kind == "sse":
-        await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in seen))
+        await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in received))
     else:
         async with grpc.aio.insecure_channel(ports["grpc"]) as channel:
-            await asyncio.gather(*(read_grpc(channel, tokens, stream) for stream in seen))
-    return seen
+            await asyncio.gather(*(read_grpc(channel, tokens, stream) for stream in received))
+    return received
 
 
-def read(kind: str, seen: list[EdgeStream], tokens: int) -> None:
-    """What came. Raises RuntimeError where a stream has not all of its tokens."""
-    for stream in seen:
+def read(kind: str, received: list[ReceivedStream], tokens: int) -> None:
+    """Parse all received streams. Raises RuntimeError where a stream has not all of its tokens."""
+    for stream in received:
         stream.read_events() if kind == "sse" else stream.read_messages()
         if len(stream.arrived) != tokens:
             raise RuntimeError(f"a stream of {tokens} tokens brought {len(stream.arrived)}")
@@ -146,7 +146,7 @@ def read(kind: str, seen: list[EdgeStream], tokens: int) -> None:
 
 @contextlib.contextmanager
 def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.Process]]:
-    """Redis, the worker and the gateway; their folder and the gateway's process."""
+    """Run Redis, the worker and the gateway; yields their folder and the gateway's process."""
     with tempfile.TemporaryDirectory(prefix="edge-") as name, running_redis() as redis:
         folder = pathlib.Path(name)
         commands = {
@@ -156,7 +156,7 @@ def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.
         started: list[subprocess.Popen[bytes]] = []
         try:
             for role, (core, rest) in commands.items():
-                command = [sys.executable, "-m", "benchmarks.edge_parts", role, name, redis.url, *rest]
+                command = [sys.executable, "-m", "benchmarks.edge_processes", role, name, redis.url, *rest]
                 started.append(subprocess.Popen(command, env={**os.environ, "EDGE_CORE": str(core)}))
             await_file(folder / "ports.json", started)
             yield folder, psutil.Process(started[1].pid)
@@ -167,7 +167,7 @@ def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.
 
 
 def await_file(path: pathlib.Path, processes: list[subprocess.Popen[bytes]]) -> Any:
-    """What is in it, as soon as it is there. Raises RuntimeError."""
+    """Return a JSON file's content as soon as the file is there. Raises RuntimeError where a process fails."""
     until = time.monotonic() + START_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > until or any(process.poll() is not None for process in processes):
@@ -177,15 +177,15 @@ def await_file(path: pathlib.Path, processes: list[subprocess.Popen[bytes]]) -> 
 
 
 def throughput(kind: str, streams: int, tokens: int) -> dict[str, Any]:
-    """As fast as it goes, once."""
+    """Measure the rate of ``streams`` streams at full speed, once."""
     with running(streams, 0.0) as (folder, gateway):
         ports = json.loads((folder / "ports.json").read_text())
         before = sum(gateway.cpu_times()[:2])
-        seen = asyncio.run(read_all(kind, ports, streams, tokens))
+        received = asyncio.run(read_all(kind, ports, streams, tokens))
         cpu_s = sum(gateway.cpu_times()[:2]) - before
-    read(kind, seen, tokens)
-    first, last = min(stream.arrived[0] for stream in seen), max(stream.ended for stream in seen)
-    messages, total = sum(stream.messages for stream in seen), streams * tokens
+    read(kind, received, tokens)
+    first, last = min(stream.arrived[0] for stream in received), max(stream.ended for stream in received)
+    messages, total = sum(stream.messages for stream in received), streams * tokens
     return {
         "kind": kind,
         "streams": streams,
@@ -198,26 +198,26 @@ def throughput(kind: str, streams: int, tokens: int) -> dict[str, Any]:
 
 
 def latency(kind: str, streams: int, tokens: int, tokens_per_s: int) -> dict[str, Any]:
-    """From the worker's send to the client's read, at a fixed rate over all streams."""
+    """Measure the time from the worker's send to the client's read, at a fixed rate over all streams."""
     with running(streams, streams / tokens_per_s) as (folder, _):
         ports = json.loads((folder / "ports.json").read_text())
-        seen = asyncio.run(read_all(kind, ports, streams, tokens))
+        received = asyncio.run(read_all(kind, ports, streams, tokens))
         sent = await_file(folder / "times.json", [])
-    read(kind, seen, tokens)
-    # The first tokens meet the requests' own work.
-    pairs = [list(zip(stream.arrived, sent, strict=True))[8:] for stream in seen]
+    read(kind, received, tokens)
+    # The first tokens compete with the admission of the requests.
+    pairs = [list(zip(stream.arrived, sent, strict=True))[8:] for stream in received]
     added = [(came - went) * 1000 for stream in pairs for came, went in stream]
     return {
         "kind": kind,
         "streams": streams,
         "tokens_per_s": tokens_per_s,
-        "tokens_per_message": round(streams * tokens / sum(stream.messages for stream in seen), 3),
+        "tokens_per_message": round(streams * tokens / sum(stream.messages for stream in received), 3),
         "added_ms": {f"p{percent}": round(percentile(added, percent), 3) for percent in (50, 90, 99)},
     }
 
 
 def show(rates: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
-    """Two tables."""
+    """Print a table of rates and a table of latencies."""
     table = Table(title="As fast as it goes, gateway on one core")
     for column in ("", "streams", "tokens/s", "messages/s", "tokens per gateway CPU s", "messages per gateway CPU s"):
         table.add_column(column, justify="right")
@@ -236,7 +236,7 @@ def show(rates: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Prints, and writes results/edge.json."""
+    """Measure, print, write results/edge.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4000, help="tokens of each stream, as fast as it goes")

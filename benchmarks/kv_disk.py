@@ -1,9 +1,9 @@
 """The disk tier beside plain files: bytes written and read per second, and how long a node needs to start with many
 blocks on its disk.
 
-The plain figures write one file from end to end and read it again, by the same calls and in pieces of a block, without
+The plain figures write one file from end to end and read it again, block by block with the same system calls, without
 header, checksum, rename or one file per block. Reads come from the page cache unless it is dropped (``--cold``, root
-only): a tier that is slower there is slower for reasons of its own. Rounds alternate.
+only), so a difference is due to the tier and not to the device. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pillion.kvstore.tiers.tiers import BlockName
 
 NAMESPACE = bytes(32)
 MIB = 2**20
-# One store or load of the tier.
+# Blocks of one store or load of the tier.
 BATCH_BYTES = 16 * MIB
 
 
@@ -37,7 +37,7 @@ async def opened(path: pathlib.Path, block_bytes: int, max_bytes: int) -> DiskTi
 
 
 def blocks_of(count: int, block_bytes: int) -> list[tuple[BlockName, memoryview]]:
-    """One chain, with bytes that differ."""
+    """Return the blocks of one chain, each with bytes of its own."""
     data = random.Random(1).randbytes(block_bytes)
     made, parent = [], b""
     for number in range(count):
@@ -45,7 +45,7 @@ def blocks_of(count: int, block_bytes: int) -> list[tuple[BlockName, memoryview]
         payload = memoryview(number.to_bytes(8, "big") + data[8:])
         made.append((BlockName(block_hash, parent, block_hash, block_checksum(payload)), payload))
         parent = block_hash
-    # The first digits choose the folder; a hash has them at random.
+    # The first digits choose the folder, so they are random as in a real hash.
     return [(BlockName(n.hash[::-1], n.parent[::-1], n.segment[::-1], n.checksum), p) for n, p in made]
 
 
@@ -56,7 +56,7 @@ def drop_cache(cold: bool) -> None:
 
 
 def plain(path: pathlib.Path, blocks: list[tuple[BlockName, memoryview]], cold: bool) -> tuple[float, float]:
-    """Bytes per second written and read."""
+    """Write and read one plain file; return the bytes per second of both."""
     total = sum(len(data) for _, data in blocks)
     target = memoryview(bytearray(len(blocks[0][1])))
     begin = time.perf_counter()
@@ -75,7 +75,7 @@ def plain(path: pathlib.Path, blocks: list[tuple[BlockName, memoryview]], cold: 
 
 
 async def tiered(path: pathlib.Path, blocks: list[tuple[BlockName, memoryview]], cold: bool) -> tuple[float, float]:
-    """The same through the tier; reads go to other memory, one batch after the other."""
+    """Store and load the blocks through the tier, batch by batch; return the bytes per second of both."""
     block_bytes = len(blocks[0][1])
     total = sum(len(data) for _, data in blocks)
     tier = await opened(path / "tier", block_bytes, 4 * total)
@@ -97,7 +97,7 @@ async def tiered(path: pathlib.Path, blocks: list[tuple[BlockName, memoryview]],
 
 
 async def restart(path: pathlib.Path, count: int, block_bytes: int, cold: bool) -> tuple[float, float]:
-    """Seconds until a tier with ``count`` blocks serves, and until it has named them all."""
+    """Measure the seconds until a tier with ``count`` blocks serves, and until it has announced them all."""
     blocks = blocks_of(count, block_bytes)
     bound = count * (block_bytes + 8192)
     tier = await opened(path, block_bytes, bound)
@@ -142,7 +142,7 @@ async def measure(args: argparse.Namespace, path: pathlib.Path) -> dict[str, Any
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title="disk tier, MiB/s (median of rounds)")
     for heading in ("block", "plain write", "tier write", "share", "plain read", "tier read", "share"):
         table.add_column(heading, justify="right")

@@ -1,8 +1,8 @@
 """Eviction policies over a trace: the share of prompt blocks that pools of several sizes find, and a policy's cost.
 
-Every request goes through the real ledger: admitted, its missing blocks leased and committed, and its ticket let go
-when ``--in-flight`` others have come, or when their memory is needed. A pool's size is given as a share of all
-different blocks of the trace; the bound is what a pool without end would find.
+Every request goes through the real ledger: it is admitted, its missing blocks are leased and committed, and its ticket
+is released after ``--in-flight`` more requests, or when their memory is needed. A pool's size is a share of all
+different blocks of the trace; the bound is the share that an infinite pool would find.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COST_BLOCKS, COST_CHAIN = 200_000, 100
 
 
 def serve(trace: Sequence[TraceRequest], policy: str, num_slots: int, in_flight: int) -> float:
-    """The share of blocks that were there when a request came."""
+    """Replay a trace; return the share of blocks that were cached when their request came."""
     ids = itertools.count(1)
     ledger = Ledger(ids.__next__, 0, make_policy(policy))
     ledger.shape(num_slots)
@@ -58,7 +58,7 @@ def serve(trace: Sequence[TraceRequest], policy: str, num_slots: int, in_flight:
 
 
 def cost(policy_name: str) -> dict[str, float]:
-    """ns per block of: being let go the first and the second time, being pinned again, being evicted."""
+    """Measure ns per block of a first unpin, a pin, a second unpin and an eviction."""
     chains: list[list[Block]] = []
     for _ in range(COST_BLOCKS // COST_CHAIN):
         chain: list[Block] = []
@@ -68,23 +68,23 @@ def cost(policy_name: str) -> dict[str, float]:
         chains.append(chain[::-1])
     blocks = [block for chain in chains for block in chain]
     policy = make_policy(policy_name)
-    cost_ns: dict[str, float] = {}
+    costs_ns: dict[str, float] = {}
 
     def timed(name: str, work: Any, each: Sequence[Block]) -> None:
         begin = time.perf_counter()
         for block in each:
             work(block)
-        cost_ns[name] = (time.perf_counter() - begin) * 1e9 / len(each)
+        costs_ns[name] = (time.perf_counter() - begin) * 1e9 / len(each)
 
     timed("let_go_first", policy.add, blocks)
     timed("pin", policy.remove, blocks)
     timed("let_go_again", policy.add, blocks)
     timed("evict", lambda _: policy.pop(), blocks)
-    return cost_ns
+    return costs_ns
 
 
 def show(result: dict[str, Any]) -> None:
-    """Two tables on the terminal."""
+    """Print a table of hit rates and a table of costs."""
     table = Table(title=f"blocks found, of {result['blocks']} asked for by {result['requests']} requests")
     table.add_column("pool, share of all blocks", justify="right")
     for policy in POLICIES:
@@ -97,8 +97,8 @@ def show(result: dict[str, Any]) -> None:
     costs = Table(title="ns per block")
     for heading in ("policy", "let go first", "let go again", "pinned", "evicted"):
         costs.add_column(heading, justify="right")
-    for policy, cost_ns in result["ns_per_block"].items():
-        costs.add_row(policy, *(f"{cost_ns[key]:.0f}" for key in ("let_go_first", "let_go_again", "pin", "evict")))
+    for policy, costs_ns in result["ns_per_block"].items():
+        costs.add_row(policy, *(f"{costs_ns[key]:.0f}" for key in ("let_go_first", "let_go_again", "pin", "evict")))
     show_table(costs)
 
 

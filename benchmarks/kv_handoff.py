@@ -1,10 +1,9 @@
 """`python -m benchmarks.kv_handoff`: from the last chunk's commit on a prefill worker to the first step on the decode
 worker, in the real cluster. No block is copied on the way: the pool is one memory, and slot numbers change hands.
 
-The times are the components' own, from the trace: from the end of the last kv.commit to the start of
-decode.prompt_tail. The cluster is idle but for one request at a time, so nothing else is in the step. Beside it stands
-a floor of the same run: three empty calls between processes, for the way holds three (the worker's word, the gateway's
-submit, the decode worker's adopt).
+The times come from the components' own traces: from the end of the last `kv.commit` span to the start of the
+`decode.prompt_tail` span. The cluster runs one request at a time, so nothing else is in the step. Beside the hand-off
+stands a floor of the same run: HOPS empty calls, one after the other, between two processes.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from testbed.cluster import ServedCluster, served
 from testbed.otlp import EXPORT_DELAY_MS, Receiver, collecting
 
 MODEL = "demo"
-# For the last spans to arrive.
+# The exporters send the last spans within this time.
 SETTLE_S = 2.0
 HOPS = 3
 
 
 def handoffs_ms(receiver: Receiver) -> list[float]:
-    """Of every request whose two ends were seen: its last commit on the prefill worker, its first step on the other."""
+    """Return each traced request's time from its last commit on the prefill worker to its first decode step."""
     found = []
     for trace in receiver.traces().values():
         committed = [s.end_time_unix_nano for name, s in trace if (name, s.name) == ("pillion-prefill", "kv.commit")]
@@ -47,7 +46,7 @@ def handoffs_ms(receiver: Receiver) -> list[float]:
 
 @contextmanager
 def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
-    """A receiver that the standard variables point at while this lasts; see :meth:`Receiver.environ`."""
+    """Run a receiver and point the standard variables at it meanwhile; see :meth:`Receiver.environ`."""
     with collecting() as receiver:
         variables = receiver.environ(delay_ms)
         os.environ.update(variables)
@@ -104,7 +103,7 @@ async def _empty_calls(target: str) -> dict[str, float]:
 
 
 def _bytes_between_nodes(cluster: ServedCluster) -> int:
-    """Blocks that any node fetched or wrote to a lower tier, in bytes."""
+    """Return the bytes of all blocks that a node fetched or wrote to a lower tier."""
     status = cluster.node_status()
     return int((status.fetched_blocks + status.restored_blocks + status.spilled_blocks) * status.block_bytes)
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.kv_index`: the index in a real Redis: look-ups, announcements, memory, and hashing.
 
-Chains of 2,048 blocks, a prompt of 32,768 tokens each, are announced until Redis holds what was asked for; then random
-ones of them are looked up, one at a time. Every look-up is followed by a PING on the same connections: what the way to
-Redis costs, apart from the question. The server's own time comes from INFO commandstats.
+Chains of 2,048 blocks, a prompt of 32,768 tokens each, are announced until Redis holds ``--blocks``; then random chains
+are looked up, one at a time. Every look-up is followed by a PING on the same connections, which shows the cost of the
+way to Redis alone. The server's own time comes from INFO commandstats.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 32_768
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 TTL_MS = 3_600_000
 VOCAB = 128_000
-# The other shape: many short conversations behind one system prompt.
+# The other shape of data: many short conversations behind one system prompt.
 SHARED_BLOCKS, OWN_BLOCKS = 20, 30
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def hashing(rounds: int) -> dict[str, float]:
-    """Milliseconds for the block hashes of one prompt."""
+    """Measure the milliseconds for the block hashes of one prompt."""
     tokens = [random.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
     root, taken = secrets.token_bytes(HASH_BYTES), []
     for _ in range(rounds):
@@ -71,7 +71,7 @@ def hashing(rounds: int) -> dict[str, float]:
 
 
 async def one_server(blocks: int, lookups: int) -> dict[str, Any]:
-    """Everything about one Redis that holds ``blocks``."""
+    """Measure look-ups, announcements, sweeps and memory of one Redis that holds ``blocks``."""
     with running_redis() as redis:
         async with components(redis.url) as (index, writer, registry):
             entry = await register(registry, "a", 1)
@@ -102,14 +102,14 @@ async def one_server(blocks: int, lookups: int) -> dict[str, Any]:
 
 
 async def popular(registry: Registry, writer: IndexWriter, chain: bytes) -> None:
-    """As many other nodes as the index keeps for a block have the first half of ``chain``."""
+    """Announce the first half of ``chain`` for as many other nodes as the index keeps for a block."""
     for number in range(keys.MAX_ENTRIES_PER_BLOCK - 1):
         entry = await register(registry, f"n{number}", 100 + number)
         await announce(writer, entry, chain, PROMPT_BLOCKS // 2 - 7 * number)
 
 
 async def sweeping(redis: RedisServer, registry: Registry, writer: IndexWriter) -> dict[str, Any]:
-    """Server's time of sweeps that find nothing to do."""
+    """Measure the server's time of sweeps that find nothing to do."""
 
     async def live() -> frozenset[bytes]:
         return (await registry.nodes()).entries()
@@ -125,7 +125,7 @@ async def sweeping(redis: RedisServer, registry: Registry, writer: IndexWriter) 
 
 
 async def one_beginning(blocks: int) -> dict[str, Any]:
-    """Memory where all chains share their first blocks, and with them a bucket."""
+    """Measure the memory where all chains share their first blocks, and so one bucket."""
     with running_redis() as redis:
         async with components(redis.url) as (_, writer, registry):
             entry = await register(registry, "a", 1)
@@ -148,7 +148,7 @@ async def one_beginning(blocks: int) -> dict[str, Any]:
 
 
 async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
-    """Look-ups in a Cluster: a call for every segment, pipelined to each shard."""
+    """Measure look-ups in a Redis Cluster: a call for every segment, pipelined to each shard."""
     with running_cluster() as servers:
         async with components("redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)) as made:
             index, writer, registry = made
@@ -162,33 +162,33 @@ async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
     return {"blocks": blocks, "announced_blocks_per_s": rate, "hit_ms": figures(hit), "miss_ms": figures(miss)}
 
 
-# -- shared
+# Helpers of all measurements
 
 
 @contextlib.asynccontextmanager
 async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Registry]]:
-    """A gateway's side, a node's side, and the registry."""
+    """Connect to Redis as a gateway (index), as a node (index writer), and as the registry."""
     made = (Index(url), IndexWriter(url), Registry(url, TTL_MS))
     yield made
-    for part in made:
-        await part.aclose()
+    for component in made:
+        await component.aclose()
 
 
 async def register(registry: Registry, node_id: str, boot_epoch: int) -> bytes:
-    """The node's entry."""
+    """Register a node; return its entry."""
     record = ComponentRecord(component_id=node_id, role="kvnode", address="x", node_id=node_id, boot_epoch=boot_epoch)
     return (await registry.heartbeat(record)).node_number + struct.pack(">I", boot_epoch)
 
 
 def whole_chain() -> bytes:
-    """The hashes of a prompt that nobody else has."""
+    """Return the hashes of a prompt that is new."""
     return chain_hashes(secrets.token_bytes(HASH_BYTES), range(PROMPT_BLOCKS), 1)
 
 
 async def announce(
     writer: IndexWriter, entry: bytes, chain: bytes, blocks: int = PROMPT_BLOCKS, first: int = 0
 ) -> bytes:
-    """Tells the index of ``first`` .. ``blocks`` of a chain. Returns the chain."""
+    """Announce the blocks ``first`` .. ``blocks`` of a chain to the index; return the chain."""
     hashes = split_hashes(chain)[:blocks]
     segments = [hashes[i // SEGMENT_BLOCKS * SEGMENT_BLOCKS] for i in range(len(hashes))]
     events = [IndexEvent(block, True, segment) for block, segment in zip(hashes, segments, strict=True)][first:]
@@ -198,7 +198,7 @@ async def announce(
 
 
 async def look_up(index: Index, chains: Sequence[bytes], times: int, blocks: int) -> tuple[list[float], list[float]]:
-    """Seconds of each look-up, which must find ``blocks``, and of a PING after it."""
+    """Return the seconds of each look-up, which must find ``blocks``, and of the PING after each."""
     client: Any = index._link._client
     taken, pings = [], []
     await index.longest_prefix(chains[0])
@@ -217,27 +217,27 @@ async def look_up(index: Index, chains: Sequence[bytes], times: int, blocks: int
 
 
 def figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Return percentiles in milliseconds."""
     marks = {"min": 0.0, "p50": 50.0, "p99": 99.0}
     return {name: round(percentile(seconds, mark) * 1e3, 3) for name, mark in marks.items()}
 
 
 def used_bytes(redis: RedisServer) -> int:
-    """What Redis has allocated."""
+    """Return the bytes that Redis has allocated."""
     info = redis.command("INFO", "memory")
     assert isinstance(info, dict)
     return int(info["used_memory"])
 
 
 def server_us(redis: RedisServer) -> float:
-    """Microseconds per script since the last RESETSTAT."""
+    """Return the server's microseconds per script since the last RESETSTAT."""
     stats = redis.command("INFO", "commandstats")
     assert isinstance(stats, dict)
     return float(stats["cmdstat_evalsha"]["usec_per_call"])
 
 
 def show(result: dict[str, Any]) -> None:
-    """Two tables."""
+    """Print a table of look-ups and a table of announcements and memory."""
     times = Table("milliseconds", "min", "p50", "p99", title=f"a prompt of {PROMPT_TOKENS} tokens")
     one, other = result["one_server"], result.get("cluster_of_3")
     rows = {"hashing": result["hashing_ms"], "look-up, all known": one["hit_ms"], "PING": one["ping_ms"]}

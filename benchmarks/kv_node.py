@@ -1,7 +1,7 @@
 """`python -m benchmarks.kv_node`: what a KV node's calls cost, over real gRPC to a node of its own process.
 
-Beside each figure stands its floor in the same run: an empty call to the same node. Blocks are tiny and never written:
-these calls move slot numbers only.
+Beside each figure stands its floor in the same run: an empty call to the same node. Blocks are tiny and never written,
+since these calls move slot numbers only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ROOT = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLoad:
-    """A client that is gateway and worker in one."""
+class TicketDriver:
+    """A client of the node that acts as gateway and as worker."""
 
     client: NodeClient
     session: NodeSession
@@ -50,12 +50,12 @@ class NodeLoad:
     seed: Iterator[int]
 
     def prompt(self, blocks: int) -> bytes:
-        """Hashes that nobody had before."""
+        """Return the block hashes of a new prompt."""
         first = next(self.seed)
         return chain_hashes(ROOT, [first, *range(blocks - 1)], 1)
 
     async def fill(self, hashes: bytes, batch: int) -> int:
-        """Opens a ticket, leases its slots and commits the whole chain, ``batch`` blocks a call; returns the ticket."""
+        """Open a ticket, lease its slots and commit the chain, ``batch`` blocks a call; return the ticket's id."""
         count = len(hashes) // HASH_BYTES
         ticket = await self.client.open_ticket(self.session.epoch, hashes, count + 1)
         slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, count)).leased_slots
@@ -65,7 +65,7 @@ class NodeLoad:
         return ticket.ticket_id
 
     async def commit(self, ticket_id: int, slots: tuple[int, ...], hashes: bytes) -> float:
-        """Commits blocks behind the ticket's tail; returns the seconds it took."""
+        """Commit blocks behind the ticket's tail; return the seconds of the call."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(self.worker.epoch, [CommitRun(ticket_id, slots, hashes)])
         seconds = time.perf_counter() - begin
@@ -73,7 +73,7 @@ class NodeLoad:
         return seconds
 
     async def release(self, ticket_id: int) -> None:
-        """Both holds."""
+        """Release the ticket as gateway and as worker."""
         for epoch in (self.session.epoch, self.worker.epoch):
             await self.client.release(epoch, [ticket_id])
 
@@ -111,22 +111,22 @@ def running_node() -> Iterator[str]:
 
 
 async def measure(folder: str, rounds: int) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     worker = await asyncio.to_thread(
         attach, f"{folder}/attach.sock", component_id="bench", role="decode", block_bytes=BLOCK_BYTES, timeout_s=20.0
     )
     client = NodeClient(worker.node_address, "bench")
     session = await client.open_session()
-    line = NodeLoad(client, session, worker, itertools.count(1))
+    driver = TicketDriver(client, session, worker, itertools.count(1))
     try:
         return {
             "calls": [
                 await _call("empty call (heartbeat)", "", rounds, lambda: client.heartbeat(worker.epoch)),
-                await _commits(line, rounds),
-                await _pins(line, rounds),
+                await _commits(driver, rounds),
+                await _pins(driver, rounds),
                 await _tail_pins(rounds),
             ],
-            "lease_commit_blocks_per_s": spread([await _throughput(line) for _ in range(rounds)]),
+            "lease_commit_blocks_per_s": spread([await _throughput(driver) for _ in range(rounds)]),
         }
     finally:
         await session.aclose()
@@ -141,7 +141,7 @@ async def _call(name: str, target: str, rounds: int, work: Callable[[], Awaitabl
         for _ in range(times):
             begin = time.perf_counter()
             answer = await work()
-            # Work that measures a part of itself says so.
+            # Some work returns its own seconds, where preparation does not count.
             seconds.append(answer if isinstance(answer, float) else time.perf_counter() - begin)
         samples.append(seconds)
     return {
@@ -152,32 +152,32 @@ async def _call(name: str, target: str, rounds: int, work: Callable[[], Awaitabl
     }
 
 
-async def _commits(line: NodeLoad, rounds: int) -> Any:
+async def _commits(driver: TicketDriver, rounds: int) -> Any:
     async def once() -> float:
-        hashes = line.prompt(COMMIT_BLOCKS)
-        ticket = await line.client.open_ticket(line.session.epoch, hashes, COMMIT_BLOCKS + 1)
-        adopted = await line.client.adopt(line.worker.epoch, ticket.ticket_id, COMMIT_BLOCKS)
-        seconds = await line.commit(ticket.ticket_id, adopted.leased_slots, hashes)
-        await line.release(ticket.ticket_id)
+        hashes = driver.prompt(COMMIT_BLOCKS)
+        ticket = await driver.client.open_ticket(driver.session.epoch, hashes, COMMIT_BLOCKS + 1)
+        adopted = await driver.client.adopt(driver.worker.epoch, ticket.ticket_id, COMMIT_BLOCKS)
+        seconds = await driver.commit(ticket.ticket_id, adopted.leased_slots, hashes)
+        await driver.release(ticket.ticket_id)
         return seconds
 
     return await _call(f"commit of {COMMIT_BLOCKS} blocks", "< 0.5 p50", rounds, once)
 
 
-async def _pins(line: NodeLoad, rounds: int) -> Any:
-    hashes = line.prompt(CHAIN_BLOCKS)
-    await line.release(await line.fill(hashes, BATCH_BLOCKS))
+async def _pins(driver: TicketDriver, rounds: int) -> Any:
+    hashes = driver.prompt(CHAIN_BLOCKS)
+    await driver.release(await driver.fill(hashes, BATCH_BLOCKS))
 
     async def once() -> None:
-        ticket = await line.client.open_ticket(line.session.epoch, hashes, CHAIN_BLOCKS + 1)
+        ticket = await driver.client.open_ticket(driver.session.epoch, hashes, CHAIN_BLOCKS + 1)
         assert ticket.pinned_blocks == CHAIN_BLOCKS
-        await line.client.release(line.session.epoch, [ticket.ticket_id])
+        await driver.client.release(driver.session.epoch, [ticket.ticket_id])
 
     return await _call(f"open + release a ticket on {CHAIN_BLOCKS} blocks", "", rounds, once, times=100)
 
 
 async def _tail_pins(rounds: int) -> Any:
-    """The ledger's own part, in this process: the pin of a chain by its tail, that nothing else protects."""
+    """Measure, in this process, the ledger's pin of a chain by its tail, which nothing else pins."""
     ledger = Ledger(itertools.count(1).__next__, 10)
     ledger.shape(NUM_SLOTS)
     holder = ledger.attach("bench", SESSION)
@@ -197,13 +197,13 @@ async def _tail_pins(rounds: int) -> Any:
     return await _call(f"pin + unpin {CHAIN_BLOCKS} blocks by their tail (no call)", "< 1 p50", rounds, once)
 
 
-async def _throughput(line: NodeLoad) -> float:
-    """Blocks per second, some requests side by side: the client's own work is not on the way then."""
-    prompts = [line.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
+async def _throughput(driver: TicketDriver) -> float:
+    """Measure blocks per second with REQUESTS requests side by side, which hides the client's own work."""
+    prompts = [driver.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
 
     async def some(mine: list[bytes]) -> None:
         for hashes in mine:
-            await line.release(await line.fill(hashes, BATCH_BLOCKS))
+            await driver.release(await driver.fill(hashes, BATCH_BLOCKS))
 
     begin = time.perf_counter()
     await asyncio.gather(*(some(prompts[at::REQUESTS]) for at in range(REQUESTS)))

@@ -1,7 +1,7 @@
 """How fast blocks come from another process's pool: NIXL and gRPC beside memcpy, for requests of several sizes.
 
-    memcpy   one thread copies the same pieces between two mapped pools of its own process
-    kernel   process_vm_readv alone, piece by piece: the most that UCX's "cma" can give between two processes
+    memcpy   one thread copies the same blocks between two mapped pools of its own process
+    kernel   process_vm_readv alone, block by block: the upper limit of UCX's "cma" between two processes
     nixl     NixlPlane.read, from call to return on the event loop
     grpc     GrpcPlane.read, likewise
 
@@ -37,12 +37,12 @@ TARGET = 0.8
 Way = Callable[[tuple[int, ...], tuple[int, ...]], Awaitable[None]]
 
 
-class _Piece(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class PinnedPool:
-    """A pool whose pages are all there."""
+class MappedPool:
+    """A pool in shared memory whose pages are all resident."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -54,8 +54,8 @@ class PinnedPool:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
-def memcpy_way(source: PinnedPool, own: PinnedPool) -> Way:
-    """The measure of all others."""
+def memcpy_way(source: MappedPool, own: MappedPool) -> Way:
+    """Copy within this process: the reference of all other ways."""
     size = own.block_bytes
 
     async def copy(remote: tuple[int, ...], local: tuple[int, ...]) -> None:
@@ -65,14 +65,14 @@ def memcpy_way(source: PinnedPool, own: PinnedPool) -> Way:
     return copy
 
 
-def kernel_way(pid: int, pool_address: int, own: PinnedPool) -> Way:
-    """process_vm_readv(2), one call per block."""
+def kernel_way(pid: int, pool_address: int, own: MappedPool) -> Way:
+    """Copy by process_vm_readv(2), one call per block."""
     libc, size = ctypes.CDLL(None, use_errno=True), own.block_bytes
 
     async def copy(remote: tuple[int, ...], local: tuple[int, ...]) -> None:
         for theirs, mine in zip(remote, local, strict=True):
-            here = _Piece(own.address + mine * size, size)
-            there = _Piece(pool_address + theirs * size, size)
+            here = _IoVector(own.address + mine * size, size)
+            there = _IoVector(pool_address + theirs * size, size)
             if libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != size:
                 raise OSError(ctypes.get_errno(), "process_vm_readv")
 
@@ -80,11 +80,11 @@ def kernel_way(pid: int, pool_address: int, own: PinnedPool) -> Way:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per size."""
+    """Measure all request sizes; return one row per size."""
     from testbed.plane_source import NAMESPACE, chain_of, running_source
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
-    own, other = PinnedPool(num_slots, size), PinnedPool(num_slots, size)
+    own, other = MappedPool(num_slots, size), MappedPool(num_slots, size)
     planes: list[DataPlane] = [NixlPlane(own.pool), GrpcPlane(own.pool)]
     with running_source("nixl", num_slots=num_slots, block_bytes=size) as source:
 
@@ -117,7 +117,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 async def measure_size(
     kib: int, blocks: int, num_slots: int, ways: dict[str, Way], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Medians over rounds; the ratio is the median of what each round says."""
+    """Measure one size; return medians over rounds. The ratio is the median of the rounds' ratios."""
     chooser = random.Random(kib)
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(max(args.rounds, min(args.most_rounds, args.round_mib * KIB // kib))):
@@ -137,7 +137,7 @@ async def measure_size(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title=f"blocks from another process's pool, GB/s (share of memcpy; target {TARGET} from 1 MiB on)")
     for heading in ("request", "blocks", "memcpy", "kernel", "nixl", "grpc"):
         table.add_column(heading, justify="right")

@@ -1,6 +1,6 @@
 """`make bench BENCH=kvstore`: all figures of the KV store, one benchmark after the other, each in a process of its own.
 
-Each compares with a limit of the same run and writes its own results/NAME.json.
+Each benchmark compares with a limit of the same run and writes its own results/NAME.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NAMES = ("kv_node", "kv_handoff", "kv_index", "kv_plane", "kv_disk", "kv_evictio
 
 
 def main() -> None:
-    """Ends with the first benchmark that fails."""
+    """Run the benchmarks; end with the first one that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     for name in parser.parse_args().only:

@@ -1,10 +1,10 @@
-"""llama.cpp on one stream, run by a Python that has llama-cpp-python; knows nothing else of this project.
+"""llama.cpp on one stream, run by a Python that has llama-cpp-python; it imports nothing of this project.
 
 usage: llama_stream.py MODEL.gguf THREADS CONTEXT_TOKENS
 
 Reads one JSON line per request, ``{"prompt": [ids], "max_tokens": n}``, and answers with one line of times:
-``{"asked_s": t, "token_s": [t, ...]}``. Calls the C API itself, so that no Python of the wrapper is in the times:
-the peer's best case, with neither a server nor a tokenizer around it.
+``{"asked_s": t, "token_s": [t, ...]}``. The program calls the C API itself, so that no Python of the wrapper is in the
+times. This is the peer's best case, without a server and a tokenizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Greedy:
         self.sampler = api.llama_sampler_init_greedy()
 
     def answer(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Time of the question and of each token, in seconds of one clock."""
+        """Generate an answer; return the times of the request and of each token, in seconds of one clock."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         asked, times = time.perf_counter(), []
         for start in range(0, len(prompt), self.batch_tokens):

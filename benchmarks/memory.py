@@ -1,7 +1,7 @@
 """`python -m benchmarks.memory`: peak memory of a real backend over the length of a prompt that runs in chunks.
 
 Each point is a process of its own (Linux: peaks come from /proc) that runs one prompt and a few decode steps on a
-small random model. The pool is touched whole before, so what lies above it is weights, code, and what the steps need.
+small random model. The whole pool is touched before, so the rest of the peak is weights, code and the steps' buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL = {"intermediate_size": 1024, "num_key_value_heads": 2}
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """What one process measures. ``window``: tokens that a query sees; 0: all."""
+    """The settings of one process. ``window`` is the number of tokens that a query sees (0: all)."""
 
     folder: str
     dtype: str
@@ -47,7 +47,7 @@ class MemoryPoint:
 
 
 def main() -> None:
-    """Measure all points, write results/memory.json and the picture, print the table."""
+    """Measure all points, write results/memory.json and the charts, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--chunk", type=int, default=512)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One process after the other."""
+    """Measure all points, one process after the other."""
     from testbed.tiny_model import save_model
 
     shape = {
@@ -107,7 +107,7 @@ def measure(folder: pathlib.Path, args: argparse.Namespace) -> list[dict[str, An
 
 
 def run_point(point: MemoryPoint) -> dict[str, Any]:
-    """In the process of a point: a prompt in chunks, then decode steps at its end."""
+    """Run a prompt in chunks, then decode steps behind it, in the process of a point; return its row."""
     from pillion.config import ModelFlags
     from pillion.engine.backends.torch_backend import TorchBackend
     from pillion.engine.checkpoints.prepare import prepare
@@ -121,7 +121,7 @@ def run_point(point: MemoryPoint) -> dict[str, Any]:
     backend.bind_pool(memoryview(pool), slots)
     backend.warm_up(point.chunk)
     before = resident_bytes("VmRSS")
-    # Peaks from here on: those of loading do not count.
+    # Peaks count from here on, without those of loading.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     draw = np.random.default_rng(0)
     table = draw.permutation(slots).astype(np.int32)
@@ -141,7 +141,7 @@ def run_point(point: MemoryPoint) -> dict[str, Any]:
 
 
 def batch(draw: np.random.Generator, table: np.ndarray[Any, np.dtype[np.int32]], first: int, end: int) -> Any:
-    """Tokens first .. end - 1 of the one sequence; the last one's logits are asked for."""
+    """Return a step of tokens first .. end - 1 of the one sequence, with the last token's logits."""
     from pillion.engine.backends.batch import StepBatch
 
     count = end - first
@@ -156,7 +156,7 @@ def batch(draw: np.random.Generator, table: np.ndarray[Any, np.dtype[np.int32]],
 
 
 def resident_bytes(name: str) -> int:
-    """This process' VmRSS or VmHWM (its peak). getrusage would show the parent's peak where that was higher."""
+    """Read this process' VmRSS or VmHWM (its peak). getrusage would show the parent's peak if that was higher."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -164,17 +164,17 @@ def resident_bytes(name: str) -> int:
 
 
 def variant(row: dict[str, Any]) -> str:
-    """Name of a line of the picture."""
+    """Name a row's curve in the chart."""
     return f"{row['dtype']}, window {row['window']}" if row["window"] else row["dtype"]
 
 
 def beside_pool(row: dict[str, Any], name: str) -> float:
-    """MiB of a figure without the pool."""
+    """Return a figure without the pool, in MiB."""
     return float(row[name] - row["pool_bytes"]) / MIB
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, in MiB."""
+    """Return the rows as a Markdown table in MiB."""
     lines = [
         "| variant | prompt tokens | pool | peak RSS | peak beside pool | before the first step | taken by steps |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -190,7 +190,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Two charts: what grows (the pool) beside the whole, and what must not."""
+    """Draw two charts: the pool, which grows, beside the whole, and the rest, which must not grow."""
     beside: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         beside.setdefault(variant(row), []).append((row["tokens"], beside_pool(row, "peak_bytes")))

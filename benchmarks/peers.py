@@ -1,7 +1,7 @@
-"""Starts what is measured, one at a time: Pillion as its users start it, and the peers where they are installed.
+"""Starts the measured systems, one at a time: Pillion as its users start it, and the peers that are installed.
 
-Two servers at once would share the cores even while one is idle. So each of these is a context manager that ends with
-its processes gone; vLLM, which compiles for minutes when it starts, stays and is stopped by signal while others run.
+Two servers at once would share the cores even while one is idle. So each system is a context manager that ends its
+processes; vLLM, which compiles for minutes at its start, stays and is paused by a signal while others run.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0
 VLLM_STOP_TIMEOUT_S = 30.0
 VLLM_MAX_MODEL_LEN_TOKENS = 4096
-# Two of them are in memory at once; the largest load needs a sixth of it.
+# The pool's size: two pools are in memory at once, and the largest load needs a sixth of one.
 VLLM_KV_CACHE_GIB = 2
-# Pillion's converted folder does not say this; vLLM asks for it.
+# vLLM needs this file, which Pillion's converted folder lacks.
 VLLM_OVERRIDES = {"architectures": ["LlamaForCausalLM"]}
 LLAMA_CONTEXT_TOKENS = 4096
 LOG_TAIL_BYTES = 8000
 
-# Puts one load on a running system, with prompts drawn from a seed.
+# A function that runs one load on a running system, with prompts drawn from a seed.
 Measure = Callable[[ClosedLoad, int], Run]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningSystem:
-    """A system that is ready.
+    """A system that is ready for load.
 
-    ``version`` is the system's own, ``about`` a remark that its figures need; ``group`` is its process group where it
-    may be paused.
+    ``version`` is the version that it reports, ``about`` any remark that its figures need; ``group`` is its process
+    group where the system may be paused.
     """
 
     version: str
@@ -58,21 +58,21 @@ class RunningSystem:
     group: int | None = None
 
     def pause(self) -> None:
-        """No more time on any core until :meth:`resume`."""
+        """Stop the system's processes until :meth:`resume`."""
         if self.group is not None:
             os.killpg(self.group, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`; before one it does nothing."""
+        """Continue after :meth:`pause`; without one it does nothing."""
         if self.group is not None:
             os.killpg(self.group, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Something to measure: its name, how to start it (with a fresh folder), and which loads it takes.
+    """A system to measure: its name, a function to start it in a fresh folder, and a test of which loads it takes.
 
-    ``stays``: it is started once and paused while others run, instead of started in every round.
+    A system with ``stays`` is started once and paused while others run, instead of started in every round.
     """
 
     name: str
@@ -83,13 +83,13 @@ class System:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningSystem]:
-        """Started, with temporary files of its own."""
+        """Start the system, with temporary files of its own."""
         with tempfile.TemporaryDirectory(prefix="pil-") as folder, self.start(pathlib.Path(folder)) as running:
             yield running
 
 
 def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
-    """`pillion serve MODEL FLAGS`, driven over gRPC by its SDK."""
+    """Describe `pillion serve MODEL FLAGS`, driven over gRPC by the SDK."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -103,13 +103,13 @@ def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
 
 
 def about_kernels(log: str) -> str:
-    """The kernels that the workers name in their log: figures of the fallback are not the CPU engine's."""
+    """Return the kernels that the workers' log names: figures of the fallback are not the CPU engine's."""
     lines = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
     return "; ".join(dict.fromkeys(lines))
 
 
 def over(make: Callable[[], LoadTarget]) -> Measure:
-    """Measures a load with the closed loop of `pillion bench`, over a new target each time."""
+    """Measure loads with the closed loop of `pillion bench`, over a new target for each load."""
 
     def run(load: ClosedLoad, seed: int) -> Run:
         async def all_of_it() -> Run:
@@ -123,7 +123,7 @@ def over(make: Callable[[], LoadTarget]) -> Measure:
 def vllm_system(
     name: str, program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], takes: Callable[[ClosedLoad], bool]
 ) -> System:
-    """`vllm serve` of the same folder, in a session of its own so that nothing of it stays."""
+    """Describe `vllm serve` of the same folder, in a session of its own so that all its processes can be ended."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -149,7 +149,7 @@ def vllm_system(
 
 
 def vllm_environment() -> dict[str, str]:
-    """Ours, with all cores for its threads and no look outside this machine."""
+    """Return this process' environment with all cores for vLLM's threads and without access to model hubs."""
     return {
         **os.environ,
         "VLLM_TARGET_DEVICE": "cpu",
@@ -163,7 +163,7 @@ def vllm_environment() -> dict[str, str]:
 
 
 def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
-    """Its version once it is healthy, "" before. Raises AssertionError when it has ended."""
+    """Return vLLM's version once it is healthy, "" before. Raises AssertionError where its process has ended."""
     assert process.poll() is None, f"vLLM ended with status {process.returncode}"
     try:
         for path in ("health", "version"):
@@ -175,7 +175,7 @@ def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
 
 
 def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_TIMEOUT_S) -> None:
-    """End a process as Ctrl-C does, paused or not, then whatever is left of its session."""
+    """End a process, paused or not, as Ctrl-C does, then kill what is left of its session."""
     with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
         process.send_signal(signal.SIGINT)
@@ -186,7 +186,7 @@ def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_
 
 
 def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
-    """llama.cpp in a process of its own, one stream, all cores."""
+    """Describe llama.cpp in a process of its own, with one stream and all cores."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -223,7 +223,7 @@ def _reply(pipe: IO[bytes]) -> dict[str, Any]:
 
 
 def _run_llama(questions: IO[bytes], replies: IO[bytes], load: ClosedLoad, seed: int) -> Run:
-    """One prompt after the other. Its clock is its own; only differences of it count."""
+    """Run one prompt after the other. The process has its own clock, so only differences of times count."""
     cpu, begin, records = time.process_time(), time.perf_counter(), []
     for number, session in enumerate(load.sessions(seed)):
         question = {"prompt": list(session.turns[0].ids), "max_tokens": load.output_tokens}
@@ -247,5 +247,5 @@ def _run_llama(questions: IO[bytes], replies: IO[bytes], load: ClosedLoad, seed:
 
 
 def tail(log: pathlib.Path) -> str:
-    """The end of a log."""
+    """Return the end of a log."""
     return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 Points = Sequence[tuple[float, float]]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the dashes say it once more.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; dashes distinguish the lines once more.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 # Text stays text in an SVG, and the same charts make the same file.
@@ -36,7 +36,7 @@ class Chart:
 
 
 def figure_of(charts: Sequence[Chart]) -> Figure:
-    """The charts side by side. Raises ValueError for a chart without a point."""
+    """Return a figure of the charts side by side. Raises ValueError for a chart without a point."""
     figure = Figure(figsize=(4.6 * len(charts), 4.2), layout="constrained")
     for chart, axes in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
         xs = sorted({x for line in chart.series.values() for x, _ in line})
@@ -67,7 +67,7 @@ def line_charts(path: pathlib.Path, charts: Sequence[Chart]) -> None:
 
 
 def number(value: float) -> str:
-    """4096 as 4K, as flags take sizes; other numbers as short as they are exact enough."""
+    """Format a tick: 4096 as 4K, like sizes in flags; other numbers with few digits."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}K"
     return f"{value:.6g}"

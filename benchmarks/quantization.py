@@ -1,7 +1,7 @@
 """What int8 weights cost in accuracy: perplexity, and how often the likeliest token stays the likeliest.
 
 The texts are this project's LICENSE and docs/architecture.md, cut into windows; each token but the first of a window is
-predicted from those before it. float32 on torch is what bfloat16 and int8 on the CPU kernels are compared with.
+predicted from those before it. bfloat16 and int8 on the CPU kernels are compared with float32 on torch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TEXTS = ("LICENSE", "docs/architecture.md")
 
 @dataclass(frozen=True, slots=True)
 class NextTokenScores:
-    """What a backend says of a window's tokens: log probabilities [T - 1, vocab] of each next one."""
+    """A backend's log probabilities [T - 1, vocab] of a window's next tokens, and those tokens [T - 1]."""
 
     logprobs: torch.Tensor
     targets: torch.Tensor
 
 
 def windows(prepared: PreparedModel, tokens: int) -> dict[str, list[list[int]]]:
-    """Token ids of each text, in whole windows."""
+    """Return each text's token ids, cut into whole windows."""
     tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     found = {}
     for name in TEXTS:
@@ -45,7 +45,7 @@ def windows(prepared: PreparedModel, tokens: int) -> dict[str, list[list[int]]]:
 
 
 def judge(bench: CpuStepBench, ids: list[int]) -> NextTokenScores:
-    """One window."""
+    """Score one window."""
     batch = bench.chunk(len(ids), 0)
     rows = np.arange(len(ids), dtype=np.int32)
     logits = bench.backend.forward(replace(batch, token_ids=np.array(ids, np.int32), sample_rows=rows))
@@ -53,7 +53,7 @@ def judge(bench: CpuStepBench, ids: list[int]) -> NextTokenScores:
 
 
 def compare(exact: NextTokenScores, other: NextTokenScores) -> dict[str, float]:
-    """Sums over a window's tokens."""
+    """Compare two backends on one window; return sums over its tokens."""
     chosen = other.logprobs.gather(-1, other.targets[:, None])
     divergence = (exact.logprobs.exp() * (exact.logprobs - other.logprobs)).sum(-1)
     return {
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def figures(text: str, engine: str, total: dict[str, float]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     tokens = total["tokens"]
     return {
         "text": text,
@@ -104,7 +104,7 @@ def figures(text: str, engine: str, total: dict[str, float]) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title="accuracy beside float32 on torch")
     for heading in ("text", "weights", "tokens", "perplexity", "top-1 agreement", "KL divergence"):
         table.add_column(heading, justify="right")

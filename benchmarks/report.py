@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's description, medians with spread, JSON and a table."""
+"""Helpers of every benchmark: the machine's description, medians with spread, results as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and versions: what a figure means nothing without."""
+    """Describe the machine: processor, cores and versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Least, middle and greatest of some rounds."""
+    """Return the minimum, median and maximum of some rounds."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
@@ -50,7 +50,7 @@ def save(name: str, result: dict[str, Any]) -> pathlib.Path:
 
 
 def show_table(table: Table) -> None:
-    """On the terminal; where there is none, with the width that it needs."""
+    """Print a table on the terminal, or where there is none with the width that the table needs."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table)

@@ -1,12 +1,12 @@
-"""`make soak`: load for a long time, and nothing may grow. MINUTES=10 by default.
+"""`make soak`: a long load under which nothing may grow. MINUTES is 10 by default.
 
-A cluster with a small KV pool (so that caches are soon as full as they get) serves the mixed load over and over, with
-fresh seeds. Every few seconds each component's private memory and open files, the node's slots and tickets and Redis'
-keys are read.
+A cluster with a small KV pool, whose caches are full soon, serves the mixed load over and over with fresh seeds. Every
+few seconds the soak reads each component's private memory and open files, the node's slots and tickets, and the number
+of Redis' keys.
 
-The criterion: after a warm-up (the first third), the slope of each series by Theil and Sen, the median of the slopes
-of all pairs of points, times the time looked at, must be below the larger of an absolute allowance and a share of the
-series' median (ALLOWED). A leak slower than that is not found: run longer.
+The criterion applies after a warm-up (the first third): the Theil-Sen slope of each series, which is the median of the
+slopes of all pairs of points, times the observed time, must be below the larger of an absolute allowance and a share of
+the series' median (ALLOWED). A slower leak needs a longer run.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 WARM_UP_SHARE = 1 / 3
 SAMPLE_PERIOD_S = 5.0
-# Of a series; more are thinned, since the slopes are of all pairs.
+# Most points of a series. More are thinned, since there is a slope for each pair of points.
 MAX_POINTS = 400
 STAGE_S = 20.0
 POOL = "64MiB"
-# What a series may grow by in the time looked at: so much, or such a share of its median.
+# How much a series may grow in the observed time: an absolute amount, or a share of its median.
 ALLOWED = {
     "memory MiB": (24.0, 0.10),
     "open files": (8.0, 0.10),
@@ -68,9 +68,9 @@ Points = list[tuple[float, float]]
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
-    """By how much a series of (time, value) grew: its Theil-Sen slope times its span; 0 for less than two points.
+    """Return the growth of a series of (time, value): its Theil-Sen slope times its span; 0 for less than two points.
 
-    Up to 29 % of the points may be anything without moving it (Sen 1968).
+    Up to 29 % of the points may be outliers without an effect (Sen 1968).
     """
     kept = points[:: len(points) // MAX_POINTS + 1]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(kept, 2) if b[0] > a[0]]
@@ -78,7 +78,7 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 
 
 def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The growth of a series after its warm-up, and the growth that ALLOWED permits its kind."""
+    """Return how much a series of a kind of ALLOWED grew after its warm-up, and how much it may grow."""
     begin = points[0][0] + (points[-1][0] - points[0][0]) * WARM_UP_SHARE
     later = [point for point in points if point[0] >= begin]
     absolute, share = ALLOWED[kind]
@@ -86,7 +86,7 @@ def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, fl
 
 
 class Watch:
-    """Reads the series of a running cluster; ``series`` is by (kind, component)."""
+    """Samples a running cluster; ``series`` has its points by (kind, component)."""
 
     def __init__(self, cluster: ServedCluster) -> None:
         sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
@@ -96,16 +96,16 @@ class Watch:
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:
-        """Until ``until_s`` of the monotonic clock, or cancelled. Raises psutil's error where a component is gone."""
+        """Sample until ``until_s`` of the monotonic clock, or cancelled. Raises where a component is gone."""
         while time.monotonic() < until_s:
             await self.sample()
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def sample(self) -> None:
-        """One point of each series."""
+        """Add one point to each series."""
         for role, component in self._components.items():
             memory = component.memory_info()
-            # The pool is shared and mapped by all: it fills as it should.
+            # The pool is shared memory that all processes map, and it may fill.
             self._add("memory MiB", role, (memory.rss - getattr(memory, "shared", 0)) / 2**20)
             self._add("open files", role, component.num_fds())
         books = await self._node.status()
@@ -117,13 +117,13 @@ class Watch:
         self.series.setdefault((kind, component), []).append((time.monotonic(), float(value)))
 
     async def aclose(self) -> None:
-        """Ends both connections."""
+        """Close both connections."""
         await self._node.aclose()
         await self._redis.aclose()
 
 
 async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[Watch, list[str], int]:
-    """Loads and watches. Returns what was seen, what failed, and how many requests there were."""
+    """Load the cluster and watch it; return the watch, the failures, and the number of requests."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, Mix(system_tokens=700, turn_tokens=60, answer_tokens=12, document_tokens=500)))
     plans = list(stages(cluster.target, http, trace, STAGE_S, args.rate, tuple(args.token_range)))
@@ -152,7 +152,7 @@ async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> t
 
 
 def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each series, and a complaint for each that grew."""
+    """Return a row for each series, and a complaint for each series that grew."""
     rows, wrong = [], []
     for (kind, component), points in sorted(series.items()):
         grew, allowed = verdict(kind, points)
@@ -166,7 +166,7 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title="growth after the warm-up")
     for heading in ("component", "series", "last", "grew by", "allowed"):
         table.add_column(heading, justify="left" if heading in ("component", "series") else "right")
@@ -176,7 +176,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
-    """Each kind's lines over the minutes."""
+    """Draw a chart for each kind, with a line for each component."""
     first = min(points[0][0] for points in series.values())
     charts = []
     for kind in ("memory MiB", "open files", "redis keys"):

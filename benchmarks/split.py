@@ -1,10 +1,9 @@
 """Goodput of `--split-policy auto` against both pure policies: the real cluster, mixed load, same machine and cores.
 
-Co-located, one decode worker has all the cores; the other policies have one prefill and one decode worker that share
-them. Policies alternate over rounds, each with a fresh cluster that sees all rates; in a round all meet the same
-arrivals. The very same runs are simulated with the step costs that the workers had fitted by the end, so that one table
-shows what was measured and what was predicted. As it stands it takes some 11 minutes, on a machine that does nothing
-else.
+With the co-located policy one decode worker has all the cores; with the others a prefill and a decode worker share
+them. Policies alternate over rounds, each with a fresh cluster that gets all rates; in a round all policies get the
+same arrivals. The same runs are also simulated with the step costs that the workers had fitted by the end, so that one
+table shows measurement and prediction. The defaults take some 11 minutes on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save, show_table, spread
-from benchmarks.split_load import Request, Seen, add_load_flags, arrivals, figures
+from benchmarks.split_load import ClientRecord, Request, add_load_flags, arrivals, figures
 from benchmarks.split_sim import as_measured
 from pillion import AsyncClient
 from pillion.errors import PillionError
@@ -33,14 +32,14 @@ POLICIES = {
     "disaggregated": ("--split-policy=disaggregated",),
 }
 WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
-# A request that was refused or lost: it never had a first token.
+# The time to the first token of a request that was refused or lost.
 NEVER_S = 1e6
-# A heartbeat's period, so that the registry knows of the last steps.
+# A heartbeat's period, after which the registry knows the cost of the last steps.
 SETTLE_S = 1.5
 
 
-async def ask(client: AsyncClient, request: Request, seed: int) -> Seen:
-    """One request at its time; ``at_s`` is counted from now."""
+async def ask(client: AsyncClient, request: Request, seed: int) -> ClientRecord:
+    """Send one request at its time; ``at_s`` is counted from now."""
     await asyncio.sleep(request.at_s)
     begun_s, last_s, first_s = time.perf_counter(), 0.0, NEVER_S
     gaps: list[float] = []
@@ -58,19 +57,19 @@ async def ask(client: AsyncClient, request: Request, seed: int) -> Seen:
                 last_s = now
             timings = delta.timings or timings
     except PillionError as error:
-        return Seen(request, NEVER_S, (), error.message)
+        return ClientRecord(request, NEVER_S, (), error.message)
     reason, prefilled = (timings.plan_reason, timings.prefilled_tokens) if timings else ("", 0)
-    return Seen(request, first_s, tuple(gaps), reason, prefilled)
+    return ClientRecord(request, first_s, tuple(gaps), reason, prefilled)
 
 
-async def run_load(target: str, requests: list[Request], seed: int) -> list[Seen]:
-    """All of them, whether or not the ones before are answered."""
+async def run_load(target: str, requests: list[Request], seed: int) -> list[ClientRecord]:
+    """Send all requests at their times, however many are unanswered."""
     async with AsyncClient(target) as client:
         return list(await asyncio.gather(*(ask(client, request, seed) for request in requests)))
 
 
 async def step_costs(redis_url: str) -> dict[str, Any]:
-    """What the workers say that their steps cost, by role."""
+    """Return the step costs that the workers have fitted, by role."""
     registry = Registry(redis_url, 5000)
     try:
         components = await registry.components()
@@ -84,7 +83,7 @@ async def step_costs(redis_url: str) -> dict[str, Any]:
 
 
 def measure_policy(args: argparse.Namespace, name: str, number: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each rate, and the workers' step costs."""
+    """Measure a policy; return a row for each rate, and the workers' step costs."""
     from testbed.cluster import served
 
     rows = []
@@ -97,12 +96,12 @@ def measure_policy(args: argparse.Namespace, name: str, number: int) -> tuple[li
         asyncio.run(run_load(cluster.target, warm, number))
         for rate in args.rates:
             seed = args.seed + 1000 * number
-            seen = asyncio.run(run_load(cluster.target, arrivals(args, rate, seed), seed))
-            row = {"policy": name, "rate": rate, "round": number, "seed": seed, **figures(args, seen)}
+            records = asyncio.run(run_load(cluster.target, arrivals(args, rate, seed), seed))
+            row = {"policy": name, "rate": rate, "round": number, "seed": seed, **figures(args, records)}
             rows.append(row)
             Console().print(f"{name} at {rate}/s: {row['goodput_per_s']:.2f} good/s, {row['good_share']:.0%}")
             if args.reasons:
-                for one in seen:
+                for one in records:
                     Console().print(f"  {one.request.prompt_tokens} tokens, {one.ttft_s:.2f} s: {one.reason}")
         time.sleep(SETTLE_S)
         redis = next(cluster.folder.rglob("redis*.sock"))
@@ -110,7 +109,7 @@ def measure_policy(args: argparse.Namespace, name: str, number: int) -> tuple[li
 
 
 def show(rows: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table on the terminal: medians over rounds, and the same of the simulation of the very same runs."""
+    """Print and return medians over rounds, beside those of the simulation of the same runs."""
     table = Table(title="median over rounds (least - most) | simulated")
     headings = ("rate/s", "policy", "good/s", "auto/better", "TTFT short p50 ms", "TTFT long p50 ms", "ITL p99 ms")
     for heading in headings:
@@ -146,7 +145,7 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def _ratios(rows: list[dict[str, Any]]) -> dict[float, dict[str, float]]:
-    """By rate: goodput of auto over the better pure policy, over rounds, each of which met its own arrivals."""
+    """Return, by rate, the spread over rounds of auto's goodput over the better pure policy's."""
     found: dict[float, dict[int, dict[str, float]]] = {}
     for row in rows:
         found.setdefault(row["rate"], {}).setdefault(row["round"], {})[row["policy"]] = row["goodput_per_s"]
@@ -173,7 +172,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     costs: dict[str, Any] = {}
     for number in range(args.rounds):
-        # Whoever was first in one round is last in the next one.
+        # The policy that is first in one round is last in the next.
         for name in args.policies if number % 2 == 0 else args.policies[::-1]:
             found, costs[name] = measure_policy(args, name, number)
             rows += found

@@ -1,8 +1,8 @@
-"""What a step of the real model costs on one core, fitted to real steps: the numbers that the simulation computes with.
+"""The cost of a step of the real model on one core, fitted to real steps, for the simulation.
 
-Steps of many shapes are run in this process, each some times; the quickest counts, so that what else the machine does
-is left out. The fit is by least squares of relative errors with weights that are not negative, as a worker's own is
-(:mod:`pillion.engine.scheduling.step_cost`), over shapes that tell all five apart.
+Steps of many shapes run in this process, each several times; the quickest run counts, which leaves out other load of
+the machine. The fit minimizes the squares of relative errors with non-negative weights, like a worker's own fit
+(:mod:`pillion.engine.scheduling.step_cost`), over shapes that distinguish all five weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.scheduling.step_cost import SCALES, StepCost
 
-# Streams and their context; tokens of a chunk and what stands before it.
+# Streams and their context; tokens of a chunk and the tokens before it.
 DECODES = ((1, 64), (1, 1024), (4, 256), (8, 1024), (16, 256), (16, 1024), (32, 512))
 CHUNKS = ((16, 0), (64, 0), (64, 1024), (256, 0), (256, 768), (256, 1536), (512, 0), (512, 1024))
-# With no more than this share of the steps forgotten by the end, all of them count.
+# The fit's decay of older steps per step; this close to 1 all steps count until the end.
 FADING = 0.9999
 
 
 def shapes() -> list[tuple[str, tuple[int, int], np.ndarray[Any, np.dtype[np.float64]]]]:
-    """Kind, numbers, and what the cost depends on, scaled."""
+    """Return each shape's kind, its two numbers, and the scaled features that its cost depends on."""
     found = []
     for batch, context in DECODES:
         raw = [1.0, batch, batch, batch * context, batch * context]
@@ -39,7 +39,7 @@ def shapes() -> list[tuple[str, tuple[int, int], np.ndarray[Any, np.dtype[np.flo
 
 
 def fit(bench: CpuStepBench, repeats: int) -> tuple[StepCost, list[dict[str, Any]]]:
-    """The model, and a row for each shape."""
+    """Fit the model; return it, and a row for each shape."""
     cost, rows = StepCost(FADING), []
     measured = []
     for kind, numbers, scaled in shapes():

@@ -1,4 +1,4 @@
-"""The mixed load of the split benchmarks, and what came of it: short chats and long prompts that arrive at random.
+"""The mixed load of the split benchmarks, short chats and long prompts that arrive at random, and its figures.
 
 Arrivals are a Poisson process; everything follows from the seed, so that each policy, and the simulation, meets the
 very same requests at the same times. A request is good if its first token came in time for its length and the 99th
@@ -20,7 +20,7 @@ from pillion.loadgen.figures import percentile
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One arrival, ``at_s`` seconds after the begin, of ``rate`` a second."""
+    """One arrival, ``at_s`` seconds after the begin, of a load with ``rate`` arrivals a second."""
 
     number: int
     rate: float
@@ -29,13 +29,13 @@ class Request:
     answer_tokens: int
 
     def prompt(self, seed: int) -> list[int]:
-        """Random token ids, no two prompts alike."""
+        """Return random token ids; no two prompts are alike."""
         draw = random.Random(f"{seed} {self.rate} {self.number}")
         return [draw.randrange(*TOKEN_RANGE) for _ in range(self.prompt_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ClientRecord:
     """A request as its client saw it: seconds from arrival to the first token, and between tokens."""
 
     request: Request
@@ -46,7 +46,7 @@ class Seen:
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """The load and the targets; the same for measurement and simulation."""
+    """Add the flags of the load and its targets, which measurement and simulation share."""
     parser.add_argument("--seconds", type=float, default=45.0, help="of arrivals, for each rate")
     parser.add_argument("--long-share", type=float, default=0.2, help="of the requests that have a long prompt")
     parser.add_argument("--long-tokens", type=int, default=2000)
@@ -59,7 +59,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
-    """``rate`` requests a second, for ``args.seconds``."""
+    """Draw Poisson arrivals of ``rate`` requests a second, for ``args.seconds``."""
     draw = random.Random(f"arrivals {rate} {seed}")
     found: list[Request] = []
     now = draw.expovariate(rate)
@@ -71,27 +71,27 @@ def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
     return found
 
 
-def good(args: argparse.Namespace, seen: Seen) -> bool:
-    """Whether it met both targets."""
-    ttft_ms = args.ttft_ms + args.ttft_token_ms * seen.request.prompt_tokens
-    gaps_ms = [gap * 1000 for gap in seen.gaps_s] or [0.0]
-    return bool(seen.ttft_s * 1000 <= ttft_ms and percentile(gaps_ms, 99) <= args.itl_ms)
+def good(args: argparse.Namespace, record: ClientRecord) -> bool:
+    """Return whether a request met both targets."""
+    ttft_ms = args.ttft_ms + args.ttft_token_ms * record.request.prompt_tokens
+    gaps_ms = [gap * 1000 for gap in record.gaps_s] or [0.0]
+    return bool(record.ttft_s * 1000 <= ttft_ms and percentile(gaps_ms, 99) <= args.itl_ms)
 
 
-def figures(args: argparse.Namespace, answers: Sequence[Seen]) -> dict[str, Any]:
-    """What one run says. Latencies in milliseconds."""
-    gaps = [gap * 1000 for seen in answers for gap in seen.gaps_s] or [0.0]
-    long = [seen for seen in answers if seen.request.prompt_tokens == args.long_tokens]
-    short = [seen for seen in answers if seen.request.prompt_tokens != args.long_tokens]
+def figures(args: argparse.Namespace, answers: Sequence[ClientRecord]) -> dict[str, Any]:
+    """Return the figures of one run. Latencies are in milliseconds."""
+    gaps = [gap * 1000 for record in answers for gap in record.gaps_s] or [0.0]
+    long = [record for record in answers if record.request.prompt_tokens == args.long_tokens]
+    short = [record for record in answers if record.request.prompt_tokens != args.long_tokens]
 
-    def ttft(group: Sequence[Seen]) -> dict[str, float]:
-        times = [seen.ttft_s * 1000 for seen in group] or [0.0]
+    def ttft(group: Sequence[ClientRecord]) -> dict[str, float]:
+        times = [record.ttft_s * 1000 for record in group] or [0.0]
         return {"p50": statistics.median(times), "p99": percentile(times, 99)}
 
     return {
         "requests": len(answers),
-        "goodput_per_s": sum(good(args, seen) for seen in answers) / args.seconds,
-        "good_share": sum(good(args, seen) for seen in answers) / max(1, len(answers)),
+        "goodput_per_s": sum(good(args, record) for record in answers) / args.seconds,
+        "good_share": sum(good(args, record) for record in answers) / max(1, len(answers)),
         "ttft_short_ms": ttft(short),
         "ttft_long_ms": ttft(long),
         "itl_ms": {"p50": statistics.median(gaps), "p99": percentile(gaps, 99)},

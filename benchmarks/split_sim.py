@@ -1,9 +1,9 @@
 """The planner on more workers than this machine has: the real planner and scheduler classes in simulated time.
 
-Only time is invented (:mod:`benchmarks.split_world`): a step takes what :mod:`benchmarks.split_fit` found real steps to
-cost, with some noise. Schedulers fit their own models to these times, publish them by heartbeats and keep to their
-targets, as in a worker. Clusters have 2 to 16 workers with a core each; all policies meet the same arrivals, of several
-seeds. :mod:`benchmarks.split` simulates its own runs again by this, so that the error is known.
+Only time is simulated (:mod:`benchmarks.split_world`): a step costs as much as real steps did in
+:mod:`benchmarks.split_fit`, with some noise. As in a worker, schedulers fit their own models to these times, publish
+them by heartbeats and keep to their targets. Clusters have 2 to 16 workers with a core each; all policies get the same
+arrivals, of several seeds. :mod:`benchmarks.split` simulates its measured runs with this too, which shows the error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SERVED_SHARE = 0.9
 
 
 def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of benchmarks.split again, with the step costs that their own workers had fitted."""
+    """Simulate the runs of benchmarks.split with the step costs that their own workers had fitted."""
     load = argparse.Namespace(**measured["load"])
     rows = []
     for row in measured["rows"]:
@@ -36,23 +36,25 @@ def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
         decode = tuple(workers["decode"]["step_cost_s"])
         prefill = tuple(workers.get("prefill", {}).get("step_cost_s", ()))
         cluster = SimCluster(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms)
-        seen, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
-        rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, seen))
+        records, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
+        rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, records))
     return rows
 
 
 def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Each number of workers, rate, seed and policy; all policies of a seed meet the same arrivals. Co-located, all
-    workers decode; else a share of them prefills."""
+    """Simulate each number of workers, rate, seed and policy; all policies of a seed get the same arrivals.
+
+    With the co-located policy all workers decode; with the others a share of them prefills.
+    """
     rows = []
     for workers in args.workers:
         prefills = max(1, round(workers * args.prefill_share))
         for rate in args.rates_per_worker:
             for seed, policy in itertools.product(range(args.seed, args.seed + args.seeds), POLICIES):
-                spans = 0 if policy == "colocated" else prefills
-                cluster = SimCluster(spans, workers - spans, cost_s, cost_s, args.target_itl_ms)
-                seen, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
-                found = figures(args, seen)
+                prefill_workers = 0 if policy == "colocated" else prefills
+                cluster = SimCluster(prefill_workers, workers - prefill_workers, cost_s, cost_s, args.target_itl_ms)
+                records, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
+                found = figures(args, records)
                 rows.append(
                     {"workers": workers, "rate": rate * workers, "seed": seed, "policy": policy}
                     | {name: found[name] for name in ("requests", "goodput_per_s", "good_share")}
@@ -62,8 +64,11 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each number of workers and rate: the median share of good requests by policy, and over the seeds, paired,
-    what auto serves over the better pure policy, and what it could at most: all arrivals."""
+    """Compare the policies for each number of workers and rate.
+
+    A row has the median share of good requests by policy, and paired over the seeds the goodput of auto over the better
+    pure policy's, and the bound of that ratio, at which all arrivals are good.
+    """
     found: dict[tuple[int, float], dict[int, dict[str, float]]] = {}
     for row in rows:
         found.setdefault((row["workers"], row["rate"]), {}).setdefault(row["seed"], {})[row["policy"]] = row[
@@ -83,8 +88,10 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each number of workers the highest rate at which SERVED_SHARE is good, by policy, between the rates tried
-    by straight lines; 0.0 below the lowest."""
+    """Return for each number of workers and policy the highest rate at which SERVED_SHARE of the requests is good.
+
+    Shares between two simulated rates are interpolated linearly; the result is 0.0 below the lowest rate.
+    """
     rates = []
     for workers in sorted({row["workers"] for row in ratios}):
         rows = [row for row in ratios if row["workers"] == workers]
@@ -102,7 +109,7 @@ def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """A table of plain numbers and words."""
+    """Print rows as a table."""
     table = Table(title=title)
     for heading in rows[0]:
         table.add_column(heading.replace("_", " "), justify="right")

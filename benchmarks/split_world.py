@@ -1,8 +1,8 @@
-"""A cluster in simulated time: the real planner and schedulers, over workers whose steps take what a model says.
+"""A cluster in simulated time: the real planner and schedulers, over workers whose steps cost as much as a model says.
 
     arrival --plan over last heartbeats--> [span on a prefill worker, chunk by chunk] --> decode worker --> tokens
 
-Prompts share no prefix, memory is never short, and a call between components takes a constant.
+Prompts share no prefix, memory is never short, and a call between components takes a constant time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from benchmarks.split_load import Request, Seen
+from benchmarks.split_load import ClientRecord, Request
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
@@ -46,13 +46,13 @@ MAX_NUM_SEQS = 64
 MAX_SPANS = 256
 MAX_MODEL_LEN = 8192
 HEARTBEAT_S = 1.0
-# A call between two components, and the standard deviation of a step's time, relative to it.
+# The time of a call between two components, and the relative standard deviation of a step's time.
 CALL_S = 0.002
 NOISE = 0.03
-# Before the load every worker gets these prompts, so that it knows what its steps cost, and all are answered.
+# Every worker answers these prompts before the load, and so learns the cost of its steps.
 WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
 WARM_UP_S = 60.0
-# A request that has no first token this long after the last arrival never gets one.
+# A request without a first token this long after the last arrival counts as never answered.
 PATIENCE_S = 120.0
 ROOT = b"\7" * 32
 NODE = ComponentRecord(component_id="kv-0", role="kvnode", address="x", node_id="kv-0")
@@ -60,7 +60,7 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
 class Clock:
-    """Simulated seconds, and what happens when."""
+    """Simulated seconds, and the queue of events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -68,11 +68,11 @@ class Clock:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """``event`` is called that much later; of events at one time the first asked for goes first."""
+        """Call ``event`` that much later; events of the same time run in the order of these calls."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
     def run(self, until_s: float) -> None:
-        """All events up to then."""
+        """Run all events up to ``until_s``."""
         while self._events and self._events[0][0] <= until_s:
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -80,7 +80,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Flow:
-    """A request under way, as the gateway and its client see it."""
+    """A running request, as the gateway and its client see it."""
 
     request: Request
     plan: RequestPlan
@@ -92,7 +92,7 @@ class Flow:
 
 
 class SimWorker:
-    """A worker around a real scheduler. ``on_chunk`` and ``on_update`` are the gateway's."""
+    """A worker around a real scheduler. The gateway sets ``on_chunk`` and ``on_update``."""
 
     def __init__(self, clock: Clock, record: ComponentRecord, cost_s: tuple[float, ...], seed: int) -> None:
         self.record = record
@@ -100,11 +100,11 @@ class SimWorker:
         self._weights = np.array(cost_s) * SCALES
         self._noise = random.Random(seed)
         prefill = record.role == "prefill"
-        self._seats = MAX_SPANS if prefill else MAX_NUM_SEQS
+        self._max_num_seqs = MAX_SPANS if prefill else MAX_NUM_SEQS
         self._scheduler = Scheduler(
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=record.max_step_tokens,
-            max_num_seqs=self._seats,
+            max_num_seqs=self._max_num_seqs,
             target_itl_s=record.target_itl_ms / 1000,
         )
         self._slots = itertools.count()
@@ -116,7 +116,7 @@ class SimWorker:
         self.on_update: Callable[[Flow, Update], None] = lambda flow, update: None
 
     def beat(self) -> None:
-        """Tell the registry, and again a heartbeat later."""
+        """Publish the worker's record, and again after each heartbeat's period."""
         load = self._load
         self.record = msgspec.structs.replace(
             self.record,
@@ -126,16 +126,16 @@ class SimWorker:
             queued_tokens=load.queued_tokens,
             decoding_requests=load.decoding,
             context_tokens=load.context_tokens,
-            free_seqs=max(0, self._seats - load.running - load.waiting),
+            free_seqs=max(0, self._max_num_seqs - load.running - load.waiting),
             step_cost_s=load.cost_s,
             largest_step_tokens=load.largest_step_tokens,
-            # When, for now: whoever reads makes an age of it.
+            # The time of the heartbeat for now; readers replace it by its age.
             heartbeat_age_ms=int(self._clock.now * 1000),
         )
         self._clock.after(HEARTBEAT_S, self.beat)
 
     def add(self, flow: Flow) -> None:
-        """A span on a prefill worker, a stream on a decode worker."""
+        """Add a request: a span on a prefill worker, a stream on a decode worker."""
         plan, seq_id = flow.plan, next(self._ids)
         span = self.record.role == "prefill"
         count = plan.split_tokens if span else plan.prompt_tokens
@@ -221,7 +221,7 @@ class SimGateway:
                 worker.on_update = lambda flow, update: flow.gateway._told(flow, update)
 
     def arrive(self, request: Request) -> None:
-        """Plan it and send it on its way."""
+        """Plan a request and send it to its first worker."""
         every, shared = self._demand.per_s(self._clock.now)
         snapshot = ClusterSnapshot(
             model="m",
@@ -282,7 +282,7 @@ class SimGateway:
 
 @dataclass(frozen=True, slots=True)
 class SimCluster:
-    """Step costs and number of each kind of worker."""
+    """The number of prefill and decode workers, and their step costs."""
 
     prefills: int
     decodes: int
@@ -291,7 +291,7 @@ class SimCluster:
     target_itl_ms: float
 
     def workers(self, clock: Clock) -> list[SimWorker]:
-        """Fresh ones, whose heartbeats are spread over the period."""
+        """Make the workers, with heartbeats that are spread over the period."""
         kinds = [("prefill", self.prefill_cost_s, PREFILL_STEP_TOKENS, 0.0)] * self.prefills
         kinds += [("decode", self.decode_cost_s, DECODE_STEP_TOKENS, self.target_itl_ms)] * self.decodes
         found = []
@@ -312,9 +312,11 @@ class SimCluster:
 
 def simulate(
     cluster: SimCluster, policy: str, requests: list[Request], gateways: int = 1
-) -> tuple[list[Seen], list[float]]:
-    """What the clients saw, and how long each plan took, in real seconds. Gateways get requests in turn, and know of
-    each other's by heartbeats."""
+) -> tuple[list[ClientRecord], list[float]]:
+    """Simulate a load; return the clients' records, and the real seconds of each plan.
+
+    Gateways get requests in turn, and know each other's load by heartbeats.
+    """
     clock = Clock()
     workers = cluster.workers(clock)
     edge = [SimGateway(clock, policy, workers, number, gateways) for number in range(gateways)]
@@ -322,8 +324,8 @@ def simulate(
         arrive = edge[request.number % gateways].arrive
         clock.after(WARM_UP_S + request.at_s, lambda arrive=arrive, request=request: arrive(request))  # type: ignore[misc]
     clock.run(WARM_UP_S + (requests[-1].at_s if requests else 0.0) + PATIENCE_S)
-    seen = [
-        Seen(
+    records = [
+        ClientRecord(
             flow.request,
             flow.first_s - flow.arrived_s if flow.first_s else PATIENCE_S,
             tuple(flow.gaps_s),
@@ -334,11 +336,11 @@ def simulate(
         for flow in gateway.flows
         if flow.request.number >= 0
     ]
-    return seen, [seconds for gateway in edge for seconds in gateway.plan_s]
+    return records, [seconds for gateway in edge for seconds in gateway.plan_s]
 
 
 def _warm_up(workers: int) -> list[Request]:
-    """At times before 0, numbered below 0."""
+    """Return the warm-up's requests, at times before 0 and with numbers below 0."""
     prompts = WARM_UP_TOKENS * workers
     gap_s = WARM_UP_S / 2 / len(prompts)
     return [Request(-n - 1, 0.0, n * gap_s - WARM_UP_S, tokens, 16) for n, tokens in enumerate(prompts)]

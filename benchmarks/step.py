@@ -1,7 +1,7 @@
 """Where a decode step's time goes: schedule, build, forward, sample, commit, as on a worker's step thread.
 
-The model is the demo model on plain torch, one thread, all streams decoding. Overhead is all that is not the forward
-pass. Steps alternate between the sampling settings, so that a drift of the machine's speed meets all of them.
+The model is the demo model on plain torch with one thread, and all streams decode. Overhead is everything outside
+of the forward pass. Steps alternate between the sampling settings, so that a drift of the machine's speed meets all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PHASES = ("schedule", "build", "forward", "sample", "commit")
 
 
 class DecodeLoop:
-    """A scheduler whose streams all have their slots, over one backend."""
+    """Decode steps of a scheduler, whose streams all have their slots, over one backend."""
 
     def __init__(self, backend: Any, block_size: int, batch: int, context: int, sampling: SamplingParams) -> None:
         self.backend, self.block_size = backend, block_size
@@ -57,7 +57,7 @@ class DecodeLoop:
             self.scheduler.add(Sequence(spec, Holding(number + 1, (), mine), block_size, 0.0), 0.0)
 
     def step(self) -> dict[str, float]:
-        """Seconds by phase of one step; commits are answered at once, outside of it."""
+        """Run one step; return its seconds by phase. Commits are answered at once, outside of the phases."""
         times = [time.perf_counter()]
         plan = self.scheduler.schedule(times[0])
         self.scheduler.flush(times[0])
@@ -76,7 +76,7 @@ class DecodeLoop:
 
 
 def measure(backend: Any, block_size: int, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per sampling setting."""
+    """Measure all sampling settings; return one row for each."""
     defaults: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "seed": 1}
     loops = {
         name: DecodeLoop(backend, block_size, batch, args.context, SamplingParams(**{**defaults, **setting}))
@@ -97,7 +97,7 @@ def measure(backend: Any, block_size: int, batch: int, args: argparse.Namespace)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     table = Table(title="one decode step, median ms")
     for heading in ("streams", "sampling", *PHASES, "outside the model"):
         table.add_column(heading, justify="right")

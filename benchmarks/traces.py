@@ -1,12 +1,12 @@
 """Requests as a serving cluster sees them, in the form of the Mooncake traces (Qin et al., FAST 2025).
 
-The form, and its reader, are those of :mod:`pillion.loadgen.traces`: `pillion bench --workload trace` replays what is
-written here.
+The form and its reader are those of :mod:`pillion.loadgen.traces`; `pillion bench --workload trace` replays a file of
+this module.
 
-    chat       one of some system prompts (Zipf), then turns: each repeats what was said and answered, and adds to it
-    document   a long text of its own, asked about once or a few times soon after each other
+    chat       one of some system prompts (Zipf), then turns: each repeats the conversation so far and adds to it
+    document   a long text of its own, with one or a few questions soon after each other
 
-Everything follows from a seed. Nothing is copied from a real trace: the shares and lengths are assumptions, stated in
+A seed determines the whole trace. Nothing is copied from a real trace: shares and lengths are assumptions, stated in
 :class:`Mix`, and real traces in this form can be read instead.
 """
 
@@ -25,11 +25,11 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, write_trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What a trace is made of.
+    """The composition of a trace.
 
     Attributes:
         sessions_per_s: chats and documents that begin, at random times (Poisson).
-        chat_share: of the sessions; the others are documents.
+        chat_share: the share of chats among the sessions; the others are documents.
         system_prompts, zipf: how many there are, and the exponent of their popularity.
         system_tokens, turn_tokens, answer_tokens, document_tokens: medians of log-normal lengths with ``sigma``.
         turns, questions: mean number of turns of a chat and questions about a document (geometric).
@@ -54,7 +54,7 @@ class Mix:
 
 
 class _Text:
-    """What a session has said so far: numbers of whole blocks, and tokens behind them."""
+    """A session's text so far: numbers of whole blocks, and the count of tokens behind them."""
 
     def __init__(self, ids: Iterator[int], shared: tuple[int, ...], tokens: int) -> None:
         self._ids = ids
@@ -72,7 +72,7 @@ class _Text:
 
 
 def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequest]:
-    """``requests`` lines in order of time."""
+    """Return ``requests`` trace lines in order of time."""
     mix = mix or Mix()
     rng, ids = random.Random(seed), itertools.count()
     prompts = []
@@ -91,7 +91,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
         else:
             text = _Text(ids, (), min(_length(rng, mix.document_tokens, mix.sigma), mix.max_tokens // 2))
             made += _session(rng, mix, text, begin_s, mix.questions, mix.reread_s, keeps_growing=False)
-    # Made for twice as many, so that the last of them is not a time without new sessions.
+    # Sessions are made for twice as many requests, so that new ones begin until the end.
     made.sort(key=lambda request: request.timestamp)
     return made[:requests]
 
@@ -99,7 +99,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
 def _session(
     rng: random.Random, mix: Mix, text: _Text, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
 ) -> Iterator[TraceRequest]:
-    """``mean`` requests in the mean, each about all of ``text``."""
+    """Return a geometric number of requests with mean ``mean``, each about all of ``text``."""
     while True:
         asked = _length(rng, mix.turn_tokens, mix.sigma)
         answered = _length(rng, mix.answer_tokens, mix.sigma)
@@ -108,7 +108,7 @@ def _session(
             yield TraceRequest(round(at_s * 1000), text.tokens, answered, text.hash_ids())
             text.grow(answered)
         else:
-            # Every question follows the same document, so it shares the document's blocks and nothing behind them.
+            # Each question follows the same document, so it shares the document's blocks only.
             question = _Text(text._ids, tuple(text.blocks), text.tokens % TRACE_BLOCK_TOKENS + asked)
             yield TraceRequest(round(at_s * 1000), question.tokens, answered, question.hash_ids())
         if rng.random() < 1 / mean or text.tokens > mix.max_tokens:
@@ -121,7 +121,7 @@ def _length(rng: random.Random, median: int, sigma: float) -> int:
 
 
 def main() -> None:
-    """Write a trace."""
+    """Write a trace to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.tracing`: what tracing every request costs, by throughput, against the same cluster without it.
+"""`python -m benchmarks.tracing`: the throughput of a cluster that traces every request, against one without traces.
 
-Two real clusters stand side by side, one exports every span to a receiver in this process; the same load goes to one,
-then to the other, round after round, so that a noisy machine disturbs both. Reported is the ratio of each round.
+Two real clusters run side by side, and one exports every span to a receiver in this process. The same load goes to one,
+then to the other, round after round, so that a noisy machine disturbs both. The result is the ratio of each round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODEL = "demo"
 
 
 async def tokens_per_s(target: str, seed: int, streams: int, input_len: int, output_len: int) -> float:
-    """Generated tokens a second of ``streams`` streams that begin together."""
+    """Measure the generated tokens a second of ``streams`` streams that begin together."""
     async with AsyncClient(target) as client:
 
         async def one(ids: list[int]) -> None:
@@ -41,8 +41,8 @@ async def tokens_per_s(target: str, seed: int, streams: int, input_len: int, out
 
 @contextmanager
 def clusters() -> Iterator[tuple[str, str, list[int]]]:
-    """Addresses of a cluster without tracing and of one with it, and the latter's spans so far as a list of one."""
-    # In this order: what starts after the receiver exports. Metrics are pushed as well.
+    """Yield the addresses of a cluster without and of one with traces, and a list that gets the count of spans."""
+    # Only the cluster that starts after the receiver exports; it pushes metrics as well.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as plain,
         tempfile.TemporaryDirectory(prefix="pil-") as traced,
@@ -56,7 +56,7 @@ def clusters() -> Iterator[tuple[str, str, list[int]]]:
 
 
 def main() -> None:
-    """Alternate, and write results/tracing.json."""
+    """Measure rounds that alternate, write results/tracing.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--streams", type=int, default=8)
@@ -69,7 +69,7 @@ def main() -> None:
         for target in (plain, traced):
             asyncio.run(tokens_per_s(target, 1, *shape))
         for number in range(args.rounds):
-            # Each goes first in every other round.
+            # Each cluster goes first in every other round.
             order = [("plain", plain), ("traced", traced)][:: 1 if number % 2 else -1]
             found = {name: asyncio.run(tokens_per_s(target, 100 + number, *shape)) for name, target in order}
             rounds.append(found | {"ratio": found["traced"] / found["plain"]})

@@ -12,7 +12,7 @@ BEGIN, END = "<!-- metrics: written by docs/make.py -->\n", "<!-- end of metrics
 
 
 def table() -> str:
-    """Every metric by its name on the page; a histogram's without ``_bucket``, ``_sum``, ``_count``."""
+    """Return a table of all metrics by Prometheus name (histograms without ``_bucket``, ``_sum``, ``_count``)."""
     rows = ["| on the page | kind | labels | what |", "|---|---|---|---|"]
     for metric in CATALOG:
         name = prometheus_name(metric) if metric.kind == "histogram" else sample_names(metric)[0]
@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def render(text: str) -> str:
-    """``text`` with the table of now between the markers."""
+    """Return ``text`` with the current table between the markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after

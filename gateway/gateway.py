@@ -98,7 +98,7 @@ class Gateway:
         quotas: SharedQuotas | None = None,
     ) -> None:
         self._models = models
-        self._cluster = cluster
+        self.cluster = cluster
         self._options = options
         self._ring = ring
         self._quotas = quotas or SharedQuotas()
@@ -238,7 +238,7 @@ class Gateway:
     def missing(self, name: str) -> str:
         """What keeps a model from being served, in words; empty where it is served."""
         try:
-            served = self._cluster.served(name, self._models[name].fingerprint)
+            served = self.cluster.served(name, self._models[name].fingerprint)
         except Unavailable as error:
             return error.message
         nodes = {component.node_id for component in served.components if component.role == "kvnode"}
@@ -262,16 +262,16 @@ class Gateway:
         """The cluster for ``pillion status``, with totals of all gateways. Raises PermissionDenied for a tenant that is
         no operator."""
         self._operators_only(tenant)
-        others = self._cluster.other_gateways()
+        others = self.cluster.other_gateways()
         prompts, cached, completions = self.totals()
         return ClusterStatus(
             version=VERSION,
-            components=tuple(record.status() for record in self._cluster.view.aged(time.monotonic())),
+            components=tuple(record.status() for record in self.cluster.view.aged(time.monotonic())),
             active_requests=self._admission.requests + sum(one.running_requests for one in others),
             prompt_tokens=prompts + sum(one.prompt_tokens for one in others),
             cached_tokens=cached + sum(one.cached_tokens for one in others),
             completion_tokens=completions + sum(one.completion_tokens for one in others),
-            index_available=self._cluster.index.available,
+            index_available=self.cluster.index.available,
         )
 
     def totals(self) -> tuple[int, int, int]:
@@ -315,7 +315,7 @@ class Gateway:
 
     def _slots(self, model: str) -> int:
         """Answers that the model's workers are given at once; 0 while no bound is known."""
-        return self._options.max_running_requests or self._cluster.request_slots(model)
+        return self._options.max_running_requests or self.cluster.request_slots(model)
 
     async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
         prompt = request.token_ids
@@ -344,7 +344,7 @@ class Gateway:
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
         """The longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
         name, most = model.limits.name, model.limits.max_model_len_tokens
-        pool_tokens = self._cluster.capacity_tokens(name)
+        pool_tokens = self.cluster.capacity_tokens(name)
         return check_pool(len(prompt), prompt_field(request), request.sampling.max_tokens, most, pool_tokens)
 
     def _begin(
@@ -358,7 +358,7 @@ class Gateway:
         span: trace.Span,
     ) -> Generation:
         limits, options, asked = model.limits, self._options, request.sampling
-        cluster = self._cluster
+        cluster = self.cluster
         longest = self._longest(request, model, prompt)
         common = cluster.common_tokens(limits.name)
         if asked.max_tokens is None and common is not None and len(prompt) < common:

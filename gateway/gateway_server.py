@@ -80,10 +80,10 @@ class GatewayServer:
         self.gateway = gateway
         self.meters = gateway.meters
         self._record = record
-        self._cluster = cluster
+        self.cluster = cluster
         self._registry = registry
         self._servicer = servicer
-        self._server, self._http, self._probe = ports.grpc, ports.http, ports.probe
+        self._server, self.http, self._probe = ports.grpc, ports.http, ports.probe
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
@@ -101,17 +101,17 @@ class GatewayServer:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
         await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
-        await asyncio.gather(self._drained(grace_s), self._http.stop(grace_s))
+        await asyncio.gather(self._drained(grace_s), self.http.stop(grace_s))
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         if self._probe is not None:
             # Until here it showed that this process drains and does not hang.
             await self._probe.stop(0)
         await self.gateway.aclose()
-        await self._cluster.aclose()
+        await self.cluster.aclose()
 
     async def wait_failed(self) -> str:
         """Why the gateway cannot go on by itself. It only returns when its HTTP port has died."""
-        await asyncio.wait({self._http.task})
+        await asyncio.wait({self.http.task})
         return "the HTTP server ended"
 
     async def _drained(self, grace_s: float) -> None:

@@ -1,13 +1,15 @@
-"""What tests and benchmarks start in order to have a real cluster: no product code, and never in the wheel.
+"""Servers, clusters and models that tests and benchmarks start. Nothing here is product code or in the wheel.
 
-- `cluster`: a whole cluster as a user starts it (`pillion serve`), its processes found by role; free ports, `wait_for`.
-- `redis`: a redis-server of its own on a private Unix socket. `redis_kinds`: a Redis Cluster, a master with a replica
-  and Sentinels, a server with TLS and users.
-- `otlp`: a receiver of OpenTelemetry traces and metrics over real gRPC.
-- `tiny_model`: small random checkpoints in Hugging Face folders. `toy_tokenizer`: tokenizers that a person can read.
-- `plane_source`: a KV node that other nodes copy blocks from, as a process.
-- `fake_cuda`: a CUDA driver in C for machines without a GPU.
+- `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role; it also has free
+  ports and `wait_for`.
+- `redis` starts a redis-server on a private Unix socket.
+- `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.
+- `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.
+- `tiny_model` writes small random checkpoints into Hugging Face folders.
+- `toy_tokenizer` makes tokenizers that a person can read.
+- `plane_source` is a KV node, in a process of its own, that other nodes copy blocks from.
+- `fake_cuda` is a CUDA driver in C for machines without a GPU.
 
-Open `cluster` first. Modules here import `pillion` and each other, never `tests` or `benchmarks`. What a single test
-package needs stays in `tests/support`.
+Open `cluster` first. Modules here import `pillion` and each other, never `tests` or `benchmarks`. Helpers of tests
+alone stay in `tests/support`.
 """

@@ -25,14 +25,14 @@ READY_TIMEOUT_S = 60.0
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The first true answer of ``condition``. Raises AssertionError with ``what`` when none comes."""
+    """Return the first true answer of ``condition``. Raises AssertionError with ``what`` when none comes in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         answer = condition()
@@ -43,25 +43,25 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -
 
 
 class ServedCluster:
-    """A running `pillion serve`; temporary files of it live under ``folder``."""
+    """A running `pillion serve`, with its temporary files under ``folder``."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: pathlib.Path, port: int, log: pathlib.Path) -> None:
         self.process = process
         self.folder = folder
         self.target = f"127.0.0.1:{port}"
         self.log = log
-        self.seen: dict[int, psutil.Process] = {}
+        self.ever_seen: dict[int, psutil.Process] = {}
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes of the cluster, the supervisor included."""
+        """Return all living processes of the cluster, the supervisor included."""
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
             for process in (top, *top.children(recursive=True)):
-                self.seen[process.pid] = process
-        return [process for process in self.seen.values() if alive(process)]
+                self.ever_seen[process.pid] = process
+        return [process for process in self.ever_seen.values() if alive(process)]
 
     def component(self, role: str) -> psutil.Process | None:
-        """The process of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), None while it is dead."""
+        """Return the process of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), else None."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
@@ -96,7 +96,7 @@ class ServedCluster:
         return asyncio.run(ask())
 
     def serving(self) -> bool:
-        """Whether the gateway sees a decode worker."""
+        """Return whether the gateway knows a decode worker."""
         with contextlib.suppress(PillionError), Client(self.target) as client:
             return bool(client.models())
         return False
@@ -109,7 +109,7 @@ class ServedCluster:
         return self.process.wait(30)
 
     def end(self) -> None:
-        """Stop it, and kill what does not stop in time, the supervisor included."""
+        """Stop the cluster, and kill all processes that do not end in time, the supervisor included."""
         try:
             self.stop()
         finally:
@@ -117,8 +117,8 @@ class ServedCluster:
                 leftover.kill()
 
     def left_behind(self) -> list[str]:
-        """Living processes and files that an ended cluster should not have left."""
-        processes = [" ".join(p.cmdline()) for p in self.seen.values() if alive(p)]
+        """Return living processes and files that an ended cluster should not have left."""
+        processes = [" ".join(p.cmdline()) for p in self.ever_seen.values() if alive(p)]
         return processes + [str(path) for path in self.folder.rglob("*") if path != self.log]
 
 

@@ -1,8 +1,9 @@
-"""A node that others read from, as a process of its own: a filled pool, the KVPlane service, sessions.
+"""A node, in a process of its own, that other nodes read from: a filled pool, the KVPlane service, sessions.
 
     python -m testbed.plane_source NODE_ID LISTEN TRANSPORT BOOT NUM_SLOTS BLOCK_BYTES FLIPPED_SLOT
 
-It prints its address and serves until it is killed. Its one chain has a block in every slot, in shuffled order.
+The process prints its address and serves until it is killed. Its one chain has a block in every slot, in shuffled
+order.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ NAMESPACE = b"n" * 32
 
 
 def block_of(boot: int, slot: int, block_bytes: int) -> bytes:
-    """The bytes that the source of boot ``boot`` has in slot ``slot``."""
+    """Return the bytes that the source of boot ``boot`` has in a slot."""
     return hashlib.blake2b(f"{boot}:{slot}".encode()).digest() * (block_bytes // 64)
 
 
 def chain_of(num_slots: int) -> tuple[list[bytes], list[int]]:
-    """Hashes of the chain and the slot of each block."""
+    """Return the chain's hashes and the slot of each block."""
     slots = list(range(num_slots))
     random.Random(1).shuffle(slots)
     return [hashlib.sha256(b"%d" % slot).digest() for slot in slots], slots
@@ -49,7 +50,7 @@ def chain_of(num_slots: int) -> tuple[list[bytes], list[int]]:
 
 @dataclass
 class SourceProcess:
-    """A started one. ``signal`` also takes SIGSTOP and SIGCONT."""
+    """A running source. ``signal`` also takes SIGSTOP and SIGCONT."""
 
     process: subprocess.Popen[str]
     node_id: str
@@ -73,7 +74,7 @@ def start_source(
     block_bytes: int = 65536,
     flipped_slot: int = -1,
 ) -> SourceProcess:
-    """Starts one; the caller kills it."""
+    """Start a source; the caller kills it."""
     words = [node_id, listen, transport, boot, num_slots, block_bytes, flipped_slot]
     process = subprocess.Popen(
         [sys.executable, "-m", "testbed.plane_source", *map(str, words)],
@@ -92,7 +93,7 @@ def start_source(
 
 @contextlib.contextmanager
 def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
-    """One that is killed in the end, whatever became of it; see :func:`start_source`."""
+    """Run a source and kill it in the end; see :func:`start_source`."""
     started = start_source(transport, **options)
     try:
         yield started
@@ -107,7 +108,7 @@ def _die_with_parent() -> None:
 
 
 class FilledPool:
-    """A source whose chain is all of its pool (:class:`pillion.kvstore.transfer.plane_servicer.SourcePool`)."""
+    """A :class:`pillion.kvstore.transfer.plane_servicer.SourcePool` whose one chain fills the pool."""
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
@@ -131,7 +132,7 @@ class FilledPool:
         )
         self._chain, self._order = chain_of(num_slots)
         self._made = 0
-        # Epoch, nonce and slots of each ticket.
+        # The epoch, nonce and slots of each ticket by its id.
         self.tickets: dict[int, tuple[int, int, frozenset[int]]] = {}
 
     async def describe(self) -> MeetReply:
@@ -153,7 +154,7 @@ class FilledPool:
 
 
 class SessionNode(kvnode_pb2_grpc.KVNodeServicer):
-    """Sessions, releases and the number of tickets; the calls that no test makes stay unimplemented."""
+    """The KVNode calls of a reader: sessions, releases and the number of tickets. Other calls stay unimplemented."""
 
     def __init__(self, node_id: str, pool: FilledPool) -> None:
         self._node_id, self._pool, self._epochs = node_id, pool, 0

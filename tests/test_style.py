@@ -28,6 +28,11 @@ MAY_IMPORT = {
 COMPOSITION_ROOTS = ("pillion/cli/", "pillion/supervisor/", "pillion/top/", "pillion/offline/")
 # Decisions are sans-IO (I9): these modules see events and a clock that is handed to them.
 SANS_IO = (
+    "engine/scheduling/block_manager.py",
+    "engine/scheduling/drafts.py",
+    "engine/scheduling/forks.py",
+    "engine/scheduling/queues.py",
+    "engine/scheduling/step_cost.py",
     "engine/scheduling/in_flight.py",
     "engine/scheduling/scheduler.py",
     "engine/scheduling/sequence.py",

@@ -1,11 +1,11 @@
-"""Measures on the GPU of this machine and writes benchmarks/results/gpu-DEVICE-DATE.json and .md.
+"""Measures the GPU of this machine and writes benchmarks/results/gpu-DEVICE-DATE.json and .md.
 
     python -m benchmarks.gpu                          all sections
-    python -m benchmarks.gpu attention step           these; those of an earlier run of the day stay in the file
-    python -m benchmarks.gpu --time-s 560             leaves out what no longer fits
-    python -m benchmarks.gpu --smoke                  everything once, tiny, on the CPU: whether it runs
+    python -m benchmarks.gpu attention step           these; sections of an earlier run of the day stay in the file
+    python -m benchmarks.gpu --time-s 560             leaves out sections that no longer fit into the time
+    python -m benchmarks.gpu --smoke                  runs everything once with tiny shapes on the CPU
 
-The file is written again after every section, so whatever ends the command leaves what was measured before.
+The file is written again after every section, so a command that ends early leaves the sections before.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.gpu.result import RESULTS, device, merged, place, smi, write
 from benchmarks.gpu.section import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-# With less time than this left no section is begun.
+# No section begins with less time left than this.
 LEAST_S = 25.0
 END_TIMEOUT_S = 20.0
 
 
 def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[str, Any]:
-    """Its rows, how long it took, and what ended it before its time; "" where nothing did."""
+    """Run a section; return its rows, its seconds, and the error that ended it early ("" without one)."""
     rows = folder / f"{name}.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu.section", name, "--rows", str(rows)]
     environment = dict(os.environ)
@@ -39,7 +39,7 @@ def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[st
         command.append("--smoke")
         environment["TRITON_INTERPRET"] = "1"
     began_s, error = time.monotonic(), ""
-    # A group of its own, so that what it started ends with it.
+    # The process has a group of its own, so that its children end with it.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(limit_s)
@@ -64,7 +64,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--time-s", type=float, default=0.0, help="of all sections together; 0: what they need")
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, prints, writes; 1 where a section was ended before its time, or a part of one failed."""
+    """Measure, print, write; returns 1 where a section ended early, or a measurement in it failed."""
     args = arguments()
     if not args.smoke and not has_gpu():
         print("bench-gpu: torch sees no CUDA device here; --smoke shows whether everything runs", file=sys.stderr)
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use one; asked in another process, so that this one holds nothing of it."""
+    """Return whether torch can use a GPU. Another process asks torch, so that this one holds no memory of the GPU."""
     command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 

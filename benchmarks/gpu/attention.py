@@ -1,4 +1,4 @@
-"""Paged attention: decodes against the copy bandwidth, chunks against products and torch's FlashAttention, and both."""
+"""Paged attention: decodes against the copy bandwidth, chunks against products and FlashAttention, and a mix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.gpu.pools import Attended, AttentionPool, check_near, verify_row
 from benchmarks.gpu.shapes import BatchEntry, LlamaShape, decodes, shape_of
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 
-# Of the product that stands for the device's rate.
+# The side of the square matrices whose product gives the device's rate.
 PRODUCT_SIDE = 8192
-# Two kernels after another may pay their ends twice; one launch of both should not cost more than that.
+# Two kernels in a row have two tails of idle multiprocessors; one launch of both should not cost more than that.
 MIXED_TARGET = "<= 1.1"
 
 
 def run(bench: Bench) -> None:
-    """All rows of the section."""
+    """Measure all rows of the section."""
     shape = shape_of(bench.smoke)
     small = bench.smoke
     block_sizes = (16,) if small else (16, 64, 128)
@@ -56,9 +56,9 @@ def _attempt_decode(
         pool = AttentionPool(bench, shape, block_size=block_size, tokens=tokens, layers=layers, kv=kv)
         attended = pool.attend(entries)
         verify_rows(pool, attended)
-        took = bench.time(attended.calls)
-        # The goal is for the plain kind; half the bytes leave the same latencies.
-        bench.tell_bytes(name, took, attended.read_bytes, target if kv == "plain" else "")
+        times = bench.time(attended.calls)
+        # The target holds for bfloat16; float8 halves the bytes, but not the latencies.
+        bench.report_bytes(name, times, attended.read_bytes, target if kv == "plain" else "")
 
     bench.attempt(name, measure)
 
@@ -66,27 +66,29 @@ def _attempt_decode(
 def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, block_size: int, rate: float) -> None:
     pool = AttentionPool(bench, shape, block_size=block_size, tokens=chunk + prefix, layers=2)
     attended = pool.attend([BatchEntry(chunk, prefix)])
-    took = bench.time(attended.calls)
-    bench.tell_flops(name, took, attended.flops(), rate, ">= 0.60")
+    times = bench.time(attended.calls)
+    bench.report_flops(name, times, attended.flops(), rate, ">= 0.60")
     theirs, gather, off = _sdpa(bench, pool, attended)
     more = {**spread(theirs), "gather_us": gather.median_s * 1e6, "difference": off}
-    share = theirs.median_s / took.median_s
-    bench.tell(
+    share = theirs.median_s / times.median_s
+    bench.report(
         Row(f"{name}, torch SDPA on gathered KV", theirs.median_s * 1e6, "us", share, "our time", ">= 1.0", more=more)
     )
     both = theirs.median_s + gather.median_s
-    bench.tell(Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / took.median_s, "our time", more=more))
+    bench.report(
+        Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / times.median_s, "our time", more=more)
+    )
 
 
 def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:
-    """Times of torch's attention and of gathering K and V for it, and how far ours is off."""
+    """Return the times of torch's attention and of gathering K and V for it, and the relative difference of ours."""
     from torch.nn.attention.bias import causal_lower_right
 
     tokens, heads, head_dim = attended.queries.shape
     gather = pool.gathering(attended, 0)
     keys, values = gather()
     group = heads // keys.shape[1]
-    # Heads are copied beforehand: not every build's fused kernel reads grouped ones.
+    # Heads are repeated before, since not every build's fused kernel takes grouped ones.
     keys, values = (each.repeat_interleave(group, 1).contiguous() for each in (keys, values))
     queries = attended.queries.permute(1, 0, 2)[None].contiguous()
     mask = causal_lower_right(tokens, keys.shape[2])
@@ -101,18 +103,18 @@ def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times,
 
 
 def _mixed(bench: Bench, shape: LlamaShape) -> None:
-    """Decodes and a chunk in one launch, against both alone."""
+    """Measure decodes and a chunk in one launch, against both alone."""
     streams, context, chunk = (2, 20, 8) if bench.smoke else (63, 4096, 512)
     block_size = 16
     tokens = (streams + 1) * -(-context // block_size) * block_size
     pool = AttentionPool(bench, shape, block_size=block_size, tokens=tokens, layers=2)
     alone, extra = decodes(streams, context), [BatchEntry(chunk, context - chunk)]
-    took = {
+    times = {
         name: bench.time(pool.attend(entries).calls)
         for name, entries in (("decodes", alone), ("chunk", extra), ("mixed", alone + extra))
     }
-    both = took["decodes"].median_s + took["chunk"].median_s
-    more = {f"{name}_us": each.median_s * 1e6 for name, each in took.items()}
+    both = times["decodes"].median_s + times["chunk"].median_s
+    more = {f"{name}_us": each.median_s * 1e6 for name, each in times.items()}
     name = f"mixed batch, {streams} x {context} and a chunk of {chunk}"
-    mixed = took["mixed"].median_s
-    bench.tell(Row(name, mixed * 1e6, "us", mixed / both, "both alone", MIXED_TARGET, more=more))
+    mixed = times["mixed"].median_s
+    bench.report(Row(name, mixed * 1e6, "us", mixed / both, "both alone", MIXED_TARGET, more=more))

@@ -1,4 +1,4 @@
-"""What the sections share: rows of a result, the device, and how long kernels take on it."""
+"""Helpers of all sections: rows of a result, the device, and timers of its kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-# Data that a measurement goes round in, so that nothing comes from the L2 (60 MB of an H200): several times as much.
+# A measurement rotates through so many bytes, several times the L2 cache (60 MB on an H200), so that it never hits it.
 ROTATED_BYTES = 4 * 64 * 2**20
 MIN_REPEATS, MAX_REPEATS = 10, 200
-# Of one measurement, beside its warm-up.
+# The time of one measurement, beside its warm-up.
 MEASURE_S = 0.5
 
 Call = Callable[[], object]
@@ -24,27 +24,27 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one call: least, middle and greatest of the repeats."""
+    """Seconds of one call: minimum, median and maximum of the repeats."""
 
     min_s: float
     median_s: float
     max_s: float
 
     def scaled(self, factor: float) -> Times:
-        """Of ``factor`` times the work."""
+        """Return the times of ``factor`` times the work."""
         return Times(self.min_s * factor, self.median_s * factor, self.max_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure.
+    """One figure of a section.
 
     Attributes:
-        name: what was measured, unique within its section.
-        value, unit: the figure; None where it could not be taken, and ``note`` says why.
-        share: the figure over its limit, or of the time that the limit would take over the time taken; ``of``: of what.
-        target: such as ">= 0.85", of ``share``; "": none.
-        more: everything else worth keeping, spreads among it.
+        name: a name that is unique within the section.
+        value, unit: the figure; None where there is none, and ``note`` says why.
+        share: the figure over its limit, or the time at the limit over the measured time; ``of`` names the limit.
+        target: the target of ``share``, such as ">= 0.85"; "" without one.
+        more: further figures, such as spreads.
     """
 
     name: str
@@ -58,23 +58,23 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none, or nothing was measured."""
+        """Whether the target is met; None without a target or a figure."""
         if not self.target or self.share is None:
             return None
         sense, bound = self.target.split()
         return self.share >= float(bound) if sense == ">=" else self.share <= float(bound)
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields, and ``met``."""
+        """Return the fields, and ``met``."""
         return {**asdict(self), "met": self.met}
 
 
 class Bench:
-    """What a section measures with.
+    """The tools of a section: its device, its timers, and the file of its rows.
 
     Args:
-        smoke: tiny shapes on the CPU, each thing once: whether it runs is all that counts.
-        rows: where rows go as soon as they are known, as JSON lines: a section that fails later keeps them.
+        smoke: run everything once with tiny shapes on the CPU, only to see that it runs.
+        rows: the file that gets each row at once as a line of JSON, so that a section that fails later keeps them.
     """
 
     def __init__(self, *, smoke: bool, rows: Path) -> None:
@@ -84,8 +84,8 @@ class Bench:
         self._bandwidth: float | None = None
         torch.manual_seed(0)
 
-    def tell(self, row: Row) -> None:
-        """Keep a row; what a smoke run took is held to nothing."""
+    def report(self, row: Row) -> None:
+        """Write and print a row. Rows of a smoke run have no target."""
         if self.smoke:
             row = replace(row, target="")
         with self._rows.open("a", encoding="utf-8") as file:
@@ -93,22 +93,22 @@ class Bench:
         print(line_of(row), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Run one part of a section; what it fails with becomes a row, and the other parts go on."""
+        """Run one measurement of a section; its failure becomes a row, and the section goes on."""
         try:
             measure()
         except Exception as error:  # noqa: BLE001  (whatever it is: it belongs into the result)
-            self.tell(Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}"))
+            self.report(Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}"))
 
     def wait(self) -> None:
-        """Until the device has done everything."""
+        """Wait until the device has done everything."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def time(self, calls: Sequence[Call], *, graph: bool = True) -> Times:
-        """How long one of ``calls`` takes, run in a row over and over.
+        """Measure the seconds of one of ``calls``.
 
-        They do the same work on different data, ROTATED_BYTES together or more. Each repeat runs all of them, between
-        two events on the stream; with ``graph`` as one CUDA graph, so that no launch by the host is in the figure.
+        The calls do the same work on different data, ROTATED_BYTES together or more. Each repeat runs all of them
+        between two events on the stream; with ``graph`` as one CUDA graph, which leaves out the host's launches.
         """
         if self.device.type != "cuda":
             return _host_time(calls[0])
@@ -133,7 +133,7 @@ class Bench:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second, read and written together, of the better of a copy and an elementwise kernel; taken once."""
+        """Bytes a second, read and written, of the better of a copy and an elementwise kernel; measured once."""
         if self._bandwidth is None:
             size = 2**14 if self.smoke else 2**30
             source = torch.ones(size // 4, dtype=torch.float32, device=self.device)
@@ -145,46 +145,46 @@ class Bench:
             found = {name: 2 * size / self.time([call]).median_s for name, call in ways.items()}
             self._bandwidth = max(found.values())
             rates = {f"{name}_gb_per_s": rate / 1e9 for name, rate in found.items()}
-            self.tell(Row("limit: copy bandwidth, read and written", self._bandwidth / 1e9, "GB/s", more=rates))
+            self.report(Row("limit: copy bandwidth, read and written", self._bandwidth / 1e9, "GB/s", more=rates))
         return self._bandwidth
 
     def product_rate(self, rows: int, inputs: int, outputs: int) -> float:
-        """FLOP/s of a bfloat16 product [rows, inputs] x [outputs, inputs]^T of random numbers, as the model has it."""
+        """Measure the FLOP/s of a bfloat16 product [rows, inputs] x [outputs, inputs]^T of random numbers."""
         made = (torch.randn(size, inputs, device=self.device).bfloat16() for size in (rows, outputs))
         left, weight = made
         out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=self.device)
-        took = self.time([lambda: torch.mm(left, weight.T, out=out)])
-        rate = 2.0 * rows * inputs * outputs / took.median_s
+        times = self.time([lambda: torch.mm(left, weight.T, out=out)])
+        rate = 2.0 * rows * inputs * outputs / times.median_s
         shape = f"{rows} x {inputs} x {outputs}"
-        self.tell(Row(f"limit: bf16 product {shape}", rate / 1e12, "TFLOP/s", more=spread(took)))
+        self.report(Row(f"limit: bf16 product {shape}", rate / 1e12, "TFLOP/s", more=spread(times)))
         return rate
 
-    def tell_bytes(self, name: str, took: Times, size: float, target: str = "", **more: Any) -> None:
-        """A row of something that memory limits: microseconds, and its share of the copy bandwidth."""
-        share = size / self.bandwidth / took.median_s
-        more = {**spread(took), "gb_per_s": size / took.median_s / 1e9, **more}
-        self.tell(Row(name, took.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
+    def report_bytes(self, name: str, times: Times, size: float, target: str = "", **more: Any) -> None:
+        """Report a figure that memory limits: microseconds, and the share of the copy bandwidth."""
+        share = size / self.bandwidth / times.median_s
+        more = {**spread(times), "gb_per_s": size / times.median_s / 1e9, **more}
+        self.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
 
-    def tell_flops(self, name: str, took: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
-        """A row of something that arithmetic limits: microseconds, and its share of the products' rate."""
-        more = {**spread(took), "tflop_per_s": flops / took.median_s / 1e12, **more}
-        self.tell(
-            Row(name, took.median_s * 1e6, "us", flops / rate / took.median_s, "bf16 products", target, more=more)
+    def report_flops(self, name: str, times: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
+        """Report a figure that arithmetic limits: microseconds, and the share of the products' rate."""
+        more = {**spread(times), "tflop_per_s": flops / times.median_s / 1e12, **more}
+        self.report(
+            Row(name, times.median_s * 1e6, "us", flops / rate / times.median_s, "bf16 products", target, more=more)
         )
 
 
 def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:
-    """How many pieces of data of this size a measurement goes round in."""
+    """Return how many copies of data of this size a measurement rotates through."""
     return 1 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
 
 
-def spread(took: Times) -> dict[str, float]:
-    """For a row's ``more``."""
-    return {"min_us": took.min_s * 1e6, "max_us": took.max_s * 1e6}
+def spread(times: Times) -> dict[str, float]:
+    """Return the extremes in us, for a row's ``more``."""
+    return {"min_us": times.min_s * 1e6, "max_us": times.max_s * 1e6}
 
 
 def line_of(row: Row) -> str:
-    """A row as a line on the terminal."""
+    """Format a row as a line on the terminal."""
     if row.value is None:
         return f"{row.name}: {row.note}"
     share = "" if row.share is None else f", {row.share:.2f} of {row.of}" if row.of else f", {row.share:.2f}"

@@ -1,7 +1,7 @@
-"""The small kernels as the engine calls them, on random data of a model's shapes: what is timed, and what is tuned.
+"""Calls of the small kernels as the engine makes them, on random data of a model's shapes, to time and to tune.
 
-Each case goes round several copies of its data, so that they come from memory as in a step, where weights and KV have
-swept the caches in between.
+Each case rotates through several copies of its data, so that they come from memory as in a step, where weights and KV
+sweep the caches in between.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pillion.engine.sampling.sampling_rows import SamplingRows
 
 EPS = 1e-5
 BLOCK_SIZE = 16
-# Roundings of bfloat16 in a different order.
+# Tolerances for roundings of bfloat16 in a different order.
 RTOL, ATOL = 2.0**-6, 2.0**-6
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """``calls`` do the same work on different data, and one of them moves ``moved_bytes``. ``verify`` runs the first
-    and raises AssertionError where its result is not the reference's."""
+    """A kernel's calls on some shape.
+
+    ``calls`` do the same work on different data, and each moves ``moved_bytes``. ``verify`` runs the first call and
+    raises AssertionError where its result differs from the reference's.
+    """
 
     calls: Sequence[Callable[[], object]]
     moved_bytes: float
@@ -37,14 +40,14 @@ Make = Callable[[Bench, LlamaShape, int], KernelCase]
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes a case of so many rows."""
+    """A function that makes a kernel's case, and the numbers of rows to measure."""
 
     make: Make
     rows: tuple[int, ...]
     smoke_rows: tuple[int, ...] = (2,)
 
     def __call__(self, bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-        """The case."""
+        """Make the case of ``rows`` rows."""
         return self.make(bench, shape, rows)
 
 
@@ -54,7 +57,7 @@ BLOCK_ROWS = (1, 16, 256)
 
 
 def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Rows of the embedding."""
+    """Make a case of the embedding's rows."""
     from pillion.kernels.gpu.gpu_reference import embed as reference
     from pillion.kernels.gpu.rows.embedding import embed
 
@@ -73,7 +76,7 @@ def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """The sum with the residual stream, and the next norm."""
+    """Make a case of the sum with the residual stream and the next norm."""
     from pillion.kernels.gpu import gpu_reference as reference
     from pillion.kernels.gpu.rows.norms import add_rms_norm
 
@@ -96,7 +99,7 @@ def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """The middle of the MLP."""
+    """Make a case of the MLP's gated activation."""
     from pillion.kernels.gpu import gpu_reference as reference
     from pillion.kernels.gpu.rows.gated import gated
 
@@ -113,12 +116,12 @@ def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Rotation of queries and keys, and K and V into the pool's blocks."""
+    """Make a case of rotating queries and keys and writing K and V into the pool's blocks."""
     from pillion.kernels.gpu.attention.kv_write import Rotary, kv_write
 
     heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_dim
     columns = (heads + 2 * kv_heads) * width
-    # Everything is read once; queries are written in place, keys and values to the pool.
+    # All of qkv is read once; queries are written in place, keys and values to the pool.
     size = 2 * rows * columns * 2
     count = rotations(size, bench.smoke)
     slots = -(-rows // BLOCK_SIZE)
@@ -148,7 +151,7 @@ def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def _blocks_case(way: str) -> Make:
-    """Whole blocks of a model, all layers: to and from a buffer, as a transfer has them, or within the pool."""
+    """Return a maker of cases that move whole blocks, to or from a transfer's buffer, or within the pool."""
 
     def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu import blocks
@@ -198,7 +201,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
             choose(which, record, out, scratch, cutting=cutting)
 
         def verify() -> None:
-            # Drawn rows are the tests' business: they know how near a tie is.
+            # Only the range of sampled tokens is checked here; the kernels' tests compare them.
             one(logits[0])
             if temperature:
                 assert bool(((out >= 0) & (out < shape.vocab)).all())
@@ -211,7 +214,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
 
 
 def sampled_rows(count: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingRows:
-    """Rows that are all sampled alike, with seeds of their own."""
+    """Return rows with the same sampling parameters and different seeds."""
     return SamplingRows(
         temperature=np.full(count, temperature, np.float32),
         top_k=np.zeros(count, np.int64),

@@ -1,6 +1,6 @@
 """The real cluster under a saturating load, by split policy, without and with MPS: output tokens/s, ITL, TTFT.
 
-Needs what the servers need (Redis, gRPC, OpenTelemetry ...); where something is missing the section says what.
+The section needs the servers' packages (Redis, gRPC, OpenTelemetry ...); where some are missing, a row names them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READY_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """A closed loop of ``streams``, ``rounds`` requests each."""
+    """A closed loop of ``streams`` clients with ``rounds`` requests each."""
 
     streams: int
     rounds: int
@@ -45,16 +45,16 @@ FULL, SMOKE = ClusterLoad(128, 3, 1024, 256), ClusterLoad(1, 1, 24, 2)
 
 
 def run(bench: Bench) -> None:
-    """A row for each policy, without MPS and, where two processes share the GPU, with it."""
+    """Measure each policy without MPS and, where two processes share the GPU, with it."""
     missing = missing_packages()
     if missing:
-        bench.tell(Row("end to end", None, "", note=f"not measured: needs {', '.join(missing)}"))
+        bench.report(Row("end to end", None, "", note=f"not measured: needs {', '.join(missing)}"))
         return
     for policy in ("colocated",) if bench.smoke else POLICIES:
         for mps in (False,) if bench.smoke or policy == "colocated" else (False, True):
             name = f"end to end, {policy}{', MPS' if mps else ''}"
             if mps and shutil.which(CONTROL) is None:
-                bench.tell(Row(name, None, "", note=f"not measured: needs {CONTROL}"))
+                bench.report(Row(name, None, "", note=f"not measured: needs {CONTROL}"))
                 continue
 
             def measure(policy: str = policy, mps: bool = mps, name: str = name) -> None:
@@ -66,7 +66,7 @@ def run(bench: Bench) -> None:
 
 
 def _pretended(smoke: bool) -> dict[str, str]:
-    """For a smoke run a driver that stands for the device; the interpreter computes."""
+    """Return the environment of a smoke run, with a fake CUDA driver; of a real run, an empty one."""
     if not smoke:
         return {}
     from testbed import fake_cuda
@@ -111,7 +111,7 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
         "ttft_p99_ms": 1e3 * rank(first, 99),
     }
     note = "ITL p99 {itl_p99_ms:.1f} ms, TTFT p50 {ttft_p50_ms:.0f} ms".format(**more)
-    bench.tell(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
+    bench.report(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _ask_all(target: str, load: ClusterLoad, seed: int) -> list[tuple[float, list[float]]]:
-    """Of each request, seconds to its first token and between tokens."""
+    """Run a load; return each request's seconds to its first token and between tokens."""
     from pillion import AsyncClient
 
     found: list[tuple[float, list[float]]] = []

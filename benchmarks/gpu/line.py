@@ -2,9 +2,9 @@
 
     request --add--> scheduler --plan--> launch, land --commit--> tokens
        ^                 |                                          |
-       '-- a seat is free '-- slots: a list in the place of a node <'
+       '-- a slot is free '-- KV slots: a list in place of a node <-'
 
-What a cluster adds to this is measured end to end (:mod:`benchmarks.gpu.e2e`), where its packages are installed.
+The rest of a cluster is measured end to end (:mod:`benchmarks.gpu.e2e`), where its packages are installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pillion.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A closed loop: ``streams`` at a time, ``rounds`` requests for each."""
+    """A closed loop of ``streams`` streams with ``rounds`` requests each."""
 
     streams: int
     rounds: int
@@ -41,14 +41,14 @@ class EngineLoad:
 LOADS = (EngineLoad(64, 2, 1024, 256, 2048), EngineLoad(64, 2, 1024, 256, 512), EngineLoad(256, 2, 1024, 256, 2048))
 SMOKE_LOADS = (EngineLoad(2, 1, 20, 3, 24),)
 WARM_UP = EngineLoad(4, 1, 256, 8, 512)
-# Of each stream, beyond what it needs: nobody gives way.
+# Spare blocks for each stream, so that no stream is preempted.
 SPARE_BLOCKS = 16
-# Rounds without work, after which nothing is going to happen any more.
+# After so many rounds without work the loop is stuck.
 MAX_IDLE_ROUNDS = 1000
 
 
 def run(bench: Bench) -> None:
-    """Two rows and a figure for each load."""
+    """Measure each load."""
     loads = SMOKE_LOADS if bench.smoke else LOADS
     longest = max(load.prompt_tokens + load.answer_tokens for load in loads)
     streams = max(load.streams for load in loads)
@@ -65,7 +65,7 @@ def run(bench: Bench) -> None:
 
         def measure(load: EngineLoad = load, name: str = name) -> None:
             loop = EngineLoop(running.backend, room // BLOCK_SIZE, load)
-            _tell(bench, name, loop, loop.run())
+            _report(bench, name, loop, loop.run())
 
         bench.attempt(name, measure)
     running.close()
@@ -73,14 +73,14 @@ def run(bench: Bench) -> None:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Of one request, seconds: when it came, and when tokens did."""
+    """The times of one request, in seconds: its arrival, and each token's."""
 
     added_s: float
     tokens_s: list[float] = field(default_factory=list)
 
 
 class EngineLoop:
-    """A scheduler over a backend, and a list of slots in the place of a KV node."""
+    """A scheduler over a backend, with a list of KV slots in place of a KV node."""
 
     def __init__(self, backend: GpuBackend, num_slots: int, load: EngineLoad) -> None:
         self._backend, self._load = backend, load
@@ -96,7 +96,7 @@ class EngineLoop:
         self.seen: dict[int, RequestTimes] = {}
 
     def run(self) -> float:
-        """Everything; seconds that it took."""
+        """Run the load; return its seconds."""
         out: deque[tuple[Any, Any]] = deque()
         idle = 0
         began_s = time.perf_counter()
@@ -115,15 +115,15 @@ class EngineLoop:
             assert idle < MAX_IDLE_ROUNDS, "the line stands still"
             stays = 1 if plan.pieces else 0
             while len(out) > stays:
-                landed, flight = out.popleft()
-                sampled = flight.wait()
+                landed, in_flight = out.popleft()
+                sampled = in_flight.wait()
                 self._take(self.scheduler.commit(landed, sampled, time.perf_counter()))
         while out:
-            # Rows that were launched for streams whose last token was under way.
-            landed, flight = out.popleft()
-            self._take(self.scheduler.commit(landed, flight.wait(), time.perf_counter()))
+            # These rows were launched for streams whose last token was still in flight.
+            landed, in_flight = out.popleft()
+            self._take(self.scheduler.commit(landed, in_flight.wait(), time.perf_counter()))
         took_s = time.perf_counter() - began_s
-        # What the answers to the last commits led to.
+        # This handles the answers to the last commits.
         self._take(self.scheduler.flush(time.perf_counter()))
         return took_s
 
@@ -150,7 +150,7 @@ class EngineLoop:
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:
-        """What a node and clients would do with it, at once."""
+        """Answer an outcome at once as a node and clients would."""
         now_s = time.perf_counter()
         for update in outcome.updates:
             assert update.ending is None or update.ending.error is None, update.ending
@@ -166,7 +166,7 @@ class EngineLoop:
             self.scheduler.granted(self._slots(outcome.lease_blocks), now_s)
 
 
-def _tell(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:
+def _report(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:
     seen = list(loop.seen.values())
     gaps = sorted(b - a for one in seen for a, b in pairwise(one.tokens_s))
     first = sorted(one.tokens_s[0] - one.added_s for one in seen)
@@ -180,9 +180,9 @@ def _tell(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:
         "seconds": took_s,
     }
     note = "ITL p99 {itl_p99_ms:.1f} ms, TTFT p50 {ttft_p50_ms:.0f} ms".format(**more)
-    bench.tell(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
+    bench.report(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
 
 
 def rank(ordered: list[float], percent: float) -> float:
-    """Nearest-rank percentile of sorted values."""
+    """Return the nearest-rank percentile of sorted values."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

@@ -1,4 +1,4 @@
-"""The whole model with random weights behind the engine's own backend: what decode, prefill and line measure."""
+"""The whole model with random weights behind the engine's own backend, for the sections on steps."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from pillion.engine.models.model_config import parse_config
 from pillion.engine.sampling.sampling_rows import SamplingRows
 
 BLOCK_SIZE = 16
-# Steps that are under way at once: the one that runs, and the one behind it.
+# Steps in flight at once: the running step, and the one behind it.
 AHEAD = 2
 
 
 class TensorPool:
-    """Memory of a GPU of this process's own, as ``pillion.engine.backends.backend.DevicePool`` wants it."""
+    """A pool in GPU memory of this process, with the interface of ``pillion.engine.backends.backend.DevicePool``."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        # Random: what is multiplied decides how much power it takes, and so how fast the clock runs.
+        # The content is random, since operands decide the power of products, and so the clock rate.
         self._memory = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
         self.address, self.size_bytes = self._memory.data_ptr(), size_bytes
 
 
 class RandomModel:
-    """Weights and buffers; backends over them are made and closed one after the other."""
+    """Random weights with buffers; backends over them are made and closed one after the other."""
 
     def __init__(self, bench: Bench, *, max_tokens: int, max_seqs: int, max_model_len: int) -> None:
         self.bench, self.shape = bench, shape_of(bench.smoke)
@@ -49,22 +49,22 @@ class RandomModel:
             max_tokens=max_tokens, max_seqs=max_seqs, max_samples=max_seqs, max_model_len=max_model_len
         )
         self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens, max_samples=max_seqs)
-        # A step reads all weights but the embedding, of which it reads rows.
+        # A step reads all weights except for the embedding, of which it reads only some rows.
         self.step_bytes = plan.nbytes - plan.places["embedding"].nbytes
 
     @property
     def layout(self) -> KVLayout:
-        """Of the pool."""
+        """The pool's layout."""
         shape = self.shape
         return KVLayout("bench", shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, "bfloat16")
 
     @property
     def kv_token_bytes(self) -> int:
-        """K and V of one token in all layers."""
+        """The bytes of K and V of one token in all layers."""
         return self.shape.layers * self.shape.kv_bytes
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
-        """A backend over a pool of so many tokens, warm."""
+        """Make a backend over a pool of ``tokens`` tokens, and warm it up."""
         slots = -(-tokens // BLOCK_SIZE)
         backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
         size = slots * self.layout.block_bytes
@@ -76,15 +76,18 @@ class RandomModel:
         return RunningBackend(backend, Tables(slots, BLOCK_SIZE), self.bench)
 
     def flops(self, tokens: int, *, shape: LlamaShape | None = None) -> float:
-        """Of the layers' products."""
+        """Return the floating-point operations of the layers' products."""
         shape = shape or self.shape
         return 2.0 * tokens * shape.layers * sum(a * b for a, b in shape.products.values())
 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds of steps: ``landed`` between two landings, ``launch`` and ``land`` on the host, ``device`` between the
-    ends of two steps on the device (empty without one)."""
+    """Seconds of each of some steps.
+
+    ``landed`` is the time between two landings, ``launch`` and ``land`` the host's time, and ``device`` the time
+    between the ends of two steps on the device (empty on the CPU).
+    """
 
     landed: list[float] = field(default_factory=list)
     launch: list[float] = field(default_factory=list)
@@ -92,7 +95,7 @@ class Pace:
     device: list[float] = field(default_factory=list)
 
     def behind(self, steps: int) -> Pace:
-        """Without the first ones."""
+        """Return the times without the first ``steps`` steps."""
         return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
 
 
@@ -103,7 +106,7 @@ class RunningBackend:
         self.backend, self.tables, self._bench = backend, tables, bench
 
     def pace(self, batches: list[StepBatch], rows: list[SamplingRows] | None = None) -> Pace:
-        """Runs them in order, each launched before the one before has landed."""
+        """Run the batches in order, each launched before the one before has landed; return their times."""
         found, out, ends = Pace(), deque[Any](), []
         rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
         last_s = 0.0
@@ -123,7 +126,7 @@ class RunningBackend:
         return found
 
     def close(self) -> None:
-        """Lets go of graphs and pool."""
+        """Release the graphs and the pool."""
         self.backend.close()
 
     def _land(self, out: deque[Any], found: Pace, last_s: float) -> float:

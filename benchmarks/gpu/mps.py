@@ -1,7 +1,7 @@
 """A prefill and a decode process on one GPU, without and with NVIDIA's Multi-Process Service, against one that is both.
 
 Without MPS the GPU belongs to one process at a time, in slices of milliseconds; with it, kernels of both run side by
-side. Each process has weights and a pool of its own here: what they do to each other's steps is the same.
+side. Each process has weights and a pool of its own here, which does not change their effect on each other's steps.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from benchmarks.gpu.line import rank
 CONTROL = "nvidia-cuda-mps-control"
 PHASE_S, SMOKE_PHASE_S = 6.0, 0.0
 CONTROL_TIMEOUT_S = 20.0
-# Share of the multiprocessors that the prefill process may use in the last phase.
+# The share of the multiprocessors that the prefill process may use in the last phase.
 PREFILL_PERCENT = 60
 
 
 def run(bench: Bench) -> None:
-    """Rows of each way to share the GPU."""
+    """Measure each way to share the GPU."""
     bench.attempt("two processes, no MPS", lambda: _phase(bench, "no MPS", {}, {}, alone=True))
     for name, limit in (("MPS", {}), (f"MPS, prefill on {PREFILL_PERCENT} %", _limit(PREFILL_PERCENT))):
 
         def measure(name: str = name, limit: Mapping[str, str] = limit) -> None:
             if bench.smoke or shutil.which(CONTROL) is None:
                 note = "not measured: a smoke run" if bench.smoke else f"not measured: needs {CONTROL}"
-                bench.tell(Row(f"two processes, {name}", None, "", note=note))
+                bench.report(Row(f"two processes, {name}", None, "", note=note))
                 return
             with daemon() as environment:
                 _phase(bench, name, environment, limit, alone=False)
@@ -50,7 +50,7 @@ def _limit(percent: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def daemon() -> Iterator[dict[str, str]]:
-    """MPS for the processes that get this environment; it ends with the block."""
+    """Run MPS for the processes that get the yielded environment."""
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         known = {**os.environ, **environment}
@@ -77,7 +77,7 @@ class _Worker:
         )
 
     def wait_ready(self) -> None:
-        """Raises RuntimeError where it ends instead."""
+        """Wait until the process is ready. Raises RuntimeError where it ends instead."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip() == "ready":
@@ -85,13 +85,13 @@ class _Worker:
         raise RuntimeError(f"a worker ended with {self._process.wait()}")
 
     def begin(self, role: str, seconds: float) -> None:
-        """Asks it for a run."""
+        """Start a run of ``role``."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{role} {seconds}\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What it did, once that is over. Raises RuntimeError where it has ended."""
+        """Wait for the run's result. Raises RuntimeError where the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -100,7 +100,7 @@ class _Worker:
         return found
 
     def end(self) -> None:
-        """By the end of its input, and by force."""
+        """End the process by closing its input, and by force after a while."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -121,22 +121,22 @@ def _phase(bench: Bench, name: str, environment: Mapping[str, str], limit: Mappi
         if alone:
             for worker, role in ((decode, "decode"), (prefill, "prefill"), (decode, "mixed")):
                 worker.begin(role, seconds)
-                _tell(bench, {"mixed": "one process, mixed steps"}.get(role, f"{role} alone"), worker.answer())
-        # The prefill goes on for longer, so that every decode step meets it.
+                _report(bench, {"mixed": "one process, mixed steps"}.get(role, f"{role} alone"), worker.answer())
+        # The prefill runs longer, so that it overlaps with every decode step.
         prefill.begin("prefill", seconds + 1.0 * bool(seconds))
         decode.begin("decode", seconds)
         for worker, role in ((decode, "decode"), (prefill, "prefill")):
-            _tell(bench, f"two processes, {name}: {role}", worker.answer())
+            _report(bench, f"two processes, {name}: {role}", worker.answer())
     finally:
         for worker in (decode, prefill):
             worker.end()
 
 
-def _tell(bench: Bench, name: str, found: dict[str, Any]) -> None:
+def _report(bench: Bench, name: str, found: dict[str, Any]) -> None:
     steps = sorted(found["step_ms"])
     more = {"steps": len(steps), "step_p99_ms": rank(steps, 99), "step_max_ms": steps[-1]}
     note = f"p99 {more['step_p99_ms']:.2f} ms"
     if found["prompt_tokens"]:
         more["prompt_tokens_per_s"] = found["prompt_tokens"] / found["seconds"]
         note += f", {more['prompt_tokens_per_s']:.0f} prompt tokens/s"
-    bench.tell(Row(name, statistics.median(steps), "ms a step", note=note, more=more))
+    bench.report(Row(name, statistics.median(steps), "ms a step", note=note, more=more))

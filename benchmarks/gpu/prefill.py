@@ -13,11 +13,11 @@ ROUNDS = 5
 
 
 def run(bench: Bench) -> None:
-    """A row for prompts of 2K tokens and of 8K, cut into chunks."""
+    """Measure prompts of 2K and of 8K tokens, cut into chunks."""
     chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
     model = RandomModel(bench, max_tokens=chunk, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
-    # Chunks of this size are launched kernel by kernel anyway.
+    # Chunks of this size run without a CUDA graph anyway.
     running = model.backend(chunk * chunks + 64, eager=True)
     for count in (1, chunks):
         name = f"prefill of {count * chunk} tokens in chunks of {chunk}"
@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
 
 
 def _rate(bench: Bench, model: RandomModel, chunk: int) -> float:
-    """FLOP/s of a layer's four products one after the other."""
+    """Measure the FLOP/s of a layer's four products, one after the other."""
     shapes = model.shape.products.values()
     seconds = sum(2.0 * chunk * a * b / bench.product_rate(chunk, a, b) for a, b in shapes)
     return sum(2.0 * chunk * a * b for a, b in shapes) / seconds
@@ -42,7 +42,7 @@ def _prompt(
     steps = [running.tables.batch([BatchEntry(chunk, at * chunk, at + 1 == count)]) for at in range(count)]
     rounds = 1 if bench.smoke else ROUNDS
     pace = running.pace(steps * (rounds + 1))
-    # The first round warms up. Chunks of a prompt take longer the later they come, so rounds are compared as a whole.
+    # The first round warms up. Later chunks of a prompt take longer, so rounds are compared as a whole.
     seconds = pace.device[-rounds * count :] or pace.landed[-rounds * count :]
     whole = [sum(seconds[begin : begin + count]) for begin in range(0, len(seconds), count)]
     shape, tokens = model.shape, chunk * count
@@ -59,4 +59,4 @@ def _prompt(
         "max_ms": max(whole) * 1e3,
     }
     share = flops / rate / took_s
-    bench.tell(Row(name, took_s * 1e3, "ms", share, "the layers' products at their own rate", TARGET, more=more))
+    bench.report(Row(name, took_s * 1e3, "ms", share, "the layers' products at their own rate", TARGET, more=more))

@@ -1,4 +1,4 @@
-"""How a kernel's constants are searched, and where they stand in the file: see :mod:`benchmarks.gpu.tune`."""
+"""The search of a kernel's constants, and their place in the tuning file; see :mod:`benchmarks.gpu.tune`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def trying(kernel: str, arch: int, use: dict[str, int]) -> Iterator[None]:
-    """Kernels take these constants meanwhile, whatever the file says."""
+    """Let ``kernel`` use these constants meanwhile, whatever the file has."""
     entries = tuning_file(arch).setdefault(kernel, [])
     entries.insert(0, {"when": {}, "use": use})
     try:
@@ -34,7 +34,7 @@ def trying(kernel: str, arch: int, use: dict[str, int]) -> Iterator[None]:
 
 
 def search(bench: Bench, name: str, tunable: Tunable, arch: int, until_s: float, say: Say) -> dict[str, Any] | None:
-    """The entry for the file, or None where no candidate worked."""
+    """Search a kernel's constants; return the entry for the file, or None where no candidate worked."""
     now = tuned(tunable.kernel, arch, **tunable.facts)
     candidates = [now, *(use for use in tunable.candidates(now) if use != now)]
     if bench.smoke:
@@ -74,7 +74,7 @@ def _microseconds(bench: Bench, tunable: Tunable) -> float:
 
 
 def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
-    """In the place of the entry for the same facts, or before the first one that would be taken for them."""
+    """Put ``entry`` in place of the entry for the same facts, or before the first entry that matches them."""
     for at, known in enumerate(entries):
         if known["when"] == entry["when"]:
             entries[at] = entry
@@ -86,7 +86,7 @@ def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
 
 
 def dump(found: dict[str, list[dict[str, Any]]]) -> str:
-    """A tuning file's text: a kernel that has one entry on one line, others with a line for each."""
+    """Return a tuning file's text: a kernel with one entry on one line, others with a line for each entry."""
     kernels = []
     for kernel, entries in found.items():
         lines = [json.dumps(entry) for entry in entries]

@@ -1,4 +1,4 @@
-"""One section in a process of its own: what it breaks on the device, it breaks for itself.
+"""One section in a process of its own, so that an error on the device cannot harm other sections.
 
 python -m benchmarks.gpu.section NAME --rows FILE [--smoke]
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.bench import Bench
 
-# Names and the seconds that each may take, in the order in which they run.
+# The sections in the order in which they run, with the seconds that each may take.
 SECTIONS = {
     "attention": 150,
     "step": 150,
@@ -26,13 +26,13 @@ SECTIONS = {
 
 
 def main() -> int:
-    """Runs the section. What it fails with is a row like any other."""
+    """Run the section. A failure becomes a row of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=tuple(SECTIONS))
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    # What a section has started, MPS or a cluster, ends with it.
+    # SIGTERM raises here, so that MPS or a cluster of the section ends with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     bench = Bench(smoke=args.smoke, rows=args.rows)
     bench.attempt(args.name, lambda: importlib.import_module(f"benchmarks.gpu.{args.name}").run(bench))

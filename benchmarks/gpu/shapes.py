@@ -1,4 +1,4 @@
-"""What is measured: Llama 3 8B, and for smoke runs something tiny of the same kind."""
+"""The measured shapes: Llama 3 8B, and a tiny Llama for smoke runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.engine.backends.batch import StepBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Of a Llama: see its config.json."""
+    """The shape of a Llama, with the fields of its config.json."""
 
     hidden: int
     layers: int
@@ -26,7 +26,7 @@ class LlamaShape:
     max_positions: int
 
     def config(self) -> dict[str, Any]:
-        """What its config.json holds."""
+        """Return the content of the config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -49,12 +49,12 @@ class LlamaShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in one layer, bfloat16."""
+        """The bytes of K and V of one token in one layer, in bfloat16."""
         return 2 * self.kv_heads * self.head_dim * 2
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a layer's products."""
+        """Return inputs and outputs of a layer's products by name."""
         return {
             "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
             "o": (self.heads * self.head_dim, self.hidden),
@@ -77,12 +77,12 @@ TINY = LlamaShape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=1
 
 
 def shape_of(smoke: bool) -> LlamaShape:
-    """The one to measure."""
+    """Return the shape to measure."""
     return TINY if smoke else LLAMA_8B
 
 
 def write_model(folder: Path, shape: LlamaShape) -> Path:
-    """A model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
+    """Write a model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,8 +101,10 @@ def write_model(folder: Path, shape: LlamaShape) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """One sequence of a step: ``tokens`` of it run, behind ``prefix`` that the pool holds. ``sampled``: the last one's
-    logits are wanted."""
+    """One sequence of a step: ``tokens`` run behind ``prefix`` tokens in the pool.
+
+    ``sampled`` asks for the last token's logits.
+    """
 
     tokens: int
     prefix: int
@@ -110,19 +112,19 @@ class BatchEntry:
 
 
 def decodes(count: int, context: int) -> list[BatchEntry]:
-    """``count`` streams at their token number ``context``."""
+    """Return ``count`` streams, each at its token number ``context``."""
     return [BatchEntry(1, context - 1)] * count
 
 
 class Tables:
-    """Slots of sequences, scattered over a pool as after hours of service; who asks for more than it has shares."""
+    """Block tables scattered over a pool as after hours of service; slots repeat where a batch needs more."""
 
     def __init__(self, slots: int, block_size: int) -> None:
         self._order = np.random.default_rng(0).permutation(slots).astype(np.int32)
         self._block_size = block_size
 
     def batch(self, entries: list[BatchEntry], *, token: int = 5) -> StepBatch:
-        """A step of them, each with slots of its own."""
+        """Make a step of these sequences, each with slots of its own."""
         counts = np.array([entry.tokens for entry in entries], np.int32)
         contexts = np.array([entry.prefix + entry.tokens for entry in entries], np.int32)
         blocks = -(-contexts // self._block_size)

@@ -1,6 +1,6 @@
-"""The kernels beside attention and products: each moves some bytes once, so memory is the limit of them all.
+"""The kernels beside attention and products: each moves some bytes once, so memory bandwidth is their limit.
 
-A launch of few rows is limited by its latency instead, some microseconds whatever it does; its share says so.
+A launch of few rows is limited by its latency of some microseconds instead, which its share shows.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.calls import CASES, KernelCase
 from benchmarks.gpu.shapes import shape_of
 
-# From this many bytes on a kernel should be at the copy bandwidth, not at a launch's latency.
+# From this many bytes on a kernel should reach the copy bandwidth.
 LARGE_BYTES = 64 * 2**20
 LARGE_TARGET = ">= 0.75"
 
 
 def run(bench: Bench) -> None:
-    """A row for each kernel and number of rows."""
+    """Measure each kernel with each number of rows."""
     shape = shape_of(bench.smoke)
     for kernel, make in CASES.items():
         for rows in make.smoke_rows if bench.smoke else make.rows:
@@ -29,7 +29,7 @@ def _measured(bench: Bench, name: str, make: Callable[[], KernelCase]) -> Callab
     def measure() -> None:
         case = make()
         case.verify()
-        took = bench.time(case.calls)
-        bench.tell_bytes(name, took, case.moved_bytes, LARGE_TARGET if case.moved_bytes >= LARGE_BYTES else "")
+        times = bench.time(case.calls)
+        bench.report_bytes(name, times, case.moved_bytes, LARGE_TARGET if case.moved_bytes >= LARGE_BYTES else "")
 
     return measure

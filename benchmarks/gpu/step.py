@@ -1,9 +1,9 @@
-"""Decode steps of the whole model, launched one ahead as a worker does, against the bytes that they cannot do without.
+"""Decode steps of the whole model, launched one ahead as in a worker, against the bytes that they have to read.
 
     limit = (weights + KV of all streams) / copy bandwidth
 
-With many streams the products take longer than reading their weights, and no kernel of theirs overlaps with attention:
-then the second limit, part by part, is the one that can be reached.
+With many streams the products take longer than reading their weights, and their kernels do not overlap with attention.
+Then the second limit, the sum of the kernels' own limits, is the reachable one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from benchmarks.gpu.shapes import Tables, decodes
 from pillion.engine.backends.batch import StepBatch
 
 TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
-# The first ones compile what no graph holds.
+# The first steps compile kernels that no graph holds.
 WARM_STEPS = 5
 STEPS = 60
 
 
 def run(bench: Bench) -> None:
-    """A row for each number of streams, with graphs and without."""
+    """Measure each number of streams, with CUDA graphs and without."""
     batches, context = ((2,), 20) if bench.smoke else ((1, 32, 256), 1024)
     warm, steps = (0, 2) if bench.smoke else (WARM_STEPS, STEPS)
     bandwidth = bench.bandwidth
     rates = _rates(bench, batches)
     room = context + warm + steps
     model = RandomModel(bench, max_tokens=16 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
-    bench.tell(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
+    bench.report(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
     for eager in (False, True):
         kind = "eager" if eager else "graphs"
-        # Blocks beyond a stream's are spare.
+        # The rest of the pool's blocks is spare.
         running = model.backend(max(batches) * (room + 32), eager=eager)
         for batch in batches:
             name = f"decode step, {batch} x {context}, {kind}"
@@ -43,26 +43,26 @@ def run(bench: Bench) -> None:
                 pace = running.pace(_steps(running.tables, batch, context, warm + steps))
                 size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
                 parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
-                _tell(bench, name, pace.behind(warm), size / bandwidth, parts_s)
+                _report(bench, name, pace.behind(warm), size / bandwidth, parts_s)
 
             bench.attempt(name, measure)
         running.close()
 
 
 def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:
-    """Products of so many rows, FLOP/s: of the largest weights of a layer."""
+    """Measure the FLOP/s of products with a layer's largest weights, by the number of rows."""
     inputs, outputs = (32, 96) if bench.smoke else (4096, 28672)
     return {batch: bench.product_rate(batch, inputs, outputs) for batch in batches}
 
 
 def _kernels_s(model: RandomModel, batch: int, bandwidth: float, rate: float) -> float:
-    """Of the products: reading their weights, or computing, whichever takes longer."""
+    """Return the sum of the products' limits: reading the weights or computing, whichever takes longer."""
     head = 2.0 * batch * model.shape.hidden * model.shape.vocab
     return max(model.step_bytes / bandwidth, (model.flops(batch) + head) / rate)
 
 
 def _steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
-    """``count`` steps of the same streams, each one token further; all but the first run on unknown tokens."""
+    """Return ``count`` steps of the same streams, each one token further; after the first, tokens are unknown."""
     last = tables.batch(decodes(batch, context + count))
     unknown = -1 - np.arange(batch, dtype=np.int32)
     found = []
@@ -81,8 +81,8 @@ def _steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBat
     return found
 
 
-def _tell(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float) -> None:
-    # Without graphs it is the host that counts: shown, and held to nothing.
+def _report(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float) -> None:
+    # Without graphs the host is the limit, so the row has no target.
     target, hidden = (TARGET, HOST_TARGET) if name.endswith("graphs") else ("", "")
     step_s, launch_s = statistics.median(pace.landed), statistics.median(pace.launch)
     more = {
@@ -96,6 +96,6 @@ def _tell(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float) -
     }
     if pace.device:
         more["device_ms"] = statistics.median(pace.device) * 1e3
-    bench.tell(Row(name, step_s * 1e3, "ms", step_s / limit_s, "weights and KV at copy bandwidth", target, more=more))
-    # Hidden: the host is ready with a step while the device still runs the one before.
-    bench.tell(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", hidden))
+    bench.report(Row(name, step_s * 1e3, "ms", step_s / limit_s, "weights and KV at copy bandwidth", target, more=more))
+    # Hidden means that the host launches a step while the device still runs the one before.
+    bench.report(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", hidden))

@@ -1,4 +1,4 @@
-"""What can be tuned, with which candidates, on which cases: Llama 3 8B's shapes."""
+"""The tunable kernels, with the candidates of their constants and the cases, in Llama 3 8B's shapes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ Use = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Tunable:
-    """``kernel`` and ``facts``: what ``pillion.kernels.gpu.tuned.tuned`` is asked. ``cases``: what is timed.
-    ``grid``: values
-    of constants, all of whose combinations are tried; what it does not name stays as it is."""
+    """A kernel whose constants can be tuned.
+
+    ``kernel`` and ``facts`` are the arguments of ``pillion.kernels.gpu.tuned.tuned``, and ``cases`` are timed. All
+    combinations of the values in ``grid`` are tried; constants that it does not name stay as they are.
+    """
 
     kernel: str
     cases: Cases
@@ -30,7 +32,7 @@ class Tunable:
     facts: dict[str, int | str] = field(default_factory=dict)
 
     def candidates(self, now: Use) -> Iterator[Use]:
-        """All that are tried, over the constants in use now."""
+        """Yield all candidates, over the constants that are in use now."""
         for values in itertools.product(*self.grid.values()):
             yield {**now, **dict(zip(self.grid, values, strict=True))}
 
@@ -48,7 +50,7 @@ def _small(*wanted: tuple[str, int]) -> Cases:
 
 
 def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]]) -> Cases:
-    """Steps to attend, each as it is and as a smoke run has it."""
+    """Return attention cases of steps, each given for a real and for a smoke run."""
 
     def cases(bench: Bench) -> list[Build]:
         return [_attention(bench, tiny if bench.smoke else entries, kv) for entries, tiny in wanted]
@@ -61,7 +63,7 @@ def _attention(bench: Bench, entries: list[BatchEntry], kv: PlainOrFloat8) -> Bu
         shape = shape_of(bench.smoke)
         tokens = sum(-(-(entry.prefix + entry.tokens) // BLOCK_SIZE) * BLOCK_SIZE for entry in entries)
         layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
-        # The pool is random, and large: one for each candidate would take longer than what is measured over it.
+        # Candidates share a pool, since filling a large one with random numbers takes longer than the measurement.
         pool = _pool(bench, tokens, layers, kv)
         attended = pool.attend(entries)
         return KernelCase(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))

@@ -1,11 +1,11 @@
 """Searches a kernel's constants on this GPU and writes them, with what was measured, to kernels/gpu/tuning/sm_XX.json.
 
     python -m benchmarks.gpu.tune                     all kernels
-    python -m benchmarks.gpu.tune gated norms         these
-    python -m benchmarks.gpu.tune --out FOLDER        writes there; the files of the clone stay as they are
+    python -m benchmarks.gpu.tune gated norms         these kernels
+    python -m benchmarks.gpu.tune --out FOLDER        writes to FOLDER; the files of the clone stay as they are
 
-Every candidate's results are checked against a reference before it is timed. Its figure is the geometric mean over the
-kernel's cases, so that no large case decides alone. The file is written after every kernel.
+Every candidate's results are checked against a reference before it is timed. A candidate's figure is the geometric mean
+over the kernel's cases, so that no large case decides alone. The file is written after every kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
     parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")
@@ -31,10 +31,10 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Searches and writes; 1 where a kernel had no candidate that worked, 2 where nothing can be searched."""
+    """Search and write; returns 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
     args = arguments()
     if args.smoke:
-        # Before any kernel is defined.
+        # Triton reads this when kernels are defined.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def tune(args: argparse.Namespace, names: list[str]) -> int:
-    """Kernel by kernel."""
+    """Search kernel by kernel, and write the file after each."""
     from benchmarks.gpu.bench import Bench
     from benchmarks.gpu.search import dump, put, search
     from benchmarks.gpu.tunables import TUNABLES

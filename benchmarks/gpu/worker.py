@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.worker decode|prefill [--smoke]
 
-It says "ready", then answers each line ``ROLE SECONDS`` on its standard input with a line of JSON: the step times in
-ms and the tokens of prompts that it ran meanwhile.
+The process prints "ready", then answers each line ``ROLE SECONDS`` on its standard input with a line of JSON: the step
+times in ms and the tokens of prompts that it ran meanwhile.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from benchmarks.gpu.model import RandomModel, RunningBackend
 from benchmarks.gpu.shapes import BatchEntry, decodes
 
 STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK = 64, 1024, 8192, 2048, 512
-# Steps between two looks at the clock.
+# The number of steps between two readings of the clock.
 STEPS_AT_ONCE = 16
 WARM_UP_S = 0.5
 SMOKE = (2, 20, 16, 8, 8)
 
 
 class Work:
-    """Batches of each role, repeated for as long as asked."""
+    """Batches of each role, which are repeated for a given time."""
 
     def __init__(self, running: RunningBackend, *, smoke: bool) -> None:
         streams, context, prompt, chunk, small = SMOKE if smoke else (STREAMS, CONTEXT, PROMPT, CHUNK, MIXED_CHUNK)
@@ -43,7 +43,7 @@ class Work:
         self._chunks = {"decode": 0, "prefill": chunk, "mixed": small}
 
     def run(self, role: str, seconds: float) -> dict[str, object]:
-        """Step times in ms, and tokens of prompts."""
+        """Run steps of ``role``; return their times in ms, and the tokens of prompts."""
         batches, chunk = self._batches[role], self._chunks[role]
         rows = [sampled_rows(len(batch.sample_rows)) for batch in batches]
         began_s, times, steps = time.perf_counter(), list[float](), 0
@@ -61,7 +61,7 @@ class Work:
 
 
 def main() -> None:
-    """Serves the lines of its input until that ends."""
+    """Serve the lines of standard input until it ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=("decode", "prefill"))
     parser.add_argument("--smoke", action="store_true")
@@ -73,7 +73,7 @@ def main() -> None:
         model = RandomModel(bench, max_tokens=tokens, max_seqs=streams + 1, max_model_len=max(prompt, context) + 64)
         running = model.backend(streams * (context + 16) + prompt + 16)
         work = Work(running, smoke=args.smoke)
-        # What is not in a graph is compiled now.
+        # This compiles the kernels that no graph holds.
         for role in () if args.smoke else ("decode", "prefill", "mixed"):
             work.run(role, WARM_UP_S)
         print("ready", flush=True)

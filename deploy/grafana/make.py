@@ -2,8 +2,8 @@
 
     the dashboards below --build--> Grafana's JSON --render--> text --main--> a file each
 
-The same input gives the same bytes; a test compares, and checks every query against the metrics that exist. Edit here,
-never there: Grafana is told not to save changes.
+The same input gives the same bytes. A test compares the files, and checks every query against the metrics that exist.
+Change dashboards in this file: Grafana is configured not to save changes.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from deploy.grafana.model import Dashboard, Panel, Query, Variable, build
 FOLDER = pathlib.Path(__file__).resolve().parent / "dashboards"
 MODEL = 'gen_ai_request_model=~"$model"'
 TOKENS_PER_S = "suffix: tokens/s"
-# A series of a worker or node gets its component's name from the component's own line about itself.
+# A series of a worker or node gets its component's name from that component's pillion_build_info.
 OWNER = '* on (job, instance) group_left (component) pillion_build_info{component=~"$component"}'
 _QUANTILES = ((0.5, "p50"), (0.99, "p99"))
 
 
-# Queries that come again and again.
+# Queries of several panels.
 
 
 def rate(metric: str, where: str = "") -> str:
-    """Per second."""
+    """Return a counter's rate per second."""
     chosen = f"{{{where}}}" if where else ""
     return f"rate({metric}{chosen}[$__rate_interval])"
 
 
 def rate_by(metric: str, by: str, where: str = "") -> str:
-    """Per second, summed over everything but ``by``."""
+    """Return a counter's rate per second, summed over all labels but ``by``."""
     return f"sum by ({by}) ({rate(metric, where)})"
 
 
 def latency(title: str, metric: str, text: str, where: str = MODEL) -> Panel:
-    """p50 and p99 of a histogram in seconds."""
+    """Return a panel of p50 and p99 of a histogram in seconds."""
     inside = rate_by(f"{metric}_bucket", "le", where)
     queries = tuple(Query(f"histogram_quantile({quantile}, {inside})", name) for quantile, name in _QUANTILES)
     return Panel(title, "s", queries, text)
 
 
 def latency_by_component(title: str, metric: str, text: str) -> Panel:
-    """The same for each component."""
+    """Return a panel of p50 and p99 of a histogram in seconds, for each component."""
     inside = f"sum by (le, component) ({rate(f'{metric}_bucket')} {OWNER})"
     queries = tuple(
         Query(f"histogram_quantile({quantile}, {inside})", f"{name} {{{{component}}}}") for quantile, name in _QUANTILES
@@ -52,17 +52,17 @@ def latency_by_component(title: str, metric: str, text: str) -> Panel:
 
 
 def by_component(metric: str) -> str:
-    """A gauge of each component."""
+    """Return a gauge of each component."""
     return f"sum by (component) ({metric} {OWNER})"
 
 
 def rate_by_component(metric: str, *labels: str) -> str:
-    """A counter's rate, by component or by other labels that are named."""
+    """Return a counter's rate by component, or by other given labels."""
     return f"sum by ({', '.join(labels or ('component',))}) ({rate(metric)} {OWNER})"
 
 
 def mean(metric: str, where: str) -> str:
-    """Of a histogram."""
+    """Return the mean of a histogram."""
     return f"sum({rate(f'{metric}_sum', where)}) / sum({rate(f'{metric}_count', where)})"
 
 
@@ -351,12 +351,12 @@ DASHBOARDS = (_service(), _engine(), _kv())
 
 
 def render() -> dict[str, str]:
-    """Each file's text by its name."""
+    """Return each file's text by its name."""
     return {f"{each.uid}.json": json.dumps(build(each), indent=2) + "\n" for each in DASHBOARDS}
 
 
 def main() -> None:
-    """Every file anew; one that is no dashboard any more goes."""
+    """Write all files, and delete those of former dashboards."""
     FOLDER.mkdir(exist_ok=True)
     files = render()
     for old in FOLDER.glob("*.json"):

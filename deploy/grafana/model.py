@@ -1,4 +1,4 @@
-"""Dashboards as values, and the JSON that Grafana wants of them.
+"""Dashboards as values, and their JSON for Grafana.
 
 Dashboard(rows of Panels with Queries) --build--> Grafana's model
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Of Grafana 12's JSON.
+# The schema version of Grafana 12's JSON.
 SCHEMA_VERSION = 41
 GRID_WIDTH, PANEL_HEIGHT = 24, 8
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -25,7 +25,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """``text`` says what to look for. ``width`` is of 24. ``stacked``: the lines add up to something."""
+    """A chart. ``text`` explains it, ``width`` counts of 24 columns, and the lines of a ``stacked`` chart add up."""
 
     title: str
     unit: str
@@ -47,7 +47,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """``rows``: a heading and its panels, three abreast unless they say otherwise."""
+    """A dashboard of ``rows``: a heading and its panels, by default three abreast."""
 
     uid: str
     title: str
@@ -57,7 +57,7 @@ class Dashboard:
 
 
 def build(dashboard: Dashboard) -> dict[str, Any]:
-    """Grafana's JSON model."""
+    """Return Grafana's JSON model of a dashboard."""
     datasource = {
         "name": "datasource",
         "label": "Data source",
@@ -99,7 +99,7 @@ def _variable(variable: Variable) -> dict[str, Any]:
 
 
 def _panels(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
-    """Rows from top to bottom, panels from left to right."""
+    """Yield the panels, rows from top to bottom and panels from left to right."""
     number, x, y = 1, 0, 0
     for heading, panels in dashboard.rows:
         place = {"x": 0, "y": y, "w": GRID_WIDTH, "h": 1}

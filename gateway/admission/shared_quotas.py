@@ -36,7 +36,7 @@ class SharedQuotas:
         self._unreported: Counter[str] = Counter()
         self._tenants: dict[str, Tenant] = {}
         self._reporting: asyncio.Task[None] | None = None
-        self._answers = True
+        self.redis_answers = True
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
         """Takes one request, by the local count. Raises Overloaded, with the time until one may come."""
@@ -102,11 +102,11 @@ class SharedQuotas:
         try:
             short = await self._buckets.take(tenant.name, demands)
         except Unavailable as error:
-            if self._answers:
+            if self.redis_answers:
                 log.warning("quotas are counted by this gateway alone: %s", error.message)
-            self._answers = False
+            self.redis_answers = False
             return None
-        self._answers = True
+        self.redis_answers = True
         return None if short is None else (QUOTAS[short.place], short.wait_ms)
 
     async def _report_soon(self) -> None:

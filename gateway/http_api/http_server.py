@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -126,6 +126,11 @@ class HttpServer:
         self._server = server
         self.task = task
         self.address = address
+
+    @property
+    def connections(self) -> Collection[Any]:
+        """The protocols of open connections."""
+        return self._server.server_state.connections
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Takes no more connections, lets answers under way finish for ``grace_s`` (whole seconds), then closes."""

@@ -38,7 +38,7 @@ SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
 
 
-class Components(Protocol):
+class ComponentDirectory(Protocol):
     """Who lives: :class:`pillion.kvstore.index.index.Registry`, or the list of a process that holds all parts
     itself.
     """
@@ -109,7 +109,7 @@ class OwnLoad:
 class Cluster:
     """Links by component. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
 
-    def __init__(self, gateway_id: str, registry: Components, index: Prefixes, grace_s: float) -> None:
+    def __init__(self, gateway_id: str, registry: ComponentDirectory, index: Prefixes, grace_s: float) -> None:
         self.index = index
         self.load = OwnLoad()
         self.fetch_pace = FetchPace()
@@ -117,7 +117,7 @@ class Cluster:
         self._demand = Demand()
         self.view = ClusterView(grace_s)
         self._gateway_id = gateway_id
-        self._registry = registry
+        self.registry = registry
         self._nodes: dict[str, NodeLink] = {}
         self._prefill: dict[str, PrefillLink] = {}
         self._decode: dict[str, DecodeLink] = {}
@@ -138,13 +138,13 @@ class Cluster:
         links: list[DecodeLink | PrefillLink | NodeLink] = [*self._decode.values(), *self._prefill.values()]
         links += self._nodes.values()
         await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
-        await asyncio.gather(self._registry.aclose(), self.index.aclose(), return_exceptions=True)
+        await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
 
     async def refresh(self) -> None:
         """Asks the registry now; its silence leaves the last view as it is."""
         async with self._polling:
             try:
-                records = await self._registry.components()
+                records = await self.registry.components()
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
                 return
@@ -153,7 +153,7 @@ class Cluster:
 
     def served(self, model: str, fingerprint: str) -> Served:
         """How ``model`` is served now, by components that answer. Raises Unavailable, naming what is missing."""
-        usable = [component for component in self.view.trusted(time.monotonic()) if self._answers(component)]
+        usable = [component for component in self.view.trusted(time.monotonic()) if self.answers(component)]
         mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
         spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
         if not spaces:
@@ -290,7 +290,8 @@ class Cluster:
         brought.blocks = max(pinned_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))
         return brought
 
-    def _answers(self, component: ComponentRecord) -> bool:
+    def answers(self, component: ComponentRecord) -> bool:
+        """Whether a component can be called now, as its link sees it."""
         if component.component_id in self.view.fenced:
             return False
         if component.role == "decode":

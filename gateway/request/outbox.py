@@ -17,7 +17,7 @@ from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
-class _PendingDelta:
+class _Unread:
     """The tokens and text of one answer that the reader has not taken."""
 
     texts: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Outbox:
 
     def __init__(self, request_id: str, generated: int, given: int, show_logprobs: bool) -> None:
         self._request_id = request_id
-        self._pending_deltas = [_PendingDelta() for _ in range(generated)]
+        self._pending_deltas = [_Unread() for _ in range(generated)]
         self._given = given
         self._ranks = given < generated
         self._show_logprobs = show_logprobs
@@ -93,7 +93,7 @@ class Outbox:
             self._over = True
             raise self._error
         index = self._pending.popleft()
-        box, self._pending_deltas[index] = self._pending_deltas[index], _PendingDelta()
+        box, self._pending_deltas[index] = self._pending_deltas[index], _Unread()
         usage, timings = None, None
         if self._last is not None and not self._pending:
             self._over = True

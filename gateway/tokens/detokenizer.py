@@ -59,36 +59,26 @@ class Spellings:
         return raw
 
 
-class _Decoder(Protocol):
-    def push(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
+class Detokenizer(Protocol):
+    """One answer's incremental decoder. Special tokens, and ids that the tokenizer does not know, are no text."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; often one word, sometimes nothing."""
+
+    def flush(self) -> str:
+        """The text that is still held back. Half a character reads as U+FFFD. Call once, at the end."""
 
 
-class Detokenizer:
-    """One answer's incremental decoder. Special tokens, and ids that the tokenizer does not know, are no text.
+def new_detokenizer(codec: tokenizers.Tokenizer | Spellings) -> Detokenizer:
+    """A decoder for one answer. ``codec`` is the tokenizer, or what is cached of it.
 
     Byte-level vocabularies (GPT-2's family: Llama 3, Qwen, SmolLM) map each token to bytes by itself, which is exact
     and cheap. Others (SentencePiece's family) are decoded over a window of the last tokens. There, and only there, the
     text can differ from a full decode, where a model writes broken UTF-8 right behind a whole character in byte tokens:
     a full decode takes the whole character back, a stream cannot.
-
-    Args:
-        codec: the tokenizer, or what is cached of it.
     """
-
-    __slots__ = ("_decoder",)
-
-    def __init__(self, codec: tokenizers.Tokenizer | Spellings) -> None:
-        spellings = codec if isinstance(codec, Spellings) else Spellings(codec)
-        self._decoder: _Decoder = _ByteLevel(spellings) if spellings.byte_level else _Window(spellings)
-
-    def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often one word, sometimes nothing."""
-        return self._decoder.push(token_id)
-
-    def flush(self) -> str:
-        """The text that is still held back. Half a character reads as U+FFFD. Call once, at the end."""
-        return self._decoder.flush()
+    spellings = codec if isinstance(codec, Spellings) else Spellings(codec)
+    return _ByteLevelDetokenizer(spellings) if spellings.byte_level else _WindowDetokenizer(spellings)
 
 
 def token_bytes(codec: tokenizers.Tokenizer, token_id: int) -> bytes:
@@ -105,7 +95,7 @@ def token_bytes(codec: tokenizers.Tokenizer, token_id: int) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
-class _ByteLevel:
+class _ByteLevelDetokenizer:
     __slots__ = ("_amid", "_spellings", "_utf8", "_whole")
 
     def __init__(self, spellings: Spellings) -> None:
@@ -129,7 +119,7 @@ class _ByteLevel:
         return self._utf8.decode(b"", True)
 
 
-class _Window:
+class _WindowDetokenizer:
     """Decodes the last emitted tokens together with the held ones; the text after that of the emitted ones is new.
 
     The window begins with tokens already emitted because a token's text depends on the one before it (leading spaces).

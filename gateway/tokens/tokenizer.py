@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from pillion.errors import ConfigError, Overloaded
-from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings
+from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings, new_detokenizer
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class ModelTokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""
-        return Detokenizer(self.spellings)
+        return new_detokenizer(self.spellings)
 
     def _encode(self, text: str, specials: bool) -> list[int]:
         # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.
@@ -109,14 +109,14 @@ class TokenizerPool:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._jobs = 0
+        self.jobs = 0
 
     async def run(self, job: Callable[..., T], *arguments: Any) -> T:
         """Runs ``job(*arguments)`` on a thread. Raises Overloaded when the queue is full, and what the job raises."""
-        if self._jobs >= MAX_QUEUED_JOBS:
+        if self.jobs >= MAX_QUEUED_JOBS:
             raise Overloaded(f"{MAX_QUEUED_JOBS} prompts wait to be tokenized", retry_after_ms=1000)
         loop = asyncio.get_running_loop()
-        self._jobs += 1
+        self.jobs += 1
         work = self._threads.submit(job, *arguments)
         # A cancelled caller stops waiting; a job that runs holds its thread until it is through, and counts until then.
         work.add_done_callback(lambda _: self._ended(loop))
@@ -132,7 +132,7 @@ class TokenizerPool:
             loop.call_soon_threadsafe(self._uncount)
 
     def _uncount(self) -> None:
-        self._jobs -= 1
+        self.jobs -= 1
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,10 +4,10 @@ isort:skip_file
 Vocabulary shared by the public and the internal services of Pillion.
 
 Rule for version skew. A rolling upgrade runs two versions side by side, so:
-  * every hello carries `protocol`, an integer that grows when a message changes meaning; a part speaks with
+  * every hello carries `protocol`, an integer that grows when a message changes meaning; a component speaks with
     peers whose number is its own or one less, and refuses others with FAILED_PRECONDITION, naming both numbers;
   * fields are only ever added, never renumbered or reused; a reader keeps fields it does not know;
-  * zero always means "not said", so a message of an older peer reads as its defaults.
+  * zero always means "not set", so a message of an older peer reads as its defaults.
 
 Rule for names. A quantity ends in its unit: _ms, _tokens, _blocks, _bytes.
 """
@@ -52,7 +52,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """First words between two parts."""
+    """Introduces each side of a connection between two components."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -62,7 +62,7 @@ class Hello(_message.Message):
     protocol: _builtins.int
     """Protocol number of the speaker (see the rule above). 0 is refused."""
     component_id: _builtins.str
-    """Name of the speaking part, unique in the cluster, e.g. "decode-0"."""
+    """Name of the speaking component, unique in the cluster, e.g. "decode-0"."""
     version: _builtins.str
     """Release of the speaking program, for logs."""
     def __init__(
@@ -82,7 +82,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are chosen. Fields are `optional` so that "not said" differs from zero; numbers are signed so that a
+    """How tokens are chosen. Fields are `optional` so that "not set" differs from zero; numbers are signed so that a
     negative one is refused rather than wrapped around.
     """
 
@@ -128,7 +128,7 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """0 is greedy. Default 1.0. Range [0, 100]."""
     top_p: _builtins.float
-    """Nucleus: smallest set of tokens whose probability reaches top_p. Default 1.0. Range (0, 1]."""
+    """Nucleus sampling: the smallest set of tokens whose probability reaches top_p. Default 1.0. Range (0, 1]."""
     top_k: _builtins.int
     """Only the top_k most likely tokens. Default 0 (or -1): all."""
     seed: _builtins.int
@@ -140,21 +140,21 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Only tokens at least min_p times as likely as the most likely one. Default 0: all. Range [0, 1]."""
     repetition_penalty: _builtins.float
-    """Logits of tokens in prompt or answer are divided (if positive) or multiplied by it. Default 1. Range (0, 10]."""
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones. Default 1. Range (0, 10]."""
     presence_penalty: _builtins.float
     """Subtracted from the logits of tokens in the answer, once. Default 0. Range [-2, 2]."""
     frequency_penalty: _builtins.float
     """Subtracted from the logits of tokens in the answer, as often as they occur. Default 0. Range [-2, 2]."""
     min_tokens: _builtins.int
-    """No stop id before so many tokens; stop strings are not looked for before them. Default 0."""
+    """Neither a stop id nor a stop string ends the answer before so many tokens. Default 0."""
     logprobs: _builtins.int
     """Report the log probability of each token of the answer, and of this many most likely alternatives. Default: none.
-    They are those of the model's own distribution, before temperature, penalties and bias.
+    Log probabilities are those of the model's own distribution, before temperature, penalties and bias.
     """
     n: _builtins.int
-    """Answers to the one prompt, each with its own seed. Default 1."""
+    """Number of answers to the one prompt, each with its own seed. Default 1."""
     best_of: _builtins.int
-    """Generate so many and give the n of them with the highest mean log probability. Default n."""
+    """Generate so many answers and return the n with the highest mean log probability. Default n."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the stream; they are not part of the answer."""
@@ -261,7 +261,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most likely tokens in its place, falling; as many as were asked for. token_id may be among them."""
+        """The most likely tokens at this position, in falling order, as many as requested. token_id may be among them."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -311,7 +311,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time and the prompt of a request went. cached + prefilled + prompt tail = prompt tokens."""
+    """How a request's time and its prompt were spent. cached + prefilled + tail tokens = prompt tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -332,10 +332,10 @@ class Timings(_message.Message):
     PLAN_REASON_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     prefilled_tokens: _builtins.int
-    """Computed by prefill workers, in `prefill_chunks` chunks."""
+    """Tokens that prefill workers computed, in `prefill_chunks` chunks."""
     prefill_chunks: _builtins.int
     tail_tokens: _builtins.int
-    """Computed by the decode worker, in `tail_steps` steps, beside other people's decodes."""
+    """Tokens that the decode worker computed in `tail_steps` steps, beside decodes of other requests."""
     tail_steps: _builtins.int
     admission_ms: _builtins.float
     """From the request's arrival to its admission by the KV node (tokenizing, look-up, planning, waiting for memory)."""
@@ -348,13 +348,13 @@ class Timings(_message.Message):
     total_ms: _builtins.float
     """From arrival to the end."""
     replays: _builtins.int
-    """Times the request was moved after a part was lost. 0 is the normal case."""
+    """Times the request was moved after a component was lost. 0 is the normal case."""
     preemptions: _builtins.int
-    """Times the decode worker took the request's memory back and resumed it."""
+    """Times the decode worker preempted the request and resumed it."""
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     plan_reason: _builtins.str
-    """Why the split fell where it did, for people."""
+    """Why the planner split the prompt there, as text for people."""
     def __init__(
         self,
         *,

@@ -4,10 +4,10 @@ isort:skip_file
 Vocabulary shared by the public and the internal services of Pillion.
 
 Rule for version skew. A rolling upgrade runs two versions side by side, so:
-  * every hello carries `protocol`, an integer that grows when a message changes meaning; a part speaks with
+  * every hello carries `protocol`, an integer that grows when a message changes meaning; a component speaks with
     peers whose number is its own or one less, and refuses others with FAILED_PRECONDITION, naming both numbers;
   * fields are only ever added, never renumbered or reused; a reader keeps fields it does not know;
-  * zero always means "not said", so a message of an older peer reads as its defaults.
+  * zero always means "not set", so a message of an older peer reads as its defaults.
 
 Rule for names. A quantity ends in its unit: _ms, _tokens, _blocks, _bytes.
 """

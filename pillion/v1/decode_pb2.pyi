@@ -73,7 +73,7 @@ class Submit(_message.Message):
     FORKS_FIELD_NUMBER: _builtins.int
     AWAITED_BLOCKS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
-    """Names this attempt on this connection; chosen by the gateway, never reused on it."""
+    """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
     attempt: _builtins.int
     ticket_id: _builtins.int
@@ -90,8 +90,8 @@ class Submit(_message.Message):
     priority: _builtins.int
     """See GenerateRequest.priority."""
     awaited_blocks: _builtins.int
-    """Blocks that a prefill worker is still to commit to the ticket's chain, counted from the chain's begin: the worker
-    waits for them at the KV node. 0: all that the ticket will ever hold is there.
+    """Length in blocks that prefill workers will bring the ticket's chain to, counted from the chain's begin: the decode
+    worker waits for it at the KV node. 0: the chain is complete.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -107,8 +107,8 @@ class Submit(_message.Message):
 
     @_builtins.property
     def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
-        """Further answers to the same prompt: streams that share its blocks and its one prefill, and part with the first
-        token. Only where token_ids is prompt alone.
+        """Further answers to the same prompt: streams that share its blocks and its one prefill, and diverge at the first
+        token. Allowed only where token_ids is just the prompt.
         """
 
     def __init__(
@@ -140,8 +140,8 @@ Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
 class Fork(_message.Message):
-    """Another stream of a Submit, with a key and a seed of its own; all else is the Submit's. It begins with its own first
-    token; before that, an error of the Submit is its error too and is told under the Submit's key alone.
+    """Another stream of a Submit, with a key and a seed of its own; all else is the Submit's. The stream begins with its
+    own first token; before that, an error of the Submit is its error too and is reported under the Submit's key alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -205,8 +205,8 @@ Global___DecodeBatch: _TypeAlias = DecodeBatch  # noqa: Y015
 
 @_typing.final
 class DecodeDelta(_message.Message):
-    """The first delta of a key says that the worker holds the ticket itself now: from then on the gateway's hold would only
-    keep blocks pinned that a preempted stream has to let go. It may be empty but for the key.
+    """The first delta of a key says that the worker itself holds the ticket now: from then on the gateway's hold would only
+    keep blocks pinned that a preempted stream has to release. The first delta may be empty but for the key.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -222,7 +222,7 @@ class DecodeDelta(_message.Message):
     """Set once, in the last delta of a stream that ended by itself."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sampled since the last delta of this key."""
+        """Tokens sampled since the last delta of this key."""
 
     @_builtins.property
     def error(self) -> Global___DecodeError:
@@ -234,7 +234,7 @@ class DecodeDelta(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each of token_ids, if they were asked for."""
+        """One for each of token_ids, if requested."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeStub(object):
-    """Prompt tails in, tokens out: the decode worker's side of every stream.
+    """Turns prompt tails into tokens: the decode worker's side of every stream.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class DecodeStub(object):
 
 
 class DecodeServicer(object):
-    """Prompt tails in, tokens out: the decode worker's side of every stream.
+    """Turns prompt tails into tokens: the decode worker's side of every stream.
     """
 
     def Connect(self, request_iterator, context):
@@ -71,7 +71,7 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode(object):
-    """Prompt tails in, tokens out: the decode worker's side of every stream.
+    """Turns prompt tails into tokens: the decode worker's side of every stream.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeStub:
-    """Prompt tails in, tokens out: the decode worker's side of every stream."""
+    """Turns prompt tails into tokens: the decode worker's side of every stream."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +40,7 @@ class DecodeStub:
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
-    """Prompt tails in, tokens out: the decode worker's side of every stream."""
+    """Turns prompt tails into tokens: the decode worker's side of every stream."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeCommand, _decode_pb2.DecodeBatch]  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class DecodeAsyncStub(DecodeStub):
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
-    """Prompt tails in, tokens out: the decode worker's side of every stream."""
+    """Turns prompt tails into tokens: the decode worker's side of every stream."""
 
     @_abc_1.abstractmethod
     def Connect(

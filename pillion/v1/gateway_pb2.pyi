@@ -65,7 +65,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """A label for logs and traces, echoed; made when empty. Never an address."""
     priority: _builtins.int
-    """Smaller is more urgent, 0 is the usual. Who waits gains urgency with time, so nobody starves. Range [-100, 100]."""
+    """Smaller is more urgent, 0 is the default. A waiting request gains urgency with time, so none starves. Range
+    [-100, 100].
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -96,7 +98,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """With n > 1 messages of all answers come mixed, each with its index."""
+    """A message of a stream. With n > 1 the messages of all answers are interleaved, each with its index."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -127,7 +129,7 @@ class GenerateResponse(_message.Message):
     def timings(self) -> _common_pb2.Timings: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One for each of token_ids, if they were asked for."""
+        """One for each of token_ids, if requested."""
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class ComponentStatus(_message.Message):
-    """One part of the cluster, as its last heartbeat described it."""
+    """One component of the cluster, as its last heartbeat described it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -258,22 +260,24 @@ class ComponentStatus(_message.Message):
     waiting_requests: _builtins.int
     waiting_tokens: _builtins.int
     total_blocks: _builtins.int
-    """KV nodes only: how many slots are in which state. They add up to the pool."""
+    """KV nodes only: the number of slots in each state. The states add up to the pool."""
     free_blocks: _builtins.int
     leased_blocks: _builtins.int
     committed_blocks: _builtins.int
     quarantined_blocks: _builtins.int
     block_size_tokens: _builtins.int
     heartbeat_age_ms: _builtins.int
-    """Time since the part's last heartbeat."""
+    """Time since the component's last heartbeat."""
     kernels: _builtins.str
-    """Workers only: what they compute with, such as "cpu/avx512_bf16" or "torch"."""
+    """Workers only: the kernels that they use, such as "cpu/avx512_bf16" or "torch"."""
     queued_tokens: _builtins.int
-    """Workers only: prompt tokens that it has yet to compute, those of begun prompts included, and seats that are free."""
+    """Workers only: prompt tokens still to compute, including those of prompts that have begun, and free slots for
+    running sequences.
+    """
     free_seqs: _builtins.int
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """KV nodes only: workers that it has fenced and that have not drained."""
+        """KV nodes only: workers that the node has fenced and that have not drained."""
 
     def __init__(
         self,

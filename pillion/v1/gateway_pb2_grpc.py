@@ -61,7 +61,7 @@ class GatewayServicer(object):
 
         INVALID_ARGUMENT    with google.rpc.BadRequest field violations: the request itself is wrong.
         RESOURCE_EXHAUSTED  with google.rpc.RetryInfo: too much is in flight.
-        UNAVAILABLE         no worker that could serve it lives; the message says what is missing.
+        UNAVAILABLE         no live worker can serve the request; the message names the missing one.
         DEADLINE_EXCEEDED   the call's own deadline passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -76,7 +76,7 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Parts, their load, pool use and hit rate.
+        """Components with their load and pool use, and the gateway's counters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,13 +38,13 @@ class GatewayStub:
 
     INVALID_ARGUMENT    with google.rpc.BadRequest field violations: the request itself is wrong.
     RESOURCE_EXHAUSTED  with google.rpc.RetryInfo: too much is in flight.
-    UNAVAILABLE         no worker that could serve it lives; the message says what is missing.
+    UNAVAILABLE         no live worker can serve the request; the message names the missing one.
     DEADLINE_EXCEEDED   the call's own deadline passed.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
     """Models that live workers serve."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]
-    """Parts, their load, pool use and hit rate."""
+    """Components with their load and pool use, and the gateway's counters."""
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
@@ -56,13 +56,13 @@ class GatewayAsyncStub(GatewayStub):
 
     INVALID_ARGUMENT    with google.rpc.BadRequest field violations: the request itself is wrong.
     RESOURCE_EXHAUSTED  with google.rpc.RetryInfo: too much is in flight.
-    UNAVAILABLE         no worker that could serve it lives; the message says what is missing.
+    UNAVAILABLE         no live worker can serve the request; the message names the missing one.
     DEADLINE_EXCEEDED   the call's own deadline passed.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Models that live workers serve."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Parts, their load, pool use and hit rate."""
+    """Components with their load and pool use, and the gateway's counters."""
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
     """Everything a client can ask for."""
@@ -77,7 +77,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
 
         INVALID_ARGUMENT    with google.rpc.BadRequest field violations: the request itself is wrong.
         RESOURCE_EXHAUSTED  with google.rpc.RetryInfo: too much is in flight.
-        UNAVAILABLE         no worker that could serve it lives; the message says what is missing.
+        UNAVAILABLE         no live worker can serve the request; the message names the missing one.
         DEADLINE_EXCEEDED   the call's own deadline passed.
         """
 
@@ -95,6 +95,6 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetStatusResponse, _abc.Awaitable[_gateway_pb2.GetStatusResponse]]:
-        """Parts, their load, pool use and hit rate."""
+        """Components with their load and pool use, and the gateway's counters."""
 
 def add_GatewayServicer_to_server(servicer: GatewayServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

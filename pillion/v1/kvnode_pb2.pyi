@@ -3,12 +3,12 @@
 isort:skip_file
 Internal: the owner of one memory domain's paged KV pool. It alone can lease, commit, pin and evict (I3, I4).
 
-Memory itself never travels here. A worker attaches over the node's Unix socket, receives the pool's file descriptor
-there and maps it; that socket's end proves the worker's death. These calls move slot numbers only.
+These calls never carry memory, only slot numbers. A worker attaches over the node's Unix socket, receives the pool's
+file descriptor there and maps it; the end of that socket proves the worker's death.
 
-Whoever holds something at a node is a *holder*, named by the epoch that the node gave it: a worker gets one when it
-attaches, a gateway with OpenSession. A ticket is one request's claim: the chain of blocks it pins by its tail, and
-the slots reserved for the rest of its prompt. It lives while anyone holds it.
+A client that holds something at a node is a *holder*, named by the epoch that the node gave it: a worker gets its
+epoch when it attaches, a gateway with OpenSession. A ticket is one request's claim: the chain of blocks that it pins
+by the chain's tail, and the slots reserved for the rest of its prompt. A ticket lives while any holder holds it.
 """
 
 from collections import abc as _abc
@@ -84,19 +84,21 @@ class OpenTicketRequest(_message.Message):
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
-    """Chain hashes of the prompt's whole blocks, 32 bytes each, in order. At most the blocks that end before the last token."""
+    """Chain hashes of the prompt's whole blocks, 32 bytes each, in order; at most the blocks that end before the last
+    token.
+    """
     total_blocks: _builtins.int
-    """Blocks that the prompt needs in all, its partial last one and the first generated token's included."""
+    """Blocks that the prompt needs in all, including its partial last block and the first generated token's block."""
     resume: _builtins.bool
-    """A preempted stream comes back before new ones."""
+    """True for a preempted stream, which is admitted before new ones."""
     nonce: _builtins.int
-    """Caller's own name for this call, unique under its epoch. A caller that went away without an answer (cancel,
+    """The caller's own name for this call, unique under its epoch. A caller that left without an answer (cancel,
     deadline, lost connection) cannot know whether a ticket was made; ReleaseTicket with the nonce frees it either way.
     """
     priority: _builtins.int
     """See GenerateRequest.priority."""
     expected_blocks: _builtins.int
-    """Leading block_hashes that the index believes to be here. Those that are not, the node takes out of it."""
+    """Leading block_hashes that the index lists for this node. The node removes those from the index that it lacks."""
     def __init__(
         self,
         *,
@@ -124,7 +126,7 @@ class OpenTicketReply(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.int
     pinned_blocks: _builtins.int
-    """Leading block_hashes that are here and pinned now."""
+    """Leading block_hashes that the ticket pins now."""
     def __init__(
         self,
         *,
@@ -151,7 +153,7 @@ class ReleaseTicketRequest(_message.Message):
     def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def nonces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """OpenTicket calls whose answer the caller no longer waits for: still in line or already granted, they end here."""
+        """OpenTicket calls whose answer the caller no longer awaits; waiting or already granted, they end with this call."""
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ class AdoptTicketRequest(_message.Message):
     epoch: _builtins.int
     ticket_id: _builtins.int
     lease_blocks: _builtins.int
-    """Slots to lease now for what this worker will write."""
+    """Slots to lease now for blocks that this worker will write."""
     def __init__(
         self,
         *,
@@ -253,7 +255,7 @@ class AwaitChainRequest(_message.Message):
     """The caller holds the ticket under this epoch."""
     ticket_id: _builtins.int
     blocks: _builtins.int
-    """Blocks that the chain shall have."""
+    """Length of the chain to wait for, in blocks."""
     timeout_ms: _builtins.int
     """Longest wait."""
     def __init__(
@@ -392,13 +394,13 @@ class PrefetchRequest(_message.Message):
     """The caller holds the ticket under this epoch."""
     ticket_id: _builtins.int
     block_hashes: _builtins.bytes
-    """The prompt's chain from its first block, 32 bytes each, as far as it is wanted."""
+    """Hashes of the wanted part of the prompt's chain, from its first block, 32 bytes each."""
     timeout_ms: _builtins.int
-    """Longest time and most bytes that this may take; 0: the node's own bounds, which are never exceeded."""
+    """Longest time and most bytes of this call; 0: the node's own bounds, which are never exceeded."""
     max_bytes: _builtins.int
     @_builtins.property
     def source_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Nodes that probably have it, best first; this node's own lower tiers are always asked before."""
+        """Nodes that probably have these blocks, best first; this node's own lower tiers are always asked before."""
 
     def __init__(
         self,
@@ -426,9 +428,9 @@ class PrefetchReply(_message.Message):
     FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """Leading block_hashes that are here and pinned to the ticket now."""
+    """Leading block_hashes that are pinned to the ticket now."""
     fetched_blocks: _builtins.int
-    """Of those, what this call brought from other nodes, and from this node's lower tiers."""
+    """Blocks among them that this call copied from other nodes, and from this node's lower tiers."""
     restored_blocks: _builtins.int
     def __init__(
         self,
@@ -495,7 +497,7 @@ class CommitRun(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.int
     block_hashes: _builtins.bytes
-    """32 bytes per slot."""
+    """The blocks' hashes, 32 bytes per slot."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -543,11 +545,11 @@ class CommitRunResult(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     refusal: _builtins.str
-    """Set when nothing of the run was taken; the slots stay leased to the caller."""
+    """Set when the node refused the whole run; the slots stay leased to the caller."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The slot that stays for each block. Where it differs from the one sent, another committer was first: read from
-        this one (it is pinned) and return the own one once no step uses it (I2).
+        """The slot that keeps each block. Where it differs from the one sent, another committer was first: the caller reads
+        from this slot (it is pinned) and returns its own once no step uses that (I2).
         """
 
     def __init__(
@@ -612,9 +614,9 @@ class HeartbeatReply(_message.Message):
     FENCED_FIELD_NUMBER: _builtins.int
     RECALL_BLOCKS_FIELD_NUMBER: _builtins.int
     fenced: _builtins.bool
-    """The epoch may no longer commit or emit: drain, then attach anew."""
+    """The epoch may no longer commit or emit: the worker drains and calls Reattach."""
     recall_blocks: _builtins.int
-    """Slots that the node would like back from the worker's stock."""
+    """Slots of the worker's stock that the node asks to have returned."""
     def __init__(
         self,
         *,
@@ -686,15 +688,15 @@ class NodeStatus(_message.Message):
     pinned_blocks: _builtins.int
     """Committed blocks that eviction may not touch."""
     reserved_blocks: _builtins.int
-    """Promised to admitted prompts and not leased yet."""
+    """Slots promised to admitted prompts and not leased yet."""
     tickets: _builtins.int
     holders: _builtins.int
     waiting_tickets: _builtins.int
     evicted_blocks: _builtins.int
     committed_blocks_ever: _builtins.int
     fetched_blocks: _builtins.int
-    """Since the node started: blocks from other nodes, blocks sent to others, blocks back from a lower tier, blocks written
-    to one, blocks whose checksum did not fit, and fetches that brought less than they should have.
+    """Counts since the node started: blocks fetched from other nodes, served to others, restored from a lower tier and
+    spilled to one, blocks with a wrong checksum, and fetches that brought less than they should have.
     """
     served_blocks: _builtins.int
     restored_blocks: _builtins.int
@@ -704,14 +706,14 @@ class NodeStatus(_message.Message):
     disk_blocks: _builtins.int
     """Blocks on this node's disk now."""
     kv_transport: _builtins.str
-    """What moves blocks between nodes: nixl or grpc."""
+    """Transport of blocks between nodes: nixl or grpc."""
     host_blocks: _builtins.int
-    """Blocks in this node's pinned host memory now, beside a pool on a GPU."""
+    """Blocks now in this node's pinned host memory, beside a pool on a GPU."""
     kv_device: _builtins.str
-    """Where the pool is: cpu or cuda:N."""
+    """Device of the pool: cpu or cuda:N."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Workers that are fenced and have not said yet that they drained; who starts them may want to kill them."""
+        """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
 
     def __init__(
         self,

@@ -107,17 +107,18 @@ class KVNodeServicer(object):
     """
 
     def OpenSession(self, request, context):
-        """A gateway's hold. The first event names the epoch; when the stream ends, what the epoch held is let go.
+        """Makes a gateway a holder. The first event names its epoch; when the stream ends, the node releases what the epoch
+        held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenTicket(self, request, context):
-        """Pins the longest prefix that is really here and reserves slots for the rest of the prompt. Waits in line, oldest
-        first, while memory is short, until the call's deadline.
+        """Pins the longest prefix that the node really has and reserves slots for the rest of the prompt. Waits in a queue,
+        oldest first, while memory is short, until the call's deadline.
 
-        RESOURCE_EXHAUSTED  the prompt can never fit, or the line is full.
+        RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
         FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -140,8 +141,8 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AwaitChain(self, request, context):
-        """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
-        at any time. When the time is over, the answer is the chain as far as it goes then.
+        """Waits until a ticket's chain has so many blocks, and answers with the chain. The call changes nothing, so it may be
+        cancelled at any time. When the time is over, the answer is the chain as far as it goes then.
         NOT_FOUND: no such ticket, or the caller does not hold it.
         RESOURCE_EXHAUSTED: too many calls wait here already.
         """
@@ -171,9 +172,9 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
-        ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
-        what is missing is computed again (I1). Several calls for one block are one transfer.
+        """Copies blocks of a ticket's prompt into the pool, from this node's lower tiers and from other nodes, and pins them
+        to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
+        blocks are computed again (I1). Several calls for one block share one transfer.
         NOT_FOUND: no such ticket, or the caller does not hold it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -181,15 +182,15 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch.
+        """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reattach(self, request, context):
-        """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
-        worker gets a new one, under the same attachment.
+        """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
+        and gives the worker a new epoch under the same attachment.
         FAILED_PRECONDITION: the epoch is not fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -204,7 +205,7 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckIntegrity(self, request, context):
-        """Proves that slot states and pins add up (I4). FAILED_PRECONDITION with what does not.
+        """Proves that slot states and pins add up (I4). FAILED_PRECONDITION names what does not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,12 +3,12 @@
 isort:skip_file
 Internal: the owner of one memory domain's paged KV pool. It alone can lease, commit, pin and evict (I3, I4).
 
-Memory itself never travels here. A worker attaches over the node's Unix socket, receives the pool's file descriptor
-there and maps it; that socket's end proves the worker's death. These calls move slot numbers only.
+These calls never carry memory, only slot numbers. A worker attaches over the node's Unix socket, receives the pool's
+file descriptor there and maps it; the end of that socket proves the worker's death.
 
-Whoever holds something at a node is a *holder*, named by the epoch that the node gave it: a worker gets one when it
-attaches, a gateway with OpenSession. A ticket is one request's claim: the chain of blocks it pins by its tail, and
-the slots reserved for the rest of its prompt. It lives while anyone holds it.
+A client that holds something at a node is a *holder*, named by the epoch that the node gave it: a worker gets its
+epoch when it attaches, a gateway with OpenSession. A ticket is one request's claim: the chain of blocks that it pins
+by the chain's tail, and the slots reserved for the rest of its prompt. A ticket lives while any holder holds it.
 """
 
 from collections import abc as _abc
@@ -42,12 +42,14 @@ class KVNodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVNodeAsyncStub: ...
     OpenSession: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.OpenSessionRequest, _kvnode_pb2.SessionEvent]
-    """A gateway's hold. The first event names the epoch; when the stream ends, what the epoch held is let go."""
+    """Makes a gateway a holder. The first event names its epoch; when the stream ends, the node releases what the epoch
+    held.
+    """
     OpenTicket: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.OpenTicketRequest, _kvnode_pb2.OpenTicketReply]
-    """Pins the longest prefix that is really here and reserves slots for the rest of the prompt. Waits in line, oldest
-    first, while memory is short, until the call's deadline.
+    """Pins the longest prefix that the node really has and reserves slots for the rest of the prompt. Waits in a queue,
+    oldest first, while memory is short, until the call's deadline.
 
-    RESOURCE_EXHAUSTED  the prompt can never fit, or the line is full.
+    RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
     FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
     """
     ReleaseTicket: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReleaseTicketRequest, _kvnode_pb2.ReleaseTicketReply]
@@ -57,8 +59,8 @@ class KVNodeStub:
     NOT_FOUND: no such ticket.
     """
     AwaitChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.AwaitChainRequest, _kvnode_pb2.AwaitChainReply]
-    """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
-    at any time. When the time is over, the answer is the chain as far as it goes then.
+    """Waits until a ticket's chain has so many blocks, and answers with the chain. The call changes nothing, so it may be
+    cancelled at any time. When the time is over, the answer is the chain as far as it goes then.
     NOT_FOUND: no such ticket, or the caller does not hold it.
     RESOURCE_EXHAUSTED: too many calls wait here already.
     """
@@ -69,22 +71,22 @@ class KVNodeStub:
     Commit: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CommitRequest, _kvnode_pb2.CommitReply]
     """Seals written slots under their hashes and pins them to their tickets."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.PrefetchRequest, _kvnode_pb2.PrefetchReply]
-    """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
-    ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
-    what is missing is computed again (I1). Several calls for one block are one transfer.
+    """Copies blocks of a ticket's prompt into the pool, from this node's lower tiers and from other nodes, and pins them
+    to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
+    blocks are computed again (I1). Several calls for one block share one transfer.
     NOT_FOUND: no such ticket, or the caller does not hold it.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]
-    """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
+    """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
     Reattach: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]
-    """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
-    worker gets a new one, under the same attachment.
+    """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
+    and gives the worker a new epoch under the same attachment.
     FAILED_PRECONDITION: the epoch is not fenced.
     """
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]
-    """Proves that slot states and pins add up (I4). FAILED_PRECONDITION with what does not."""
+    """Proves that slot states and pins add up (I4). FAILED_PRECONDITION names what does not."""
 
 @_typing.type_check_only
 class KVNodeAsyncStub(KVNodeStub):
@@ -92,12 +94,14 @@ class KVNodeAsyncStub(KVNodeStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenSession: _aio.UnaryStreamMultiCallable[_kvnode_pb2.OpenSessionRequest, _kvnode_pb2.SessionEvent]  # type: ignore[assignment]
-    """A gateway's hold. The first event names the epoch; when the stream ends, what the epoch held is let go."""
+    """Makes a gateway a holder. The first event names its epoch; when the stream ends, the node releases what the epoch
+    held.
+    """
     OpenTicket: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.OpenTicketRequest, _kvnode_pb2.OpenTicketReply]  # type: ignore[assignment]
-    """Pins the longest prefix that is really here and reserves slots for the rest of the prompt. Waits in line, oldest
-    first, while memory is short, until the call's deadline.
+    """Pins the longest prefix that the node really has and reserves slots for the rest of the prompt. Waits in a queue,
+    oldest first, while memory is short, until the call's deadline.
 
-    RESOURCE_EXHAUSTED  the prompt can never fit, or the line is full.
+    RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
     FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
     """
     ReleaseTicket: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ReleaseTicketRequest, _kvnode_pb2.ReleaseTicketReply]  # type: ignore[assignment]
@@ -107,8 +111,8 @@ class KVNodeAsyncStub(KVNodeStub):
     NOT_FOUND: no such ticket.
     """
     AwaitChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.AwaitChainRequest, _kvnode_pb2.AwaitChainReply]  # type: ignore[assignment]
-    """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
-    at any time. When the time is over, the answer is the chain as far as it goes then.
+    """Waits until a ticket's chain has so many blocks, and answers with the chain. The call changes nothing, so it may be
+    cancelled at any time. When the time is over, the answer is the chain as far as it goes then.
     NOT_FOUND: no such ticket, or the caller does not hold it.
     RESOURCE_EXHAUSTED: too many calls wait here already.
     """
@@ -119,22 +123,22 @@ class KVNodeAsyncStub(KVNodeStub):
     Commit: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.CommitRequest, _kvnode_pb2.CommitReply]  # type: ignore[assignment]
     """Seals written slots under their hashes and pins them to their tickets."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.PrefetchRequest, _kvnode_pb2.PrefetchReply]  # type: ignore[assignment]
-    """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
-    ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
-    what is missing is computed again (I1). Several calls for one block are one transfer.
+    """Copies blocks of a ticket's prompt into the pool, from this node's lower tiers and from other nodes, and pins them
+    to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
+    blocks are computed again (I1). Several calls for one block share one transfer.
     NOT_FOUND: no such ticket, or the caller does not hold it.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]  # type: ignore[assignment]
-    """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
+    """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
     Reattach: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]  # type: ignore[assignment]
-    """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
-    worker gets a new one, under the same attachment.
+    """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
+    and gives the worker a new epoch under the same attachment.
     FAILED_PRECONDITION: the epoch is not fenced.
     """
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]  # type: ignore[assignment]
-    """Proves that slot states and pins add up (I4). FAILED_PRECONDITION with what does not."""
+    """Proves that slot states and pins add up (I4). FAILED_PRECONDITION names what does not."""
 
 class KVNodeServicer(metaclass=_abc_1.ABCMeta):
     """Slots, tickets and commits of one pool; every call is batched and none moves a tensor."""
@@ -145,7 +149,9 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvnode_pb2.SessionEvent], _abc.AsyncIterator[_kvnode_pb2.SessionEvent]]:
-        """A gateway's hold. The first event names the epoch; when the stream ends, what the epoch held is let go."""
+        """Makes a gateway a holder. The first event names its epoch; when the stream ends, the node releases what the epoch
+        held.
+        """
 
     @_abc_1.abstractmethod
     def OpenTicket(
@@ -153,10 +159,10 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.OpenTicketRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.OpenTicketReply, _abc.Awaitable[_kvnode_pb2.OpenTicketReply]]:
-        """Pins the longest prefix that is really here and reserves slots for the rest of the prompt. Waits in line, oldest
-        first, while memory is short, until the call's deadline.
+        """Pins the longest prefix that the node really has and reserves slots for the rest of the prompt. Waits in a queue,
+        oldest first, while memory is short, until the call's deadline.
 
-        RESOURCE_EXHAUSTED  the prompt can never fit, or the line is full.
+        RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
         FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
         """
 
@@ -184,8 +190,8 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.AwaitChainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.AwaitChainReply, _abc.Awaitable[_kvnode_pb2.AwaitChainReply]]:
-        """Waits until a ticket's chain has so many blocks, and answers with the chain. It moves nothing, so it may be cancelled
-        at any time. When the time is over, the answer is the chain as far as it goes then.
+        """Waits until a ticket's chain has so many blocks, and answers with the chain. The call changes nothing, so it may be
+        cancelled at any time. When the time is over, the answer is the chain as far as it goes then.
         NOT_FOUND: no such ticket, or the caller does not hold it.
         RESOURCE_EXHAUSTED: too many calls wait here already.
         """
@@ -220,9 +226,9 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.PrefetchReply, _abc.Awaitable[_kvnode_pb2.PrefetchReply]]:
-        """Brings blocks of a ticket's prompt here, from this node's lower tiers and from other nodes, and pins them to the
-        ticket. It brings what it can within the time and the bytes that are given, and says how far the chain reaches then:
-        what is missing is computed again (I1). Several calls for one block are one transfer.
+        """Copies blocks of a ticket's prompt into the pool, from this node's lower tiers and from other nodes, and pins them
+        to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
+        blocks are computed again (I1). Several calls for one block share one transfer.
         NOT_FOUND: no such ticket, or the caller does not hold it.
         """
 
@@ -232,7 +238,7 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.HeartbeatReply, _abc.Awaitable[_kvnode_pb2.HeartbeatReply]]:
-        """A worker lives. Missing it for heartbeat_timeout_ms fences the epoch."""
+        """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
 
     @_abc_1.abstractmethod
     def Reattach(
@@ -240,8 +246,8 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.ReattachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.ReattachReply, _abc.Awaitable[_kvnode_pb2.ReattachReply]]:
-        """A fenced worker's word that no step uses anything of its epoch any more: what the epoch held is let go, and the
-        worker gets a new one, under the same attachment.
+        """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
+        and gives the worker a new epoch under the same attachment.
         FAILED_PRECONDITION: the epoch is not fenced.
         """
 
@@ -259,6 +265,6 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.CheckIntegrityRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.CheckIntegrityReply, _abc.Awaitable[_kvnode_pb2.CheckIntegrityReply]]:
-        """Proves that slot states and pins add up (I4). FAILED_PRECONDITION with what does not."""
+        """Proves that slot states and pins add up (I4). FAILED_PRECONDITION names what does not."""
 
 def add_KVNodeServicer_to_server(servicer: KVNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KVPlaneStub(object):
-    """The source's side of a fetch.
+    """The source's side of a fetch from another node.
     """
 
     def __init__(self, channel):
@@ -53,11 +53,11 @@ class KVPlaneStub(object):
 
 
 class KVPlaneServicer(object):
-    """The source's side of a fetch.
+    """The source's side of a fetch from another node.
     """
 
     def Meet(self, request, context):
-        """What a reader has to know about this node's pool before its first read.
+        """Describes this node's pool to a reader before its first read.
         FAILED_PRECONDITION: no worker has attached here yet, or the pools do not fit each other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -65,7 +65,7 @@ class KVPlaneServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PinBlocks(self, request, context):
-        """Pins the longest prefix of a chain that is here, this node's lower tiers included.
+        """Pins the longest prefix of a chain that this node has, its lower tiers included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,7 +73,7 @@ class KVPlaneServicer(object):
 
     def ReadBlocks(self, request, context):
         """The portable data plane: pinned blocks as a stream of pieces, in the order asked for.
-        INVALID_ARGUMENT: a slot that is not of the ticket's chain.
+        INVALID_ARGUMENT: a slot does not belong to the ticket's chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_KVPlaneServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVPlane(object):
-    """The source's side of a fetch.
+    """The source's side of a fetch from another node.
     """
 
     @staticmethod

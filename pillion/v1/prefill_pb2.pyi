@@ -47,11 +47,11 @@ class RunSpanRequest(_message.Message):
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens start_tokens .. split; a multiple of the block size."""
+        """The prompt's tokens start_tokens .. split; their number is a multiple of the block size."""
 
     @_builtins.property
     def chunk_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Length of each chunk; multiples of the block size that add up to the number of token_ids."""
+        """Length of each chunk: multiples of the block size that add up to the number of token_ids."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class ChunkAck(_message.Message):
     end_tokens: _builtins.int
     """Every token before this position is committed now."""
     queue_ms: _builtins.float
-    """From the span's arrival (or the chunk before) to the chunk's first step."""
+    """Time from the span's arrival (or the chunk before) to the chunk's first step."""
     compute_ms: _builtins.float
-    """The chunk's steps."""
+    """Time of the chunk's steps."""
     def __init__(
         self,
         *,

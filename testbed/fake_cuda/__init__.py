@@ -1,7 +1,7 @@
-"""The CUDA driver of tests: the machine's own where it has a GPU, else the one of fake_cuda.c beside this file.
+"""The CUDA driver of tests: the machine's own where it has a GPU, else fake_cuda.c beside this file.
 
 The fake is compiled with the header that Triton brings, so its prototypes are NVIDIA's; tests that need it are skipped
-where there is no C compiler. Real processes find it as they find a real one, by the loader's path.
+where there is no C compiler. Other processes find it like a real driver, by the loader's path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NATIVE = _native()
 
 
 def header_folder() -> pathlib.Path:
-    """The folder of a cuda.h. Skips the test where there is none, or no C compiler."""
+    """Return a folder with cuda.h. Skips the test without one, or without a C compiler."""
     spec = importlib.util.find_spec("triton")
     found = pathlib.Path(spec.origin).parent / "backends/nvidia/include" if spec and spec.origin else None
     if found is None or not (found / "cuda.h").exists() or not shutil.which("cc"):
@@ -47,13 +47,13 @@ def header_folder() -> pathlib.Path:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Gone with this process."""
+    """Return a temporary folder that ends with this process."""
     return tempfile.TemporaryDirectory(prefix="pillion-fake-cuda-")
 
 
 @functools.cache
 def library() -> str:
-    """Path or name of the driver's library. Skips the test where there can be none."""
+    """Return the path or name of the driver's library. Skips the test where there is none."""
     if NATIVE:
         return cuda_driver.LIBRARY
     made = pathlib.Path(_folder().name, cuda_driver.LIBRARY)
@@ -65,25 +65,25 @@ def library() -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process that finds the same driver."""
+    """Return the environment of a process that finds the same driver."""
     path = {} if NATIVE else {"LD_LIBRARY_PATH": str(pathlib.Path(library()).parent)}
     return {**os.environ, **path, **more}
 
 
 def copied_bytes() -> int:
-    """Bytes that this process has copied from, to and on devices so far; only the fake driver counts them."""
+    """Return the bytes that this process has copied from, to and on devices; only the fake counts them."""
     counter = ctypes.CDLL(library()).fake_cuda_copied_bytes
     counter.restype = ctypes.c_ulonglong
     return int(counter())
 
 
 def fail_next_copy() -> None:
-    """The next wait for a copy fails, in this process; the fake alone can do that."""
+    """Let the next wait for a copy fail in this process; only the fake can do that."""
     ctypes.CDLL(library()).fake_cuda_fail_next(719)
 
 
 class DeviceBytes:
-    """A mapping's bytes, copied one access at a time, as a kernel would see them."""
+    """A mapping's bytes as a kernel would see them; each access copies them."""
 
     def __init__(self, mapping: DeviceMapping) -> None:
         self._mapping = mapping

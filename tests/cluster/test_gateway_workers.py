@@ -195,5 +195,5 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
     assert len(pids) == 2
     assert cluster.process.wait(60) == 0
-    wait_for("everything to be gone", lambda: not any(alive(one) for one in cluster.seen.values()))
+    wait_for("everything to be gone", lambda: not any(alive(one) for one in cluster.ever_seen.values()))
     assert cluster.left_behind() == []

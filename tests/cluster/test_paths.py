@@ -59,7 +59,7 @@ def oracle(folder: pathlib.Path) -> Oracle:
 
 
 @asynccontextmanager
-async def line(model: pathlib.Path, **flags: Any) -> AsyncIterator[Components]:
+async def components_on(model: pathlib.Path, **flags: Any) -> AsyncIterator[Components]:
     model_flags = {"model": str(model), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as short:
         async with running_components(pathlib.Path(short), model=model_flags, **flags) as components:
@@ -82,7 +82,7 @@ def ids_of(deltas: Sequence[Delta], index: int = 0) -> list[int]:
 async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, oracle: Oracle) -> None:
     decode, gateway = PATHS[path]
     whole = {"enable_chunked_prefill": False, "max_num_batched_prefill_tokens": 512}
-    async with line(
+    async with components_on(
         folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
     ) as components:
         # All at once and two answers each, so that prompt tails, decodes, forks and guesses share steps.
@@ -102,7 +102,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
         ({"num_speculative_tokens": 5}, 2000),
         ({"num_speculative_tokens": 3, "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
     ):
-        async with line(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
+        async with components_on(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
             assert components.kvnode.pool.ledger.num_slots == slots
             streams = [ask(components.client, prompt, seed=11 + n, n=2, **options) for n, prompt in enumerate(PROMPTS)]
             deltas = await asyncio.gather(*streams)
@@ -116,7 +116,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
 async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
     folder: pathlib.Path, oracle: Oracle
 ) -> None:
-    async with line(folder, decode={"num_speculative_tokens": 4}) as components:
+    async with components_on(folder, decode={"num_speculative_tokens": 4}) as components:
         for prompt in PROMPTS:
             deltas = await ask(components.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
             ids = torch.tensor([list(prompt)])

@@ -261,7 +261,7 @@ def test_nothing_is_left_behind(model: str, number: signal.Signals) -> None:
             assert len(answer(client, prompt(1, 40), 4)) == 4
         assert len(cluster.processes()) >= 6
         cluster.stop(number)
-        wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.seen.values()))
+        wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.ever_seen.values()))
         if number != signal.SIGKILL:
             assert cluster.left_behind() == []
             assert cluster.process.returncode in (0, 130, 143)

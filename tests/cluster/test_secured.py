@@ -96,8 +96,8 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
     asked = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
     async with contextlib.AsyncExitStack() as stack:
         short = stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-"))
-        line = parts_on_tcp(pathlib.Path(short), model, {**edge, "split_policy": "disaggregated"})
-        gateway, addresses = await stack.enter_async_context(line)
+        secured = parts_on_tcp(pathlib.Path(short), model, {**edge, "split_policy": "disaggregated"})
+        gateway, addresses = await stack.enter_async_context(secured)
         for address in addresses:
             # Who has no certificate, or one of the edge's authority, reaches no part: node and plane, prefill, decode.
             assert [await let_in(address, certs, name) for name in ("", "client", "server")] == [False] * 3

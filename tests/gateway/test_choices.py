@@ -16,7 +16,7 @@ from pillion.gateway.request.outbox import Outbox
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
-from pillion.gateway.tokens.detokenizer import Detokenizer
+from pillion.gateway.tokens.detokenizer import new_detokenizer
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.test_request import EOS, GONE, ack, hold, planned
@@ -262,7 +262,7 @@ def test_stop_strings_text_and_log_probabilities_are_cut_together(
     text: str, stops: list[str], min_tokens: int, step: int
 ) -> None:
     expected, tokens = by_hand(text, stops, min_tokens)
-    answer, ids = AnswerText(Detokenizer(CODEC), stops, frozenset(), min_tokens), CODEC.encode(text).ids
+    answer, ids = AnswerText(new_detokenizer(CODEC), stops, frozenset(), min_tokens), CODEC.encode(text).ids
     given_, taken = "", []
     for at in range(0, len(ids), step):
         batch = ids[at : at + step]
@@ -279,7 +279,7 @@ def test_stop_strings_text_and_log_probabilities_are_cut_together(
 
 
 def test_a_stop_string_may_begin_in_the_first_tokens_and_end_behind_them() -> None:
-    answer = AnswerText(Detokenizer(CODEC), ("END", "N"), frozenset(), min_tokens=4)
+    answer = AnswerText(new_detokenizer(CODEC), ("END", "N"), frozenset(), min_tokens=4)
     assert answer.push(CODEC.encode("N EN").ids).text == "N "
     assert (answer.push(CODEC.encode("Dx").ids).text, answer.stopped) == ("", True)
     assert answer.completion_tokens == 5
@@ -288,13 +288,19 @@ def test_a_stop_string_may_begin_in_the_first_tokens_and_end_behind_them() -> No
 # ---- ranking and merging -----------------------------------------------------------------------------------------
 
 
-def said(*values: float) -> list[TokenLogprob]:
+def probs(*values: float) -> list[TokenLogprob]:
     return [TokenLogprob(n, value) for n, value in enumerate(values)]
 
 
 def test_the_best_answers_have_the_highest_mean() -> None:
     # The sum alone would favour the short ones.
-    answers = [said(-1.0, -1.0, -1.0), said(-2.0), said(-0.5, -1.0, -0.5, -0.5), said(), said(-1.0)]
+    answers = [
+        probs(-1.0, -1.0, -1.0),
+        probs(-2.0),
+        probs(-0.5, -1.0, -0.5, -0.5),
+        probs(),
+        probs(-1.0),
+    ]
     assert rank_answers(answers, 5) == [2, 0, 4, 1, 3]
     assert rank_answers(answers, 2) == [2, 0]
 
@@ -304,9 +310,9 @@ TIMES, USED = Timings(), Usage(3, 0, 9)
 
 def test_what_is_not_taken_is_merged_per_answer() -> None:
     box = Outbox("r", 2, 2, True)
-    box.add(1, AnswerDelta("a", (1,), tuple(said(-1.0))))
-    box.add(0, AnswerDelta("b", (2,), tuple(said(-1.0))))
-    box.add(1, AnswerDelta("c", (3, 4), tuple(said(-2.0, -3.0))))
+    box.add(1, AnswerDelta("a", (1,), tuple(probs(-1.0))))
+    box.add(0, AnswerDelta("b", (2,), tuple(probs(-1.0))))
+    box.add(1, AnswerDelta("c", (3, 4), tuple(probs(-2.0, -3.0))))
     one, two = box.take(), box.take()
     assert (one.index, one.text, one.token_ids) == (1, "ac", (1, 3, 4))
     assert [logprob.logprob for logprob in one.logprobs] == [-1.0, -2.0, -3.0]
@@ -325,7 +331,7 @@ def test_what_is_not_taken_is_merged_per_answer() -> None:
 def test_of_best_of_nothing_is_given_before_the_end() -> None:
     box = Outbox("r", 3, 2, False)
     for index, value in enumerate((-3.0, -1.0, -2.0)):
-        box.add(index, AnswerDelta(f"text {index}", (index,), tuple(said(value))))
+        box.add(index, AnswerDelta(f"text {index}", (index,), tuple(probs(value))))
         box.finish(index, "!", FinishReason.STOP)
         assert not box.pending
     box.end(USED, TIMES)

@@ -45,8 +45,8 @@ def tokenizer() -> ModelTokenizer:
 
 @pytest.mark.parametrize("chat", CHATS)
 async def test_chats(oracle, tokenizer: ModelTokenizer, chat: list[tuple[str, str]]) -> None:
-    said = [{"role": role, "content": content} for role, content in chat]
-    expected = oracle.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
+    messages = [{"role": role, "content": content} for role, content in chat]
+    expected = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     template = ChatTemplate(tokenizer.chat_template, tokenizer.specials)
     try:
         rendered = await template.render([ChatMessage(role, content) for role, content in chat])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings
+from pillion.gateway.tokens.detokenizer import Spellings, new_detokenizer
 from testbed.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 
 BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()
@@ -24,7 +24,7 @@ TEXTS = [
 
 
 def stream(codec, ids) -> list[str]:
-    decoder = Detokenizer(codec)
+    decoder = new_detokenizer(codec)
     return [*(decoder.push(one) for one in ids), decoder.flush()]
 
 
@@ -43,13 +43,13 @@ def test_random_ids_equal_the_full_decode(ids: list[int]) -> None:
 def test_answers_that_share_what_is_remembered_know_nothing_of_each_other(answers: list[list[int]]) -> None:
     for codec in (BYTES, FALLBACK):
         shared = Spellings(codec)
-        decoders, texts = [Detokenizer(shared) for _ in answers], [""] * len(answers)
+        decoders, texts = [new_detokenizer(shared) for _ in answers], [""] * len(answers)
         for place in range(max(len(ids) for ids in answers)):
             for number, ids in enumerate(answers):
                 if place < len(ids):
                     texts[number] += decoders[number].push(ids[place])
-        said = [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)]
-        assert said == ["".join(stream(codec, ids)) for ids in answers]
+        streamed = [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)]
+        assert streamed == ["".join(stream(codec, ids)) for ids in answers]
         assert len(shared.whole) <= codec.get_vocab_size()
 
 
@@ -95,6 +95,6 @@ def test_a_space_behind_a_special_token_is_kept() -> None:
 
 
 def test_broken_bytes_do_not_hold_text_back_forever() -> None:
-    decoder = Detokenizer(FALLBACK)
+    decoder = new_detokenizer(FALLBACK)
     bad = FALLBACK.token_to_id("<0xFF>")
     assert "".join(decoder.push(bad) for _ in range(50)).count("\ufffd") >= 44

@@ -24,8 +24,8 @@ async def read(client: AsyncClient) -> str:
 
 
 @contextlib.asynccontextmanager
-async def health_of(line: FakeCluster) -> AsyncIterator[health_pb2_grpc.HealthStub]:
-    async with open_channel(line.gateway.grpc_address) as channel:
+async def health_of(fakes: FakeCluster) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    async with open_channel(fakes.gateway.grpc_address) as channel:
         yield health_pb2_grpc.HealthStub(channel)
 
 
@@ -34,22 +34,22 @@ async def says(health: health_pb2_grpc.HealthStub, service: str) -> int:
 
 
 async def test_a_drain_loses_no_stream() -> None:
-    async with running_fake_cluster("The answer.") as line, health_of(line) as health:
-        line.decode.gate.clear()
-        streams = [asyncio.create_task(read(line.client)) for _ in range(5)]
-        await until(lambda: len(line.decode.submits) == 5)
+    async with running_fake_cluster("The answer.") as fakes, health_of(fakes) as health:
+        fakes.decode.gate.clear()
+        streams = [asyncio.create_task(read(fakes.client)) for _ in range(5)]
+        await until(lambda: len(fakes.decode.submits) == 5)
         assert [await says(health, name) for name in ("", SERVICE)] == [SERVING, SERVING]
-        stopping = asyncio.create_task(line.gateway.stop(60.0))
-        await until(lambda: line.gateway.gateway.not_ready())
+        stopping = asyncio.create_task(fakes.gateway.stop(60.0))
+        await until(lambda: fakes.gateway.gateway.not_ready())
         # Health is asked and answered while streams go on; the registry has forgotten the gateway.
         assert [await says(health, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
-        assert all(component.role != "gateway" for component in await line.registry.components())
-        async with AsyncClient(line.gateway.grpc_address) as late:
+        assert all(component.role != "gateway" for component in await fakes.registry.components())
+        async with AsyncClient(fakes.gateway.grpc_address) as late:
             with pytest.raises(Unavailable, match="this gateway is stopping") as caught:
                 await read(late)
             assert caught.value.retry_after_ms == 100
         assert not stopping.done()
-        line.decode.gate.set()
+        fakes.decode.gate.set()
         assert await asyncio.gather(*streams) == ["The answer."] * 5
         await stopping
         with pytest.raises(grpc.aio.AioRpcError):
@@ -57,27 +57,27 @@ async def test_a_drain_loses_no_stream() -> None:
 
 
 async def test_who_watches_the_health_does_not_hold_it_up() -> None:
-    async with running_fake_cluster("The answer.") as line, health_of(line) as health:
+    async with running_fake_cluster("The answer.") as fakes, health_of(fakes) as health:
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
-        stopping = asyncio.create_task(line.gateway.stop(600.0))
+        stopping = asyncio.create_task(fakes.gateway.stop(600.0))
         assert (await watch.read()).status == NOT_SERVING
         await stopping
 
 
 async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
-    async with running_fake_cluster("The answer.") as line:
-        line.decode.gate.clear()
-        stream = asyncio.create_task(read(line.client))
-        await until(lambda: line.decode.submits)
-        await line.gateway.stop(0.1)
+    async with running_fake_cluster("The answer.") as fakes:
+        fakes.decode.gate.clear()
+        stream = asyncio.create_task(read(fakes.client))
+        await until(lambda: fakes.decode.submits)
+        await fakes.gateway.stop(0.1)
         with pytest.raises((Unavailable, asyncio.CancelledError)):
             await stream
-        await until(lambda: not (line.decode.streams or line.node.held))
+        await until(lambda: not (fakes.decode.streams or fakes.node.held))
 
 
 async def test_health_and_reflection_name_the_service() -> None:
-    async with running_fake_cluster() as line, open_channel(line.gateway.grpc_address) as channel:
+    async with running_fake_cluster() as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
@@ -86,6 +86,6 @@ async def test_health_and_reflection_name_the_service() -> None:
         asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
         assert answers[0].HasField("file_descriptor_response")
-        async with health_of(line) as health:
+        async with health_of(fakes) as health:
             with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
                 await says(health, "pillion.v1.Nobody")

@@ -1,4 +1,4 @@
-"""The line between tenants: shares by weight, ranks within a tenant, no saving up, and predictions of a wait."""
+"""The queue between tenants: shares by weight, ranks within a tenant, no saving up, and predictions of a wait."""
 
 from __future__ import annotations
 
@@ -19,73 +19,73 @@ def asking(tokens: int = 10, rank: float = 0.0, answers: int = 1) -> WaitingRequ
     return WaitingRequest(rank, next(NUMBERS), tokens, answers)
 
 
-def served(line: FairQueue, owners: dict[int, str], count: int) -> list[str]:
-    return [owners[line.pop().number] for _ in range(count)]
+def served(queue: FairQueue, owners: dict[int, str], count: int) -> list[str]:
+    return [owners[queue.pop().number] for _ in range(count)]
 
 
-def filled(line: FairQueue, counts: dict[Tenant, tuple[int, int]]) -> dict[int, str]:
+def filled(queue: FairQueue, counts: dict[Tenant, tuple[int, int]]) -> dict[int, str]:
     """``counts``: how many requests of how many tokens."""
     owners = {}
     for tenant, (count, tokens) in counts.items():
         for _ in range(count):
             request = asking(tokens)
             owners[request.number] = tenant.name
-            line.push(tenant, request)
+            queue.push(tenant, request)
     return owners
 
 
 def test_a_flood_does_not_delay_another_tenant() -> None:
-    line = FairQueue()
-    owners = filled(line, {A: (100, 10), B: (2, 10)})
-    assert served(line, owners, 4).count("b") == 2
+    queue = FairQueue()
+    owners = filled(queue, {A: (100, 10), B: (2, 10)})
+    assert served(queue, owners, 4).count("b") == 2
 
 
 def test_tokens_count_not_requests() -> None:
-    line = FairQueue()
-    owners = filled(line, {A: (100, 100), B: (100, 10)})
-    assert served(line, owners, 44).count("a") == pytest.approx(4, abs=1)
+    queue = FairQueue()
+    owners = filled(queue, {A: (100, 100), B: (100, 10)})
+    assert served(queue, owners, 44).count("a") == pytest.approx(4, abs=1)
 
 
 def test_weights_are_shares() -> None:
-    line = FairQueue()
-    owners = filled(line, {A: (200, 10), HEAVY: (200, 10)})
-    assert served(line, owners, 80).count("heavy") == pytest.approx(60, abs=1)
+    queue = FairQueue()
+    owners = filled(queue, {A: (200, 10), HEAVY: (200, 10)})
+    assert served(queue, owners, 80).count("heavy") == pytest.approx(60, abs=1)
 
 
 def test_answers_are_charged() -> None:
-    line = FairQueue()
-    owners = filled(line, {A: (20, 10), B: (20, 10)})
-    assert sorted(served(line, owners, 2)) == ["a", "b"]
-    line.charge(A, 40 // OUTPUT_COST)
-    assert served(line, owners, 4) == ["b"] * 4
+    queue = FairQueue()
+    owners = filled(queue, {A: (20, 10), B: (20, 10)})
+    assert sorted(served(queue, owners, 2)) == ["a", "b"]
+    queue.charge(A, 40 // OUTPUT_COST)
+    assert served(queue, owners, 4) == ["b"] * 4
 
 
 def test_nobody_saves_up_by_being_away() -> None:
-    line = FairQueue()
-    owners = filled(line, {A: (200, 10)})
-    served(line, owners, 100)
-    owners |= filled(line, {B: (50, 10)})
-    assert served(line, owners, 40).count("b") == pytest.approx(20, abs=1)
+    queue = FairQueue()
+    owners = filled(queue, {A: (200, 10)})
+    served(queue, owners, 100)
+    owners |= filled(queue, {B: (50, 10)})
+    assert served(queue, owners, 40).count("b") == pytest.approx(20, abs=1)
 
 
 def test_within_a_tenant_the_rank_decides() -> None:
-    line = FairQueue()
+    queue = FairQueue()
     late, urgent, early = asking(rank=5.0), asking(rank=-9.0), asking(rank=1.0)
     for request in (late, urgent, early):
-        line.push(A, request)
-    assert [line.pop() for _ in range(3)] == [urgent, early, late]
+        queue.push(A, request)
+    assert [queue.pop() for _ in range(3)] == [urgent, early, late]
 
 
 def test_who_left_is_not_served() -> None:
-    line = FairQueue()
+    queue = FairQueue()
     stays, goes = asking(), asking()
-    line.push(A, goes)
-    line.push(A, stays)
-    line.remove(A, goes)
-    assert (len(line), line.first(), line.pop()) == (1, stays, stays)
-    assert line.first() is None
-    line.keep(())
-    line.charge(A, 5)
+    queue.push(A, goes)
+    queue.push(A, stays)
+    queue.remove(A, goes)
+    assert (len(queue), queue.first(), queue.pop()) == (1, stays, stays)
+    assert queue.first() is None
+    queue.keep(())
+    queue.charge(A, 5)
 
 
 TENANTS = st.sampled_from([A, B, HEAVY])
@@ -95,24 +95,24 @@ TENANTS = st.sampled_from([A, B, HEAVY])
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 100), st.integers(-5, 5)), min_size=1, max_size=60), st.data())
 def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.DataObject) -> None:
     """``ahead`` of the last one to come is how many are really served before it."""
-    line, order = FairQueue(), []
+    queue, order = FairQueue(), []
     for tenant, tokens, rank in asked[:-1]:
-        line.push(tenant, asking(tokens, rank))
+        queue.push(tenant, asking(tokens, rank))
         if data.draw(st.booleans(), label="serve one"):
-            order.append(line.pop())
+            order.append(queue.pop())
     tenant, tokens, rank = asked[-1]
     last = asking(tokens, rank)
-    ahead = line.ahead(tenant, last)
-    line.push(tenant, last)
+    ahead = queue.ahead(tenant, last)
+    queue.push(tenant, last)
     before = 0
-    while (first := line.pop()) is not last:
+    while (first := queue.pop()) is not last:
         before += 1
         order.append(first)
     # Ties of two counters are decided by rank, which the prediction leaves out: one request of each tenant.
     assert abs(ahead - before) <= 3
     order.append(last)
-    while line.first() is not None:
-        order.append(line.pop())
+    while queue.first() is not None:
+        order.append(queue.pop())
     assert len({request.number for request in order}) == len(order) == len(asked)
 
 
@@ -120,11 +120,11 @@ def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.D
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=20, max_size=100))
 def test_two_that_always_wait_get_the_same(sizes: list[tuple[int, int]]) -> None:
     """Never further apart than the largest requests."""
-    line, owners, got = FairQueue(), {}, {"a": 0, "heavy": 0}
+    queue, owners, got = FairQueue(), {}, {"a": 0, "heavy": 0}
     for mine, theirs in sizes:
-        owners |= filled(line, {A: (1, mine), HEAVY: (3, theirs)})
+        owners |= filled(queue, {A: (1, mine), HEAVY: (3, theirs)})
     for _ in range(len(sizes)):
-        request = line.pop()
+        request = queue.pop()
         got[owners[request.number]] += request.tokens
         assert abs(got["a"] - got["heavy"] / 3) <= 200
 

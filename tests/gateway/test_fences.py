@@ -103,10 +103,10 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         ComponentRecord(component_id=f"{role}-0", role=role, address=f"unix:{folder}/{role}.sock", node_id="kvnode-0")
         for role in ("prefill", "decode")
     ]
-    said: list[ComponentRecord] = [node(), *workers]
+    records: list[ComponentRecord] = [node(), *workers]
 
     async def components() -> list[ComponentRecord]:
-        return said
+        return records
 
     monkeypatch.setattr(registry, "components", components)
     cluster = Cluster("gateway-0", registry, index, 60.0)
@@ -115,7 +115,7 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         first = cluster.prefill("prefill-0"), cluster.decode("decode-0")
         heard: list[DecodeDelta] = []
         first[1]._sinks[1] = heard.append
-        said[0] = node("decode-0", "prefill-0")
+        records[0] = node("decode-0", "prefill-0")
         await cluster.refresh()
         second = cluster._decode["decode-0"]
         assert second is not first[1]
@@ -128,12 +128,12 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
                 await asyncio.sleep(0.01)
         assert heard[0].error is not None
         assert heard[0].error.retryable
-        assert not any(cluster._answers(worker) for worker in workers)
+        assert not any(cluster.answers(worker) for worker in workers)
         await cluster.refresh()
         assert cluster._decode["decode-0"] is second, "it is cut off once"
-        said[0] = node()
+        records[0] = node()
         await cluster.refresh()
         assert cluster.decode("decode-0") is second
-        assert cluster._answers(workers[0])
+        assert cluster.answers(workers[0])
     finally:
         await cluster.aclose()

@@ -54,11 +54,11 @@ def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
 # ---- the service -------------------------------------------------------------------------------------------------
 
 
-def cached_of(line: FakeCluster, deltas: list) -> int:
+def cached_of(fakes: FakeCluster, deltas: list) -> int:
     """What the books say was found, once they add up."""
     last = deltas[-1]
     assert last.usage.cached_tokens == last.timings.cached_tokens
-    started = [span.start_tokens for span in line.prefill.spans] or [28]
+    started = [span.start_tokens for span in fakes.prefill.spans] or [28]
     assert started == [last.usage.cached_tokens]
     return last.usage.cached_tokens
 
@@ -69,121 +69,121 @@ def cached_of(line: FakeCluster, deltas: list) -> int:
      (NotFound("no such ticket"), 8), (Overloaded("too many fetches"), 8)],
 )  # fmt: skip
 async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | PillionError, cached: int) -> None:
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        line.node.pinned, line.node.brings = 2, [brings]
-        knows(line, kv_0=2, kv_1=6)
-        deltas = await read(line.client.generate(PROMPT))
-        whole(line, deltas, replays=0)
-        assert cached_of(line, deltas) == cached
-        (opened,), (fetch,) = line.node.opened, line.node.fetches
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.pinned, fakes.node.brings = 2, [brings]
+        knows(fakes, kv_0=2, kv_1=6)
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=0)
+        assert cached_of(fakes, deltas) == cached
+        (opened,), (fetch,) = fakes.node.opened, fakes.node.fetches
         assert (fetch.epoch, fetch.block_hashes) == (opened.epoch, opened.block_hashes[: 6 * 32])
         assert list(fetch.source_node_ids) == ["kv-1"]
         assert 0 < fetch.timeout_ms <= links.MAX_FETCH_S * 1000
-        assert line.prefill.spans[0].ticket_id == fetch.ticket_id == line.decode.submits[0].ticket_id
-        assert not line.far_node.opened
-        await line.settled()
+        assert fakes.prefill.spans[0].ticket_id == fetch.ticket_id == fakes.decode.submits[0].ticket_id
+        assert not fakes.far_node.opened
+        await fakes.settled()
 
 
 async def test_when_all_is_fetched_nobody_prefills() -> None:
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        knows(line, kv_1=9)
-        deltas = await read(line.client.generate(PROMPT))
-        whole(line, deltas, replays=0)
-        assert (cached_of(line, deltas), deltas[-1].timings.tail_tokens) == (28, 2)
-        assert not line.prefill.spans
-        await line.settled()
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        knows(fakes, kv_1=9)
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=0)
+        assert (cached_of(fakes, deltas), deltas[-1].timings.tail_tokens) == (28, 2)
+        assert not fakes.prefill.spans
+        await fakes.settled()
 
 
 async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
-    async with running_fake_cluster(SCRIPT) as line:
-        line.node.pinned = 1
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.node.pinned = 1
         # A node that nobody sees is no source either.
-        knows(line, kv_0=5, kv_7=7)
-        deltas = await read(line.client.generate(PROMPT))
-        assert cached_of(line, deltas) == 20
-        (fetch,) = line.node.fetches
+        knows(fakes, kv_0=5, kv_7=7)
+        deltas = await read(fakes.client.generate(PROMPT))
+        assert cached_of(fakes, deltas) == 20
+        (fetch,) = fakes.node.fetches
         assert (list(fetch.source_node_ids), len(fetch.block_hashes)) == ([], 5 * 32)
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_what_is_pinned_already_is_not_fetched() -> None:
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        line.node.pinned = 3
-        knows(line, kv_0=3, kv_1=2)
-        assert cached_of(line, await read(line.client.generate(PROMPT))) == 12
-        assert not line.node.fetches
-        await line.settled()
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.pinned = 3
+        knows(fakes, kv_0=3, kv_1=2)
+        assert cached_of(fakes, await read(fakes.client.generate(PROMPT))) == 12
+        assert not fakes.node.fetches
+        await fakes.settled()
 
 
 async def test_a_fetch_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MAX_FETCH_S", 0.1)
     monkeypatch.setattr(client, "PREFETCH_GRACE_S", 0.1)
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        line.node.pinned = 1
-        line.node.fetch_gate.clear()
-        knows(line, kv_1=6)
-        deltas = await read(line.client.generate(PROMPT))
-        whole(line, deltas, replays=0)
-        assert cached_of(line, deltas) == 4
-        assert [fetch.timeout_ms for fetch in line.node.fetches] == [100]
-        await line.settled()
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.pinned = 1
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_1=6)
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=0)
+        assert cached_of(fakes, deltas) == 4
+        assert [fetch.timeout_ms for fetch in fakes.node.fetches] == [100]
+        await fakes.settled()
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) -> None:
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        line.node.fetch_gate.clear()
-        knows(line, kv_1=6)
-        reading = asyncio.create_task(read(line.client.generate(PROMPT, timeout_s=0.5 if end == "deadline" else None)))
-        await until(lambda: line.node.fetching)
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_1=6)
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT, timeout_s=0.5 if end == "deadline" else None)))
+        await until(lambda: fakes.node.fetching)
         if end == "cancel":
             reading.cancel()
         (outcome,) = await asyncio.gather(reading, return_exceptions=True)
         assert isinstance(outcome, DeadlineExceeded if end == "deadline" else asyncio.CancelledError)
-        await line.settled()
-        assert not line.prefill.spans
-        assert not line.decode.submits
+        await fakes.settled()
+        assert not fakes.prefill.spans
+        assert not fakes.decode.submits
 
 
 async def test_a_node_lost_while_it_fetches() -> None:
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        line.node.fetch_gate.clear()
-        knows(line, kv_1=6)
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_1=6)
         # Workers that lost their node do not find its tickets.
-        line.decode.refusals = [(NotFound.code, True)]
-        reading = asyncio.create_task(read(line.client.generate(PROMPT)))
-        await until(lambda: line.node.fetching)
-        line.node.fetch_gate.set()
-        await line.servers["kvnode"].stop(0)
-        await until(lambda: line.decode.submits)
-        await start_node_again(line)
+        fakes.decode.refusals = [(NotFound.code, True)]
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until(lambda: fakes.node.fetching)
+        fakes.node.fetch_gate.set()
+        await fakes.servers["kvnode"].stop(0)
+        await until(lambda: fakes.decode.submits)
+        await start_node_again(fakes)
         deltas = await reading
-        whole(line, deltas, replays=1)
-        assert len({opened.epoch for opened in line.node.opened}) == 2
-        await line.settled()
+        whole(fakes, deltas, replays=1)
+        assert len({opened.epoch for opened in fakes.node.opened}) == 2
+        await fakes.settled()
 
 
-async def start_node_again(line: FakeCluster) -> None:
+async def start_node_again(fakes: FakeCluster) -> None:
     from pillion.net import rpc
     from pillion.v1 import kvnode_pb2_grpc
 
     def add(server) -> None:
-        kvnode_pb2_grpc.add_KVNodeServicer_to_server(line.node, server)
+        kvnode_pb2_grpc.add_KVNodeServicer_to_server(fakes.node, server)
 
-    again = await rpc.start_server(f"unix:{line.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
-    line.servers["kvnode"].server = again.server
+    again = await rpc.start_server(f"unix:{fakes.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
+    fakes.servers["kvnode"].server = again.server
 
 
 async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
-    async with running_fake_cluster(SCRIPT, BOTH) as line:
-        line.node.brings = [3, Unavailable("gone")]
-        knows(line, kv_1=6)
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.brings = [3, Unavailable("gone")]
+        knows(fakes, kv_1=6)
         for _ in range(2):
-            await read(line.client.generate(PROMPT, max_tokens=1))
-        await line.settled()
+            await read(fakes.client.generate(PROMPT, max_tokens=1))
+        await fakes.settled()
     spans = exporter.get_finished_spans()
     roots = {span.context.span_id for span in spans if span.name == "generate toy"}
     good, bad = (span for span in spans if span.name == "kv.fetch")

@@ -27,8 +27,8 @@ async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.Log
     draw = random.Random(6)
     codes: dict[grpc.StatusCode, int] = {}
     async with (
-        running_fake_cluster(SCRIPT, max_inflight_requests=1024) as line,
-        open_channel(line.gateway.grpc_address) as channel,
+        running_fake_cluster(SCRIPT, max_inflight_requests=1024) as fakes,
+        open_channel(fakes.gateway.grpc_address) as channel,
     ):
 
         async def several(count: int) -> None:
@@ -45,11 +45,11 @@ async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.Log
         assert codes[grpc.StatusCode.OK] > COUNT // 50
         good = a_request(draw).SerializeToString()
         assert await send(channel, "Generate", good, TIMEOUT_S) is grpc.StatusCode.OK
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_what_is_no_message_is_the_clients_mistake() -> None:
-    async with running_fake_cluster("abc") as line, open_channel(line.gateway.grpc_address) as channel:
+    async with running_fake_cluster("abc") as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         for read in (
             channel.unary_stream("/pillion.v1.Gateway/Generate")(b"\xff\xff\xff").read(),
             channel.unary_unary("/pillion.v1.Gateway/ListModels")(b"\xff\xff\xff"),

@@ -19,8 +19,8 @@ TEXT = {"model": "toy", "prompt": "hi"}
 
 
 async def test_pages() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         health, version = await call(address, "/health"), await call(address, "/version")
         assert (health.status, health.json) == (200, {"status": "ok"})
         assert version.json["version"]
@@ -41,8 +41,8 @@ async def test_pages() -> None:
 
 
 async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         for path in ("/", "/v1", "/v1/completions/", "/v1/embeddings", "/%00"):
             reply = await call(address, path)
             assert (reply.status, reply.error["code"]) == (404, "not_found")
@@ -53,12 +53,12 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
 
 
 async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         named = await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})
         assert named.headers["x-request-id"] == "bench/1:a.b-c_d"
         assert named.json["id"] == "cmpl-bench/1:a.b-c_d"
-        assert line.decode.submits[-1].request_id == "bench/1:a.b-c_d"
+        assert fakes.decode.submits[-1].request_id == "bench/1:a.b-c_d"
         # It is a label: the same one again is another request.
         assert (await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})).status == 200
         made = [(await call(address, "/v1/completions", TEXT)).headers["x-request-id"] for _ in range(2)]
@@ -72,8 +72,8 @@ async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
 
 
 async def test_bodies_are_bounded_before_they_are_read() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         # Announced: nothing of it needs to be sent.
         async with connected(address) as (reader, writer):
             head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": str(MAX_BODY_BYTES + 1)})
@@ -100,8 +100,8 @@ async def test_bodies_are_bounded_before_they_are_read() -> None:
 
 
 async def test_only_json_is_taken() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         for headers in ({"Content-Type": "text/plain"}, {"Content-Type": ""}, {"Content-Encoding": "gzip"}):
             assert (await call(address, "/v1/completions", TEXT, headers)).status == 415
         charset = {"Content-Type": "application/JSON; charset=utf-8"}
@@ -135,15 +135,15 @@ async def test_only_json_is_taken() -> None:
     ],
     ids=lambda body: body[:40].decode("latin-1"),
 )
-async def test_what_is_no_request_is_400_and_does_no_harm(body: bytes, line) -> None:
-    reply = await call(line.gateway.http_address, "/v1/completions", body)
+async def test_what_is_no_request_is_400_and_does_no_harm(body: bytes, fakes) -> None:
+    reply = await call(fakes.gateway.http_address, "/v1/completions", body)
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
-    assert (await call(line.gateway.http_address, "/v1/completions", TEXT)).status == 200
+    assert (await call(fakes.gateway.http_address, "/v1/completions", TEXT)).status == 200
 
 
 @pytest.fixture
-async def line():
+async def fakes():
     async with running_fake_cluster() as running:
         yield running
 
@@ -165,10 +165,10 @@ async def line():
     ids=lambda value: type(value).__name__,
 )
 def test_every_error_has_its_status(error: errors.PillionError, status: int, code: str) -> None:
-    said = from_pillion(error, {})
-    assert (said.status, said.code) == (status, code)
+    answer = from_pillion(error, {})
+    assert (answer.status, answer.code) == (status, code)
     expected = {429: {b"retry-after", b"retry-after-ms"}, 503: {b"retry-after", b"retry-after-ms"}}
-    assert {name for name, _ in said.headers()} == (expected | {401: {b"www-authenticate"}}).get(status, set())
+    assert {name for name, _ in answer.headers()} == (expected | {401: {b"www-authenticate"}}).get(status, set())
 
 
 def test_no_error_is_forgotten() -> None:
@@ -184,52 +184,52 @@ def test_no_error_is_forgotten() -> None:
 
 
 def test_waits_are_told_in_whole_seconds_and_in_milliseconds() -> None:
-    said = dict(from_pillion(errors.Overloaded("x", 1500), {}).headers())
-    assert said == {b"retry-after": b"2", b"retry-after-ms": b"1500"}
+    headers = dict(from_pillion(errors.Overloaded("x", 1500), {}).headers())
+    assert headers == {b"retry-after": b"2", b"retry-after-ms": b"1500"}
 
 
 def test_fields_are_named_as_the_client_spelled_them() -> None:
     error = InvalidRequest.of(FieldViolation("sampling.stop[2]", "empty"), FieldViolation("text", "long"))
-    said = from_pillion(error, {"text": "prompt"})
-    assert (said.param, said.message) == ("stop[2]", "stop[2]: empty; prompt: long")
+    answer = from_pillion(error, {"text": "prompt"})
+    assert (answer.param, answer.message) == ("stop[2]", "stop[2]: empty; prompt: long")
 
 
 async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
-    async with running_fake_cluster(max_inflight_requests=1) as line:
-        address = line.gateway.http_address
-        line.decode.gate.clear()
+    async with running_fake_cluster(max_inflight_requests=1) as fakes:
+        address = fakes.gateway.http_address
+        fakes.decode.gate.clear()
         first = asyncio.create_task(call(address, "/v1/completions", TEXT))
-        await until(lambda: line.decode.submits)
+        await until(lambda: fakes.decode.submits)
         full = await call(address, "/v1/chat/completions", CHAT)
         assert (full.status, full.error["code"]) == (429, "rate_limit_exceeded")
         assert (full.headers["retry-after"], full.headers["retry-after-ms"]) == ("1", "1000")
-        line.decode.gate.set()
+        fakes.decode.gate.set()
         assert (await first).status == 200
-        await line.settled()
-    async with running_fake_cluster(roles="kvnode") as line:
-        address = line.gateway.http_address
+        await fakes.settled()
+    async with running_fake_cluster(roles="kvnode") as fakes:
+        address = fakes.gateway.http_address
         assert (await call(address, "/health")).status == 503
         assert (await call(address, "/v1/models")).json["data"] == []
         gone = await call(address, "/v1/completions", TEXT)
         assert (gone.status, gone.error["type"], gone.headers["retry-after"]) == (503, "server_error", "1")
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_tokens_there_and_back() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         text = "Größe 北京"
-        said = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json
-        assert said["count"] == len(said["tokens"]) == len(text.encode())
-        assert (said["max_model_len"], said["token_strs"][0]) == (MAX_LEN, "G")
-        assert said["token_strs"][2] == "bytes:\\xc3"
-        back = await call(address, "/detokenize", {"model": "toy", "tokens": said["tokens"]})
+        tokenized = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json
+        assert tokenized["count"] == len(tokenized["tokens"]) == len(text.encode())
+        assert (tokenized["max_model_len"], tokenized["token_strs"][0]) == (MAX_LEN, "G")
+        assert tokenized["token_strs"][2] == "bytes:\\xc3"
+        back = await call(address, "/detokenize", {"model": "toy", "tokens": tokenized["tokens"]})
         assert back.json == {"prompt": text}
         bare = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "add_special_tokens": False})).json
-        assert bare["tokens"] == said["tokens"], "this tokenizer adds none"
+        assert bare["tokens"] == tokenized["tokens"], "this tokenizer adds none"
         chat = (await call(address, "/tokenize", {"messages": CHAT["messages"]})).json
         await call(address, "/v1/chat/completions", CHAT)
-        assert tuple(chat["tokens"]) == line.decode.submits[-1].token_ids
+        assert tuple(chat["tokens"]) == fakes.decode.submits[-1].token_ids
         assert chat["token_strs"] is None
         assert (await call(address, "/detokenize", {"tokens": []})).json == {"prompt": ""}
         wrong = {
@@ -242,20 +242,20 @@ async def test_tokens_there_and_back() -> None:
 
 
 async def test_pipelined_and_repeated_requests_on_one_connection() -> None:
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
         body = json.dumps(TEXT).encode()
         one = request_bytes("POST", "/v1/completions", body, {"Connection": "keep-alive"})
         last = request_bytes("POST", "/v1/completions", body)
-        async with connected(line.gateway.http_address) as (reader, writer):
+        async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(one + one + last)
             answers = await reader.read()
         assert answers.count(b"HTTP/1.1 200 OK") == 3
         assert answers.count(f"fp_{FINGERPRINT[:10]}".encode()) == 3
-        await line.settled()
+        await fakes.settled()
 
 
-async def test_garbage_on_the_wire_is_answered_or_dropped(line) -> None:
-    address = line.gateway.http_address
+async def test_garbage_on_the_wire_is_answered_or_dropped(fakes) -> None:
+    address = fakes.gateway.http_address
     for raw in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"):
         assert (await send(address, raw)).status == 400
     assert (await call(address, "/health")).status == 200

@@ -126,8 +126,8 @@ KINDS: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (
 async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
     draw = random.Random(6)
     statuses: dict[int, int] = {}
-    async with running_fake_cluster("abc", max_inflight_requests=1024) as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster("abc", max_inflight_requests=1024) as fakes:
+        address = fakes.gateway.http_address
 
         async def one() -> None:
             path = draw.choice(PATHS)
@@ -147,7 +147,7 @@ async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
         assert statuses[400] > COUNT // 2
         assert (await call(address, "/health")).status == 200
         assert (await call(address, "/v1/completions", {"prompt": "x"})).json["choices"][0]["text"] == "abc"
-        await line.settled()
+        await fakes.settled()
 
 
 HEADS = (
@@ -186,23 +186,23 @@ def a_broken_request(draw: random.Random) -> bytes:
 async def test_what_is_hardly_http_does_no_harm() -> None:
     """A connection may end without an answer; nothing is left of it, and no defect is logged."""
     draw = random.Random(6)
-    async with running_fake_cluster("abc", max_inflight_requests=1024) as line:
+    async with running_fake_cluster("abc", max_inflight_requests=1024) as fakes:
         answered = 0
 
         async def several(count: int) -> None:
             nonlocal answered
             for _ in range(count):
-                async with connected(line.gateway.http_address) as (reader, writer):
+                async with connected(fakes.gateway.http_address) as (reader, writer):
                     with contextlib.suppress(ConnectionError):
                         writer.write(a_broken_request(draw))
                         writer.write_eof()
-                        said = await asyncio.wait_for(reader.read(), 30)
-                        assert not said or said.startswith(b"HTTP/1.1 "), said
-                        assert b" 500 " not in said[:20], said
-                        answered += bool(said)
+                        received = await asyncio.wait_for(reader.read(), 30)
+                        assert not received or received.startswith(b"HTTP/1.1 "), received
+                        assert b" 500 " not in received[:20], received
+                        answered += bool(received)
 
         await asyncio.gather(*(several(COUNT // AT_ONCE) for _ in range(AT_ONCE)))
         assert answered > COUNT // 2
-        await until(lambda: not line.gateway._http._server.server_state.connections)
-        assert (await call(line.gateway.http_address, "/v1/completions", {"prompt": "x"})).status == 200
-        await line.settled()
+        await until(lambda: not fakes.gateway.http.connections)
+        assert (await call(fakes.gateway.http_address, "/v1/completions", {"prompt": "x"})).status == 200
+        await fakes.settled()

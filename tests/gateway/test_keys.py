@@ -32,7 +32,7 @@ def write(path: pathlib.Path, text: str) -> str:
 
 
 def test_a_key_is_its_tenant() -> None:
-    said = """[tenant.acme]
+    text = """[tenant.acme]
         weight = 2
         requests_per_minute = 60
         tokens_per_minute = 1000
@@ -44,7 +44,7 @@ def test_a_key_is_its_tenant() -> None:
         [tenant.other]
         """
     other = f'[[key]]\ntenant = "other"\nhash = "{hash_of(OTHER)}"\n'
-    ring = parse_keys(tomllib.loads(said + ENTRY + other))
+    ring = parse_keys(tomllib.loads(text + ENTRY + other))
     tenant = Tenant(
         name="acme",
         weight=2.0,

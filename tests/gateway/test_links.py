@@ -15,17 +15,17 @@ from tests.support.fake_components import FakeCluster, record, running_fake_clus
 PROMPT = "What is the capital of France?"
 
 
-async def replays(line: FakeCluster, timeout_s: float | None = None) -> int:
+async def replays(fakes: FakeCluster, timeout_s: float | None = None) -> int:
     """Of one whole answer."""
-    deltas = [delta async for delta in line.client.generate(PROMPT, timeout_s=timeout_s)]
+    deltas = [delta async for delta in fakes.client.generate(PROMPT, timeout_s=timeout_s)]
     assert "".join(delta.text for delta in deltas) == "The answer."
     return deltas[-1].timings.replays
 
 
 async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that happens before our hello is written, grpc.aio answers the write with an InvalidStateError."""
-    async with running_fake_cluster() as line:
-        link, calls = line.gateway._cluster.decode("decode-0"), 0
+    async with running_fake_cluster() as fakes:
+        link, calls = fakes.gateway.cluster.decode("decode-0"), 0
         serve = link._serve
 
         async def hasty() -> None:
@@ -36,65 +36,65 @@ async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(m
             await serve()
 
         monkeypatch.setattr(link, "_serve", hasty)
-        await line.servers["decode"].stop(0)
-        await start_decode_again(line)
+        await fakes.servers["decode"].stop(0)
+        await start_decode_again(fakes)
         await until(lambda: (link.alive and calls >= 3) or link._keeper.done())
         assert not link._keeper.done()
-        assert await replays(line) == 0
-        await line.settled()
+        assert await replays(fakes) == 0
+        await fakes.settled()
 
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill"])
 async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> None:
     """As when a part comes back at another address before the old connection was found dead."""
-    async with running_fake_cluster() as line:
-        peer, cluster = (line.node, line.prefill)[stage == "prefill"], line.gateway._cluster
+    async with running_fake_cluster() as fakes:
+        peer, cluster = (fakes.node, fakes.prefill)[stage == "prefill"], fakes.gateway.cluster
         peer.gate.clear()
-        reading = asyncio.create_task(replays(line))
-        await until(lambda: line.node.waiting or line.prefill.running)
+        reading = asyncio.create_task(replays(fakes))
+        await until(lambda: fakes.node.waiting or fakes.prefill.running)
         links: dict[str, Any] = cluster._nodes if stage == "ticket" else cluster._prefill
         await links.popitem()[1].aclose()
-        await until(lambda: not (line.node.waiting or line.prefill.running))
+        await until(lambda: not (fakes.node.waiting or fakes.prefill.running))
         peer.gate.set()
         assert await asyncio.wait_for(reading, 10) == 1
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_full_workers_are_told_as_too_much() -> None:
-    async with running_fake_cluster(max_attempts=2) as line:
-        line.decode.refusals = [(Overloaded.code, True)] * 2
+    async with running_fake_cluster(max_attempts=2) as fakes:
+        fakes.decode.refusals = [(Overloaded.code, True)] * 2
         with pytest.raises(Overloaded, match="given up after 2 attempts"):
-            await replays(line)
-        await line.settled()
+            await replays(fakes)
+        await fakes.settled()
 
 
 async def test_a_deadline_months_away_is_a_deadline() -> None:
-    async with running_fake_cluster() as line:
-        assert await replays(line, timeout_s=90 * 86_400.0) == 0
-        assert line.decode.submits[0].timeout_ms == 2**32 - 1
-        await line.settled()
+    async with running_fake_cluster() as fakes:
+        assert await replays(fakes, timeout_s=90 * 86_400.0) == 0
+        assert fakes.decode.submits[0].timeout_ms == 2**32 - 1
+        await fakes.settled()
 
 
 async def test_lists_without_end_are_refused_before_they_are_read() -> None:
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as failure:
-            await anext(line.client.generate("x", stop=("x",) * 5000))
+            await anext(fakes.client.generate("x", stop=("x",) * 5000))
         assert [(v.field, v.description) for v in failure.value.violations] == [
             ("sampling.stop", "5000 items; at most 4096")
         ]
 
 
 async def test_a_message_that_no_prompt_needs_is_refused() -> None:
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as caught:
-            async for _ in line.client.generate("x" * (9 * 2**20)):
+            async for _ in fakes.client.generate("x" * (9 * 2**20)):
                 pass
     assert [violation.field for violation in caught.value.violations] == ["(message)"]
 
 
 async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_fake_cluster() as line:
-        cluster = line.gateway.gateway._cluster
+    async with running_fake_cluster() as fakes:
+        cluster = fakes.gateway.gateway.cluster
         looks = 0
 
         async def broken() -> list[ComponentRecord]:
@@ -102,9 +102,9 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
             looks += 1
             raise TypeError("a record that nobody foresaw")
 
-        monkeypatch.setattr(cluster._registry, "components", broken)
+        monkeypatch.setattr(cluster.registry, "components", broken)
         await until(lambda: looks >= 2)
         monkeypatch.undo()
-        await line.registry.heartbeat(record("gateway-9", "gateway", "unix:nowhere.sock"))
+        await fakes.registry.heartbeat(record("gateway-9", "gateway", "unix:nowhere.sock"))
         await until(lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()))
-        assert await replays(line) == 0
+        assert await replays(fakes) == 0

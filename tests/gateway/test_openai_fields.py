@@ -136,8 +136,8 @@ def test_too_many_of_anything_is_refused() -> None:
 def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     received = {"role": "assistant", "content": "ok", "refusal": None, "tool_calls": None, "annotations": []}
-    said = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}, received]
-    assert chat(messages=said).requests[0].messages == (
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}, received]
+    assert chat(messages=messages).requests[0].messages == (
         ChatMessage("system", "be brief"),
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "ok"),

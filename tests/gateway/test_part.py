@@ -37,10 +37,10 @@ def test_a_serving_gateway_has_no_torch(tmp_path: pathlib.Path) -> None:
     """Not even once it has prepared its model, tokenized and answered."""
     code = """
 import asyncio, pathlib, sys
-from tests.support.fake_components import running_line
+from tests.support.fake_components import running_fake_cluster
 
 async def main():
-    async with running_line() as line:
+    async with running_fake_cluster() as line:
         text = [d.text async for d in line.client.chat([{"role": "user", "content": "x"}])]
         assert "".join(text) == "The answer.", text
 
@@ -52,7 +52,7 @@ print(*({"torch", "transformers"} & set(sys.modules)))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ({"split_policy": "sometimes"}, "split-policy 'sometimes'"),
         ({"chunk_size": 24, "block_size": 16}, "--chunk-size 24 is no multiple of --block-size 16"),
@@ -60,8 +60,8 @@ print(*({"torch", "transformers"} & set(sys.modules)))
         ({"redis_url": ""}, "needs --redis-url"),
     ],
 )
-async def test_flags_that_cannot_work_are_one_line(tmp_path: pathlib.Path, flags: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+async def test_flags_that_cannot_work_are_one_line(tmp_path: pathlib.Path, flags: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         await start_gateway(GatewayFlags(**({"redis_url": "unix:///nowhere"} | flags)), prepared=toy_model(tmp_path))
 
 
@@ -104,12 +104,12 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
             assert await answers(probe)
             assert not await is_serving(probe), "no worker lives"
         assert not await answers(probe)
-        async with running_fake_cluster("abc", probe_listen=probe) as line:
+        async with running_fake_cluster("abc", probe_listen=probe) as fakes:
             await until(lambda: is_serving(probe))
-            line.decode.gate.clear()
-            asked = asyncio.create_task(anext(line.client.generate("x")))
-            await until(lambda: line.decode.submits)
-            stopping = asyncio.create_task(line.gateway.stop(30))
+            fakes.decode.gate.clear()
+            asked = asyncio.create_task(anext(fakes.client.generate("x")))
+            await until(lambda: fakes.decode.submits)
+            stopping = asyncio.create_task(fakes.gateway.stop(30))
 
             async def drains() -> bool:
                 return not await is_serving(probe)
@@ -117,23 +117,23 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
             await until(drains)
             # It would be killed as one that hangs, and the stream lost.
             assert await answers(probe)
-            line.decode.gate.set()
+            fakes.decode.gate.set()
             assert (await asked).text
             await stopping
             assert not await answers(probe)
 
 
 async def test_status_adds_up_what_all_gateways_have_served() -> None:
-    async with running_fake_cluster("abc") as line:
-        [delta async for delta in line.client.generate("x" * 9)]
+    async with running_fake_cluster("abc") as fakes:
+        [delta async for delta in fakes.client.generate("x" * 9)]
         other = ComponentRecord(
             component_id="gateway-9", role="gateway", address="x", running_requests=2, prompt_tokens=100,
             cached_tokens=40,
             completion_tokens=7,
         )  # fmt: skip
-        await line.registry.heartbeat(other)
-        await until(lambda: line.gateway._cluster.other_gateways())
-        status = await line.client.status()
+        await fakes.registry.heartbeat(other)
+        await until(lambda: fakes.gateway.cluster.other_gateways())
+        status = await fakes.client.status()
         assert (status.prompt_tokens, status.cached_tokens, status.completion_tokens) == (109, 40, 7 + 4)
         assert status.active_requests == 2
 

@@ -140,7 +140,7 @@ def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
     assert is_shared(make_plan(snapshot()))
     assert not is_shared(make_plan(snapshot(own_tokens={"prefill-0": 50_000})))
     assert not is_shared(make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000)))))
-    # 1,600 tokens take some 2 s, and they were said 2 s ago. Silence for longer does not say that work is done.
+    # 1,600 tokens take some 2 s, and the report is 2 s old. Longer silence does not show that work is done.
     few = prefill(queued_tokens=1600)
     assert not is_shared(make_plan(snapshot(600, line(prefill=few))))
     assert is_shared(make_plan(snapshot(600, line(prefill=replace(few, heartbeat_age_ms=2000)))))
@@ -198,10 +198,10 @@ def test_small_changes_do_not_flap() -> None:
     for hysteresis in (False, True):
         sticky_choices, last = StickyChoices(), None
         for _ in range(100):
-            said = prefill(queued_tokens=queue + draw.randint(-waver, waver))
+            worker = prefill(queued_tokens=queue + draw.randint(-waver, waver))
             sticky_choice = sticky_choices.of("toy", 1000) if hysteresis else ""
             shared = is_shared(
-                make_plan(snapshot(1000, line(decode=decode(streams=4), prefill=said), sticky_choice=sticky_choice))
+                make_plan(snapshot(1000, line(decode=decode(streams=4), prefill=worker), sticky_choice=sticky_choice))
             )
             sticky_choices.note("toy", 1000, shared)
             flips[f"with {hysteresis}"] += last is not None and shared != last

@@ -31,19 +31,19 @@ def test_several_gateways_do_not_herd() -> None:
 
 
 def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
-    said = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
-    assert ComponentRecord.from_json(said.to_json()) == said
+    record = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
+    assert ComponentRecord.from_json(record.to_json()) == record
     for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
-        text = said.to_json().replace("[0.005,0.001,0.0002,1e-7,2e-7]", broken)
-        assert text != said.to_json()
-        assert ComponentRecord.from_json(text) == replace(said, step_cost_s=())
+        text = record.to_json().replace("[0.005,0.001,0.0002,1e-7,2e-7]", broken)
+        assert text != record.to_json()
+        assert ComponentRecord.from_json(text) == replace(record, step_cost_s=())
     for broken in ("-5", "NaN", "1e999", "1" + 400 * "0", '"7"', "null", "[7]", "true"):
-        text = said.to_json().replace('"queued_tokens":7', f'"queued_tokens":{broken}')
-        assert ComponentRecord.from_json(text) == replace(said, queued_tokens=0)
-        costs = said.to_json().replace("[0.005,", f"[{broken},")
-        assert ComponentRecord.from_json(costs) == replace(said, step_cost_s=())
-        target = said.to_json().replace('"target_itl_ms":60.0', f'"target_itl_ms":{broken}')
-        assert ComponentRecord.from_json(target) == replace(said, target_itl_ms=0.0)
+        text = record.to_json().replace('"queued_tokens":7', f'"queued_tokens":{broken}')
+        assert ComponentRecord.from_json(text) == replace(record, queued_tokens=0)
+        costs = record.to_json().replace("[0.005,", f"[{broken},")
+        assert ComponentRecord.from_json(costs) == replace(record, step_cost_s=())
+        target = record.to_json().replace('"target_itl_ms":60.0', f'"target_itl_ms":{broken}')
+        assert ComponentRecord.from_json(target) == replace(record, target_itl_ms=0.0)
 
 
 def test_who_is_too_good_to_be_true_does_not_attract_everything() -> None:

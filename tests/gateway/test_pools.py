@@ -9,18 +9,18 @@ import pytest
 from tests.support.fake_components import record, running_fake_cluster, until
 
 
-async def pools(line: Any, **blocks: int) -> None:
+async def pools(fakes: Any, **blocks: int) -> None:
     """KV nodes' pools in blocks of 4 tokens; only kv-0 and its workers live."""
     for role in ("kvnode", "prefill", "decode"):
         component_id = "kv-0" if role == "kvnode" else f"{role}-0"
-        address = f"unix:{line.folder}/{role}.sock"
+        address = f"unix:{fakes.folder}/{role}.sock"
         more = {"total_blocks": blocks["kv0"]} if role == "kvnode" else {}
-        await line.registry.heartbeat(record(component_id, role, address, **more))
-    gone = f"unix:{line.folder}/gone.sock"
-    await line.registry.heartbeat(record("decode-1", "decode", gone, node_id="kv-1"))
+        await fakes.registry.heartbeat(record(component_id, role, address, **more))
+    gone = f"unix:{fakes.folder}/gone.sock"
+    await fakes.registry.heartbeat(record("decode-1", "decode", gone, node_id="kv-1"))
     if "kv1" in blocks:
-        await line.registry.heartbeat(record("kv-1", "kvnode", gone, node_id="kv-1", total_blocks=blocks["kv1"]))
-    view = line.gateway.gateway._cluster.view
+        await fakes.registry.heartbeat(record("kv-1", "kvnode", gone, node_id="kv-1", total_blocks=blocks["kv1"]))
+    view = fakes.gateway.gateway.cluster.view
     wanted = {"decode-1", "kv-0", *(["kv-1"] if "kv1" in blocks else [])}
     await until(
         lambda: wanted <= {r.component_id for r in view.records()} and any(r.total_blocks for r in view.records())
@@ -33,8 +33,8 @@ async def pools(line: Any, **blocks: int) -> None:
     ids=["its node is gone", "its node is larger", "its node is as large"],
 )
 async def test_a_lost_host_does_not_stop_requests_that_left_max_tokens_to_us(blocks: dict[str, int]) -> None:
-    async with running_fake_cluster() as line:
-        await pools(line, **blocks)
-        stream = line.client.generate("What is the capital of France?", timeout_s=20)
+    async with running_fake_cluster() as fakes:
+        await pools(fakes, **blocks)
+        stream = fakes.client.generate("What is the capital of France?", timeout_s=20)
         assert "".join([delta.text async for delta in stream]) == "The answer."
-        await line.settled()
+        await fakes.settled()

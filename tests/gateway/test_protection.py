@@ -49,16 +49,16 @@ def file(tmp_path: pathlib.Path) -> str:
     return write_keys(tmp_path / "keys.toml", FILE, list(KEYS))
 
 
-def client_of(line: FakeCluster, name: str) -> AsyncClient:
-    return AsyncClient(line.gateway.grpc_address, api_key=KEYS[name] if name else "")
+def client_of(fakes: FakeCluster, name: str) -> AsyncClient:
+    return AsyncClient(fakes.gateway.grpc_address, api_key=KEYS[name] if name else "")
 
 
 def header(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {KEYS[name]}"}
 
 
-async def ask(client: AsyncClient, prompt: str = "hello", **said: Any) -> str:
-    return "".join([delta.text async for delta in client.generate(prompt, **said)])
+async def ask(client: AsyncClient, prompt: str = "hello", **options: Any) -> str:
+    return "".join([delta.text async for delta in client.generate(prompt, **options)])
 
 
 def running_with(file: str, **flags: Any) -> Any:
@@ -74,14 +74,14 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_without_a_key_only_health_is_answered(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_with(file) as line:
+    async with running_with(file) as fakes:
         monkeypatch.setenv("PILLION_API_KEY", "")
         for key in ("", "plk-" + "x" * 43):
-            async with AsyncClient(line.gateway.grpc_address, api_key=key) as client:
+            async with AsyncClient(fakes.gateway.grpc_address, api_key=key) as client:
                 for asked in (ask(client), client.models(), client.status()):
                     with pytest.raises(Unauthenticated):
                         await asked
-        address = line.gateway.http_address
+        address = fakes.gateway.http_address
         for headers in ({}, {"Authorization": "Bearer plk-" + "x" * 43}, {"Authorization": "x"}):
             for path, body in (
                 ("/v1/completions", {"prompt": "x"}),
@@ -97,15 +97,15 @@ async def test_without_a_key_only_health_is_answered(file: str, monkeypatch: pyt
                 assert reply.headers["www-authenticate"] == "Bearer"
         assert (await call(address, "/health")).status == 200
         assert (await call(address, "/version")).status == 200
-        async with open_channel(line.gateway.grpc_address) as channel:
+        async with open_channel(fakes.gateway.grpc_address) as channel:
             reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        assert not line.decode.submits
+        assert not fakes.decode.submits
 
 
 async def test_a_body_is_not_read_for_a_stranger(file: str) -> None:
-    async with running_with(file) as line:
-        reader, writer = await asyncio.open_connection(*line.gateway.http_address.split(":"))
+    async with running_with(file) as fakes:
+        reader, writer = await asyncio.open_connection(*fakes.gateway.http_address.split(":"))
         lines = ("Host: x", "Content-Type: application/json", "Content-Length: 8000000", "\r\n")
         writer.write("\r\n".join(("POST /v1/completions HTTP/1.1", *lines)).encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
@@ -113,14 +113,14 @@ async def test_a_body_is_not_read_for_a_stranger(file: str) -> None:
 
 
 async def test_a_key_opens_both_ports(file: str) -> None:
-    async with running_with(file) as line:
-        async with client_of(line, "acme") as client:
+    async with running_with(file) as fakes:
+        async with client_of(fakes, "acme") as client:
             assert await ask(client) == "abc"
             assert [model.name for model in await client.models()] == ["toy"]
             with pytest.raises(PermissionDenied, match="operator"):
                 await client.status()
-        assert (await line.client.status()).active_requests == 0
-        url = f"http://{line.gateway.http_address}/v1"
+        assert (await fakes.client.status()).active_requests == 0
+        url = f"http://{fakes.gateway.http_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEYS["acme"], max_retries=0) as good:
             assert (await good.completions.create(model="toy", prompt="x")).choices[0].text == "abc"
             assert [model.id async for model in await good.models.list()] == ["toy"]
@@ -128,13 +128,13 @@ async def test_a_key_opens_both_ports(file: str) -> None:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await wrong.completions.create(model="toy", prompt="x")
             assert caught.value.code == "invalid_api_key"
-        assert (await call(line.gateway.http_address, "/tokenize", {"prompt": "x"}, header("acme"))).status == 200
-        await line.settled()
+        assert (await call(fakes.gateway.http_address, "/tokenize", {"prompt": "x"}, header("acme"))).status == 200
+        await fakes.settled()
 
 
 async def test_quotas_on_both_ports(file: str) -> None:
-    async with running_with(file) as line:
-        async with client_of(line, "small") as client:
+    async with running_with(file) as fakes:
+        async with client_of(fakes, "small") as client:
             assert await ask(client, "ab") == "abc"
             with pytest.raises(Overloaded) as caught:
                 await ask(client, "x" * 41)
@@ -144,40 +144,40 @@ async def test_quotas_on_both_ports(file: str) -> None:
             with pytest.raises(Overloaded) as caught:
                 await ask(client, "ab")
             assert [quota.subject for quota in caught.value.quotas] == ["small/requests_per_minute"]
-        reply = await call(line.gateway.http_address, "/v1/completions", {"prompt": "x"}, header("small"))
+        reply = await call(fakes.gateway.http_address, "/v1/completions", {"prompt": "x"}, header("small"))
         assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
         assert 0 < int(reply.headers["retry-after"]) <= 21
-        async with client_of(line, "other") as client:
+        async with client_of(fakes, "other") as client:
             assert await ask(client) == "abc"
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
     """Neither a request, where it was full itself, nor a prompt that nobody could serve."""
-    async with running_with(file, max_inflight_requests=2) as line:
-        async with client_of(line, "small") as client, client_of(line, "acme") as acme:
-            line.decode.gate.clear()
-            full = [asyncio.create_task(ask(one)) for one in (acme, line.client)]
-            await until(lambda: len(line.decode.submits) == 2)
+    async with running_with(file, max_inflight_requests=2) as fakes:
+        async with client_of(fakes, "small") as client, client_of(fakes, "acme") as acme:
+            fakes.decode.gate.clear()
+            full = [asyncio.create_task(ask(one)) for one in (acme, fakes.client)]
+            await until(lambda: len(fakes.decode.submits) == 2)
             for _ in range(5):
                 with pytest.raises(Overloaded) as caught:
                     await ask(client, "ab")
                 assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
-            line.decode.gate.set()
+            fakes.decode.gate.set()
             await asyncio.gather(*full)
             assert await ask(client, "ab") == "abc"
-            line.decode.refusals = [(Internal.code, False)] * 2
+            fakes.decode.refusals = [(Internal.code, False)] * 2
             for _ in range(2):
                 with pytest.raises(Internal):
                     await ask(client, "x" * 30)
-        await line.settled()
-        quotas = line.gateway.gateway._quotas
+        await fakes.settled()
+        quotas = fakes.gateway.gateway._quotas
         await quotas.take_prompt(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
 
 
 async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:
-    async with running_with(file) as line:
-        address, core = line.gateway.http_address, line.gateway.gateway
+    async with running_with(file) as fakes:
+        address, core = fakes.gateway.http_address, fakes.gateway.gateway
         asked = [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})] * 3
         replies = [await call(address, page, body, header("small")) for page, body in asked]
         assert [reply.status for reply in replies] == [200, 200, 200, 429, 429, 429]
@@ -185,20 +185,20 @@ async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:
         # An echo is part of its request.
         echo = {"prompt": "hi", "echo": True}
         assert (await call(address, "/v1/completions", echo, header("other"))).json["choices"][0]["text"] == "hiabc"
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_hashes_are_the_tenants(file: str) -> None:
-    async with running_with(file) as line:
+    async with running_with(file) as fakes:
         for name in ("acme", "friend", "other"):
             for salt in ("", "mine"):
-                async with client_of(line, name) as client:
+                async with client_of(fakes, name) as client:
                     await ask(client, cache_salt=salt)
         reply = await call(
-            line.gateway.http_address, "/v1/completions", {"prompt": "hello", "cache_salt": "mine"}, header("other")
+            fakes.gateway.http_address, "/v1/completions", {"prompt": "hello", "cache_salt": "mine"}, header("other")
         )
         assert reply.status == 200
-        roots = [submit.root_hash for submit in line.decode.submits]
+        roots = [submit.root_hash for submit in fakes.decode.submits]
         acme, acme_mine, friend, friend_mine, other, other_mine, by_http = roots
         assert (acme, acme_mine) == (friend, friend_mine)
         assert other_mine == by_http
@@ -208,20 +208,20 @@ async def test_hashes_are_the_tenants(file: str) -> None:
 
 
 async def test_a_tenants_priority_is_capped(file: str) -> None:
-    async with running_with(file) as line:
-        async with client_of(line, "other") as client:
+    async with running_with(file) as fakes:
+        async with client_of(fakes, "other") as client:
             for priority in (-50, 7):
                 await ask(client, priority=priority)
-        assert [submit.priority for submit in line.decode.submits] == [-1, 7]
+        assert [submit.priority for submit in fakes.decode.submits] == [-1, 7]
 
 
 async def test_keys_change_while_it_runs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
-    async with running_with(file) as line:
-        line.decode.gate.clear()
-        async with client_of(line, "other") as client, client_of(line, "acme") as acme:
+    async with running_with(file) as fakes:
+        fakes.decode.gate.clear()
+        async with client_of(fakes, "other") as client, client_of(fakes, "acme") as acme:
             running = asyncio.create_task(ask(client))
-            await until(lambda: line.decode.submits)
+            await until(lambda: fakes.decode.submits)
             write_keys(pathlib.Path(file), FILE, ["acme"])
 
             async def is_out() -> bool:
@@ -234,19 +234,19 @@ async def test_keys_change_while_it_runs(file: str, monkeypatch: pytest.MonkeyPa
             await until(is_out)
             assert await acme.models()
             # What runs goes on.
-            line.decode.gate.set()
+            fakes.decode.gate.set()
             assert await running == "abc"
             write_keys(pathlib.Path(file), "nonsense", [])
             await asyncio.sleep(0.1)
             assert await acme.models()
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
-    async with running_with(file, max_running_requests=1) as line:
-        core = line.gateway.gateway
-        line.decode.gate.clear()
-        async with client_of(line, "acme") as flood, client_of(line, "other") as other:
+    async with running_with(file, max_running_requests=1) as fakes:
+        core = fakes.gateway.gateway
+        fakes.decode.gate.clear()
+        async with client_of(fakes, "acme") as flood, client_of(fakes, "other") as other:
             tasks = [asyncio.create_task(ask(flood, request_id=f"acme-{n}")) for n in range(6)]
             await until(lambda: core.waiting_requests == 5)
             late = asyncio.create_task(ask(other, request_id="other-0"))
@@ -255,17 +255,17 @@ async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
             await until(lambda: core.waiting_requests == 7)
             gone.cancel()
             await until(lambda: core.waiting_requests == 6)
-            line.decode.gate.set()
+            fakes.decode.gate.set()
             assert await asyncio.gather(late, *tasks) == ["abc"] * 7
-        order = [submit.request_id for submit in line.decode.submits]
+        order = [submit.request_id for submit in fakes.decode.submits]
         assert "other-0" in order[1:3]
         assert len(order) == 7
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_a_stranger_to_grpc_metadata(file: str) -> None:
     """A binary header, an empty one, and one that is there twice."""
-    async with running_with(file) as line, open_channel(line.gateway.grpc_address) as channel:
+    async with running_with(file) as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         method = channel.unary_unary("/pillion.v1.Gateway/ListModels")
         for metadata in (
             (("authorization", ""),),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.plan_cost import FetchPace
 from pillion.gateway.planning.planner import RequestPlan, make_plan, replan
@@ -30,18 +31,20 @@ ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict(
 
 @dataclass
 class SpanWorld:
-    """Both nodes and the worker. ``said`` draws what happens; ``blocks`` is what each node has under its ticket."""
+    """Both nodes and the worker. ``draw`` draws what happens; ``blocks`` is what each node has under its ticket."""
 
-    said: Callable[[Any], Any]
+    draw: Callable[[Any], Any]
     blocks: dict[str, int]
     held: set[tuple[str, int]] = field(default_factory=set)
     released: list[tuple[str, int]] = field(default_factory=list)
     fetching: set[str] = field(default_factory=set)
     numbers: Any = field(default_factory=lambda: itertools.count(10))
-    pace: FetchPace = field(default_factory=FetchPace)
+    fetch_pace: FetchPace = field(default_factory=FetchPace)
+    # The real fetch, which uses node and fetch_pace alone.
+    fetch_blocks = Cluster.fetch_blocks
 
     def node(self, node_id: str) -> ModelNode:
-        if self.said(st.integers(0, 20)) == 0:
+        if self.draw(st.integers(0, 20)) == 0:
             # Its end lets go of everything.
             self.held = {hold for hold in self.held if hold[0] != node_id}
             raise Unavailable(f"KV node {node_id} is gone")
@@ -53,10 +56,10 @@ class SpanWorld:
 
     async def pause(self) -> None:
         """Some turns of the loop; then maybe an error."""
-        for _ in range(self.said(st.integers(0, 4))):
+        for _ in range(self.draw(st.integers(0, 4))):
             await asyncio.sleep(0)
-        if self.said(st.integers(0, 12)) == 0:
-            raise self.said(st.sampled_from(ERRORS))
+        if self.draw(st.integers(0, 12)) == 0:
+            raise self.draw(st.sampled_from(ERRORS))
 
     def check(self, node_id: str, ticket_id: int) -> None:
         assert (node_id, ticket_id) not in self.released
@@ -110,7 +113,7 @@ class ModelNode:
             there = max(world.blocks[name] for name in sources)
             here = world.blocks[self.node_id]
             assert asked > here
-            came = world.said(st.integers(here, max(here, min(asked, there)))) if world.said(st.booleans()) else there
+            came = world.draw(st.integers(here, max(here, min(asked, there)))) if world.draw(st.booleans()) else there
             world.blocks[self.node_id] = max(here, min(asked, there, came))
             return PrefetchReply(blocks=world.blocks[self.node_id])
         finally:
@@ -143,14 +146,14 @@ JOB = Job(
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
-    def said(strategy: Any) -> Any:
+    def draw(strategy: Any) -> Any:
         return data.draw(strategy)
 
-    tokens, cached = said(st.integers(5, 60)), said(st.integers(0, 6))
+    tokens, cached = draw(st.integers(5, 60)), draw(st.integers(0, 6))
     decided = planned(tokens, cached)
     if not decided.chunks:
         return
-    world = SpanWorld(said, {"kv-0": decided.cached_blocks, "kv-1": said(st.integers(0, decided.split_blocks))})
+    world = SpanWorld(draw, {"kv-0": decided.cached_blocks, "kv-1": draw(st.integers(0, decided.split_blocks))})
     world.held.add(("kv-0", 1))
     hashes = b"".join(bytes([n]) * 32 for n in range(decided.limit_blocks))
     acks: list[ChunkAck] = []
@@ -164,7 +167,7 @@ def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
         assert decided.prefill is not None
         span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, decided.prefill, acked)  # type: ignore[arg-type]
         task = asyncio.create_task(span.run())
-        patience = said(st.integers(0, 30) | st.none())
+        patience = draw(st.integers(0, 30) | st.none())
         for _ in range(patience or 0):
             await asyncio.sleep(0)
         if patience is not None:

@@ -297,8 +297,8 @@ def test_a_fork_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_t
 def test_log_probabilities_go_with_their_tokens() -> None:
     m = machine(max_tokens=2)
     to_decoding(m)
-    said = tuple(TokenLogprob(n, -n / 4) for n in (1, 2, 3))
-    assert m.handle(ev.TokensSampled(1, (1, 2, 3), None, said), 1.0) == [ev.Emit((1, 2), said[:2])]
+    logprobs = tuple(TokenLogprob(n, -n / 4) for n in (1, 2, 3))
+    assert m.handle(ev.TokensSampled(1, (1, 2, 3), None, logprobs), 1.0) == [ev.Emit((1, 2), logprobs[:2])]
 
 
 # ---- ends --------------------------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from tests.support.http import call
 
 
 async def ask(
-    line: FakeCluster, said: dict[str, Any], *metadata: tuple[str, str]
+    fakes: FakeCluster, fields: dict[str, Any], *metadata: tuple[str, str]
 ) -> tuple[str, grpc.StatusCode, list[str]]:
     """Text, status, and the labels in the trailers."""
-    async with open_channel(line.gateway.grpc_address) as channel:
+    async with open_channel(fakes.gateway.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
-        stream = stub.Generate(gateway_pb2.GenerateRequest(**said), metadata=metadata)
+        stream = stub.Generate(gateway_pb2.GenerateRequest(**fields), metadata=metadata)
         text = ""
         try:
             async for delta in stream:
@@ -33,54 +33,57 @@ async def ask(
 
 
 async def test_grpc_takes_it_from_the_message_or_the_metadata_or_makes_one() -> None:
-    async with running_fake_cluster("abc") as line:
+    async with running_fake_cluster("abc") as fakes:
         header = ("x-request-id", "from/header:1")
-        assert await ask(line, {"text": "x"}, header) == ("abc", grpc.StatusCode.OK, ["from/header:1"])
-        assert line.decode.submits[-1].request_id == "from/header:1"
-        assert (await ask(line, {"text": "x", "request_id": "mine"}, header))[2] == ["mine"]
-        (one,), (two,) = [(await ask(line, {"text": "x"}))[2] for _ in range(2)]
+        assert await ask(fakes, {"text": "x"}, header) == ("abc", grpc.StatusCode.OK, ["from/header:1"])
+        assert fakes.decode.submits[-1].request_id == "from/header:1"
+        assert (await ask(fakes, {"text": "x", "request_id": "mine"}, header))[2] == ["mine"]
+        (one,), (two,) = [(await ask(fakes, {"text": "x"}))[2] for _ in range(2)]
         assert one.startswith("req-")
         assert one != two
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_a_refusal_carries_it_beside_its_details() -> None:
-    async with running_fake_cluster() as line:
-        _, code, found = await ask(line, {"text": "x", "model": "none"}, ("x-request-id", "a"))
+    async with running_fake_cluster() as fakes:
+        _, code, found = await ask(fakes, {"text": "x", "model": "none"}, ("x-request-id", "a"))
         assert (code, found) == (grpc.StatusCode.NOT_FOUND, ["a"])
-        _, code, found = await ask(line, {"text": ""}, ("x-request-id", "b"))
+        _, code, found = await ask(fakes, {"text": ""}, ("x-request-id", "b"))
         assert (code, found) == (grpc.StatusCode.INVALID_ARGUMENT, ["b"])
-        # What is no label is refused, and not said again, wherever it stands.
-        for said, metadata in (({"text": "x", "request_id": "a\nb"}, ()), ({"text": "x"}, (("x-request-id", "a b"),))):
-            _, code, found = await ask(line, said, *metadata)
+        # What is no label is refused, and not repeated, wherever it stands.
+        for fields, metadata in (
+            ({"text": "x", "request_id": "a\nb"}, ()),
+            ({"text": "x"}, (("x-request-id", "a b"),)),
+        ):
+            _, code, found = await ask(fakes, fields, *metadata)
             assert (code, found) == (grpc.StatusCode.INVALID_ARGUMENT, [])
-        assert not line.decode.submits
-        line.gateway.gateway.drain()
+        assert not fakes.decode.submits
+        fakes.gateway.gateway.drain()
         with pytest.raises(Unavailable) as caught:
-            await anext(line.client.generate("x"))
+            await anext(fakes.client.generate("x"))
         # The details are still there.
         assert caught.value.retry_after_ms
-        assert (await ask(line, {"text": "x"}, ("x-request-id", "c")))[1:] == (grpc.StatusCode.UNAVAILABLE, ["c"])
+        assert (await ask(fakes, {"text": "x"}, ("x-request-id", "c")))[1:] == (grpc.StatusCode.UNAVAILABLE, ["c"])
 
 
 async def test_many_requests_with_one_id_at_once() -> None:
     """Over both ports; one of them is cancelled, which ends no other."""
-    async with running_fake_cluster("A longer answer than that.") as line:
-        line.decode.gate.clear()
+    async with running_fake_cluster("A longer answer than that.") as fakes:
+        fakes.decode.gate.clear()
         same = ("x-request-id", "same")
-        over_grpc = [asyncio.create_task(ask(line, {"text": "x"}, same)) for _ in range(4)]
+        over_grpc = [asyncio.create_task(ask(fakes, {"text": "x"}, same)) for _ in range(4)]
         body = {"model": "toy", "prompt": "x", "max_tokens": 200}
-        http = line.gateway.http_address
+        http = fakes.gateway.http_address
         over_http = [asyncio.create_task(call(http, "/v1/completions", body, dict([same]))) for _ in range(4)]
-        await until(lambda: len(line.decode.submits) == 8)
-        assert {submit.request_id for submit in line.decode.submits} == {"same"}
+        await until(lambda: len(fakes.decode.submits) == 8)
+        assert {submit.request_id for submit in fakes.decode.submits} == {"same"}
         over_grpc[0].cancel()
-        await until(lambda: len(line.decode.cancelled) == 1)
-        line.decode.gate.set()
+        await until(lambda: len(fakes.decode.cancelled) == 1)
+        fakes.decode.gate.set()
         for task in over_grpc[1:]:
             assert await task == ("A longer answer than that.", grpc.StatusCode.OK, ["same"])
         for other in over_http:
             reply = await other
             assert reply.headers["x-request-id"] == "same"
             assert reply.json["choices"][0]["text"] == "A longer answer than that."
-        await line.settled()
+        await fakes.settled()

@@ -35,13 +35,13 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 async def test_an_answer_streams_through_all_parts() -> None:
-    async with running_fake_cluster("Größe: 北京") as line:
-        line.node.pinned = 2
-        deltas = await read(line.client.generate(PROMPT, temperature=0, seed=5, request_id="r-1"))
+    async with running_fake_cluster("Größe: 北京") as fakes:
+        fakes.node.pinned = 2
+        deltas = await read(fakes.client.generate(PROMPT, temperature=0, seed=5, request_id="r-1"))
         assert text_of(deltas) == "Größe: 北京"
         assert all("\ufffd" not in delta.text for delta in deltas)
         last, ids = deltas[-1], [one for delta in deltas for one in delta.token_ids]
-        assert ids == list(line.decode.script)
+        assert ids == list(fakes.decode.script)
         assert {delta.request_id for delta in deltas} == {"r-1"}
         assert last.finish_reason is FinishReason.STOP
         assert [d.finish_reason or d.usage or d.timings for d in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -56,7 +56,7 @@ async def test_an_answer_streams_through_all_parts() -> None:
 
         root = request_root(bytes.fromhex(NAMESPACE))
         hashes = chain_hashes(root, prompt[:28], BLOCK)
-        (opened,), (span,), (submit,) = line.node.opened, line.prefill.spans, line.decode.submits
+        (opened,), (span,), (submit,) = fakes.node.opened, fakes.prefill.spans, fakes.decode.submits
         assert (opened.block_hashes, opened.total_blocks, opened.resume) == (hashes, 8, False)
         assert (span.start_tokens, span.parent_hash) == (8, hashes[32:64])
         assert (span.token_ids, span.chunk_tokens) == (prompt[8:28], (8, 8, 4))
@@ -64,35 +64,35 @@ async def test_an_answer_streams_through_all_parts() -> None:
         assert (submit.stop_token_ids, submit.max_tokens, submit.timeout_ms) == ((EOS,), 226, 0)
         assert (submit.sampling.temperature, submit.sampling.seed, submit.sampling.top_k) == (0.0, 5, 0)
         assert span.ticket_id == submit.ticket_id
-        await line.settled()
-        status = await line.client.status()
+        await fakes.settled()
+        status = await fakes.client.status()
         assert (status.active_requests, status.prompt_tokens, status.cached_tokens) == (0, 30, 8)
         assert status.index_available
 
 
 async def test_the_salt_changes_every_hash_and_the_seed_is_drawn() -> None:
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
         for salt in ("", "tenant"):
-            await read(line.client.generate(PROMPT, cache_salt=salt))
-        first, second = line.decode.submits
+            await read(fakes.client.generate(PROMPT, cache_salt=salt))
+        first, second = fakes.decode.submits
         assert first.root_hash != second.root_hash
         assert second.root_hash == request_root(bytes.fromhex(NAMESPACE), cache_salt="open:tenant")
         assert first.sampling.seed != second.sampling.seed
 
 
 async def test_priority_reaches_every_part() -> None:
-    async with running_fake_cluster() as line:
-        await read(line.client.generate(PROMPT, priority=-7))
-        await read(line.client.chat([{"role": "user", "content": "x"}], priority=9))
-        assert [submit.priority for submit in line.decode.submits] == [-7, 9]
-        assert [span.priority for span in line.prefill.spans] == [-7, 9]
-        assert [opened.priority for opened in line.node.opened] == [-7, 9]
-        await line.settled()
+    async with running_fake_cluster() as fakes:
+        await read(fakes.client.generate(PROMPT, priority=-7))
+        await read(fakes.client.chat([{"role": "user", "content": "x"}], priority=9))
+        assert [submit.priority for submit in fakes.decode.submits] == [-7, 9]
+        assert [span.priority for span in fakes.prefill.spans] == [-7, 9]
+        assert [opened.priority for opened in fakes.node.opened] == [-7, 9]
+        await fakes.settled()
 
 
 async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the_one_before() -> None:
-    async with running_fake_cluster("The answer.", enable_prefix_caching=False) as line:
-        asked, index = [], line.gateway._cluster.index
+    async with running_fake_cluster("The answer.", enable_prefix_caching=False) as fakes:
+        asked, index = [], fakes.gateway.cluster.index
         longest = index.longest_prefix
 
         async def spy(hashes: bytes):
@@ -101,68 +101,68 @@ async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the
 
         index.longest_prefix = spy
         for salt in ("", "", "tenant"):
-            deltas = await read(line.client.generate(PROMPT, cache_salt=salt))
+            deltas = await read(fakes.client.generate(PROMPT, cache_salt=salt))
             assert deltas[-1].usage.cached_tokens == 0
-        line.decode.break_after = 6
-        deltas = await read(line.client.generate(PROMPT))
+        fakes.decode.break_after = 6
+        deltas = await read(fakes.client.generate(PROMPT))
         assert (text_of(deltas), deltas[-1].timings.replays) == ("The answer.", 1)
-        *_, first, second = line.decode.submits
+        *_, first, second = fakes.decode.submits
         assert first.root_hash == second.root_hash
-        assert len({submit.root_hash for submit in line.decode.submits}) == 4
-        *_, before, after = line.node.opened
+        assert len({submit.root_hash for submit in fakes.decode.submits}) == 4
+        *_, before, after = fakes.node.opened
         assert after.block_hashes.startswith(before.block_hashes)
         assert asked == [after.block_hashes], "a first attempt has nothing to find"
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
-    async with running_fake_cluster(enable_chunked_prefill=False) as line:
-        await read(line.client.generate("x" * 251))
-        assert [span.chunk_tokens for span in line.prefill.spans] == [(248,)]
-        await line.settled()
+    async with running_fake_cluster(enable_chunked_prefill=False) as fakes:
+        await read(fakes.client.generate("x" * 251))
+        assert [span.chunk_tokens for span in fakes.prefill.spans] == [(248,)]
+        await fakes.settled()
 
 
-async def sized(line, blocks: int) -> None:
+async def sized(fakes, blocks: int) -> None:
     """The pool has ``blocks`` blocks, as its node's heartbeat says."""
-    node = next(component for component in line.gateway._cluster.view.records() if component.role == "kvnode")
-    await line.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
-    await until(lambda: line.gateway._cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
+    node = next(component for component in fakes.gateway.cluster.view.records() if component.role == "kvnode")
+    await fakes.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
+    await until(lambda: fakes.gateway.cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
 
 
 async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
-    async with running_fake_cluster("y" * 300) as line:
-        await sized(line, 16)
+    async with running_fake_cluster("y" * 300) as fakes:
+        await sized(fakes, 16)
         with pytest.raises(InvalidRequest, match=r"text: 64 tokens; the KV pool holds 64, and one of the answer"):
-            await read(line.client.generate("x" * 64))
+            await read(fakes.client.generate("x" * 64))
         with pytest.raises(InvalidRequest, match=r"sampling.max_tokens: 35 behind a prompt of 30 tokens; .* holds 64"):
-            await read(line.client.generate(PROMPT, max_tokens=35))
-        assert not line.node.opened
+            await read(fakes.client.generate(PROMPT, max_tokens=35))
+        assert not fakes.node.opened
         for prompt, asked in ((PROMPT, {}), (PROMPT, {"max_tokens": 34}), ("x" * 63, {})):
-            deltas = await read(line.client.generate(prompt, **asked))
+            deltas = await read(fakes.client.generate(prompt, **asked))
             usage = deltas[-1].usage
             assert (usage.prompt_tokens + usage.completion_tokens, deltas[-1].finish_reason) == (
                 64,
                 FinishReason.LENGTH,
             )
         # A pool that nobody has measured yet bounds nothing.
-        await sized(line, 0)
-        assert (await read(line.client.generate("x" * 100)))[-1].usage.completion_tokens == 156
-        await line.settled()
+        await sized(fakes, 0)
+        assert (await read(fakes.client.generate("x" * 100)))[-1].usage.completion_tokens == 156
+        await fakes.settled()
 
 
 async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another() -> None:
-    async with running_fake_cluster() as line:
-        await sized(line, 4)
-        nodes = line.gateway._cluster.served("toy", FINGERPRINT)
+    async with running_fake_cluster() as fakes:
+        await sized(fakes, 4)
+        nodes = fakes.gateway.cluster.served("toy", FINGERPRINT)
         assert len(nodes.holding(16)) == 3
         with pytest.raises(InvalidRequest, match="holds 16"):
-            await read(line.client.generate(PROMPT))
+            await read(fakes.client.generate(PROMPT))
         # A larger node of the same workers' model: only that one is planned for.
         big = record("kv-1", "kvnode", "unix:nowhere", node_id="kv-1", total_blocks=64)
         worker = record("decode-1", "decode", "unix:nowhere", node_id="kv-1")
-        view = line.gateway._cluster.view
+        view = fakes.gateway.cluster.view
         view.update([*view.records(), big, worker], time.monotonic())
-        assert line.gateway._cluster.capacity_tokens("toy") == 256
+        assert fakes.gateway.cluster.capacity_tokens("toy") == 256
         served = replace(nodes, components=(*nodes.components, big, worker))
         assert {component.node_id for component in served.holding(17)} == {"kv-1"}
         with pytest.raises(Unavailable, match="no KV node lives whose pool holds 17 tokens of model 'toy'"):
@@ -171,81 +171,81 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another()
 
 @pytest.mark.parametrize(("policy", "split"), [("colocated", 0), ("fraction:0.5", 12), ("disaggregated", 28)])
 async def test_split_policies(policy: str, split: int) -> None:
-    async with running_fake_cluster(split_policy=policy) as line:
-        assert text_of(await read(line.client.generate(PROMPT))) == "The answer."
-        assert [span.start_tokens + len(span.token_ids) for span in line.prefill.spans] == ([split] if split else [])
+    async with running_fake_cluster(split_policy=policy) as fakes:
+        assert text_of(await read(fakes.client.generate(PROMPT))) == "The answer."
+        assert [span.start_tokens + len(span.token_ids) for span in fakes.prefill.spans] == ([split] if split else [])
 
 
 async def test_chat_is_rendered_by_the_models_own_template() -> None:
-    async with running_fake_cluster() as line:
-        await read(line.client.chat([{"role": "user", "content": "Hé"}]))
+    async with running_fake_cluster() as fakes:
+        await read(fakes.client.chat([{"role": "user", "content": "Hé"}]))
         rendered = "<bos>[user] Hé\n[assistant] "
-        assert line.decode.submits[0].token_ids == tuple(CODEC.encode(rendered).ids)
+        assert fakes.decode.submits[0].token_ids == tuple(CODEC.encode(rendered).ids)
 
 
 @pytest.mark.parametrize("per_delta", [1, 3, 50])
 async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
-    async with running_fake_cluster("one two three four") as line:
-        line.decode.per_delta = per_delta
-        deltas = await read(line.client.generate(PROMPT, stop=[" th", "zz"]))
+    async with running_fake_cluster("one two three four") as fakes:
+        fakes.decode.per_delta = per_delta
+        deltas = await read(fakes.client.generate(PROMPT, stop=[" th", "zz"]))
         assert text_of(deltas) == "one two"
         assert deltas[-1].finish_reason is FinishReason.STOP
         assert deltas[-1].usage.completion_tokens == len("one two th") == sum(len(d.token_ids) for d in deltas)
-        await line.settled()
-        assert len(line.decode.cancelled) == (per_delta != 50)
+        await fakes.settled()
+        assert len(fakes.decode.cancelled) == (per_delta != 50)
 
 
 async def test_a_stop_that_is_one_text_is_not_its_letters() -> None:
-    async with running_fake_cluster("one two three four") as line:
-        for said in ({"stop": " th"}, {"sampling": SamplingParams(stop=" th")}):  # type: ignore[arg-type]
-            assert text_of(await read(line.client.generate(PROMPT, **said))) == "one two"
-        await line.settled()
+    async with running_fake_cluster("one two three four") as fakes:
+        for options in ({"stop": " th"}, {"sampling": SamplingParams(stop=" th")}):  # type: ignore[arg-type]
+            assert text_of(await read(fakes.client.generate(PROMPT, **options))) == "one two"
+        await fakes.settled()
 
 
 async def test_limits_and_stop_ids() -> None:
-    async with running_fake_cluster("one. two.") as line:
-        deltas = await read(line.client.generate(PROMPT, max_tokens=3))
+    async with running_fake_cluster("one. two.") as fakes:
+        deltas = await read(fakes.client.generate(PROMPT, max_tokens=3))
         assert (text_of(deltas), deltas[-1].finish_reason) == ("one", FinishReason.LENGTH)
         dot = CODEC.encode(".").ids[0]
-        deltas = await read(line.client.generate(PROMPT, stop_token_ids=[dot]))
+        deltas = await read(fakes.client.generate(PROMPT, stop_token_ids=[dot]))
         assert (text_of(deltas), deltas[-1].finish_reason) == ("one", FinishReason.STOP)
         assert deltas[-1].token_ids[-1] == dot
-        deltas = await read(line.client.generate((1, 2, 3), sampling=SamplingParams(ignore_eos=True, max_tokens=10)))
-        assert line.decode.submits[-1].stop_token_ids == ()
+        deltas = await read(fakes.client.generate((1, 2, 3), sampling=SamplingParams(ignore_eos=True, max_tokens=10)))
+        assert fakes.decode.submits[-1].stop_token_ids == ()
         assert deltas[-1].usage.prompt_tokens == 3
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_bad_requests_reach_no_part() -> None:
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as failure:
-            await read(line.client.generate("", temperature=-1, max_tokens=0, model="toy"))
+            await read(fakes.client.generate("", temperature=-1, max_tokens=0, model="toy"))
         assert [v.field for v in failure.value.violations] == ["text", "sampling.temperature", "sampling.max_tokens"]
         with pytest.raises(NotFound, match="'other' is not served here; known: toy"):
-            await read(line.client.generate("x", model="other"))
+            await read(fakes.client.generate("x", model="other"))
         with pytest.raises(InvalidRequest, match="300 tokens; the model takes at most 255"):
-            await read(line.client.generate("x" * 300))
+            await read(fakes.client.generate("x" * 300))
         with pytest.raises(InvalidRequest):
-            line.client.generate([-1])
-        assert not line.node.opened
-        await line.settled()
+            fakes.client.generate([-1])
+        assert not fakes.node.opened
+        await fakes.settled()
 
 
 async def test_admission_is_bounded() -> None:
-    async with running_fake_cluster(max_inflight_requests=2, max_inflight_tokens=70) as line:
-        line.decode.gate.clear()
-        first = asyncio.create_task(read(line.client.generate(PROMPT)))
-        await until(lambda: line.decode.submits)
+    async with running_fake_cluster(max_inflight_requests=2, max_inflight_tokens=70) as fakes:
+        fakes.decode.gate.clear()
+        first = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until(lambda: fakes.decode.submits)
         with pytest.raises(Overloaded, match="max_inflight_tokens") as failure:
-            await read(line.client.generate("x" * 41))
+            await read(fakes.client.generate("x" * 41))
         assert failure.value.retry_after_ms == 1000
-        second = asyncio.create_task(read(line.client.generate("y" * 40)))
-        await until(lambda: len(line.decode.submits) == 2)
+        second = asyncio.create_task(read(fakes.client.generate("y" * 40)))
+        await until(lambda: len(fakes.decode.submits) == 2)
         with pytest.raises(Overloaded, match=r"max_inflight_requests \(2\)"):
-            await read(line.client.generate("z"))
-        line.decode.gate.set()
+            await read(fakes.client.generate("z"))
+        fakes.decode.gate.set()
         assert text_of(await first) == text_of(await second) == "The answer."
-        await line.settled()
+        await fakes.settled()
 
 
 @pytest.mark.parametrize(
@@ -253,24 +253,24 @@ async def test_admission_is_bounded() -> None:
     [("kvnode prefill", "no decode worker of model 'toy'"), ("prefill decode", "no KV node lives")],
 )
 async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
-    async with running_fake_cluster(roles=roles) as line:
+    async with running_fake_cluster(roles=roles) as fakes:
         with pytest.raises(Unavailable, match=missing):
-            await read(line.client.generate(PROMPT))
-        assert await line.client.models() == []
-        await line.settled()
+            await read(fakes.client.generate(PROMPT))
+        assert await fakes.client.models() == []
+        await fakes.settled()
 
 
 async def test_no_prefill_worker_falls_back_to_the_decode_worker() -> None:
-    async with running_fake_cluster(roles="kvnode decode") as line:
-        deltas = await read(line.client.generate(PROMPT))
+    async with running_fake_cluster(roles="kvnode decode") as fakes:
+        deltas = await read(fakes.client.generate(PROMPT))
         assert deltas[-1].timings.plan_reason == "co-located: no prefill worker"
 
 
 async def test_the_blocking_client() -> None:
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
 
         def use() -> tuple[str, list[str], str]:
-            with Client(line.gateway.grpc_address) as client:
+            with Client(fakes.gateway.grpc_address) as client:
                 text = "".join(delta.text for delta in client.generate(PROMPT))
                 stream = client.chat([{"role": "user", "content": "x"}])
                 next(stream)
@@ -282,7 +282,7 @@ async def test_the_blocking_client() -> None:
                 return text, [model.name for model in client.models()], client.status().version
 
         assert await asyncio.to_thread(use) == ("The answer.", ["toy"], "0.1.0")
-        await line.settled()
+        await fakes.settled()
 
 
 def get(address: str, path: str) -> tuple[int, dict]:
@@ -294,14 +294,14 @@ def get(address: str, path: str) -> tuple[int, dict]:
 
 
 async def test_http_pages() -> None:
-    async with running_fake_cluster() as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
         assert await asyncio.to_thread(get, address, "/health") == (200, {"status": "ok"})
         assert await asyncio.to_thread(get, address, "/version") == (200, {"version": "0.1.0"})
         _, models = await asyncio.to_thread(get, address, "/v1/models")
         assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("toy", "model", 256)]
-        await line.servers["decode"].stop(0)
-        await until(lambda: line.gateway.gateway.not_ready())
+        await fakes.servers["decode"].stop(0)
+        await until(lambda: fakes.gateway.gateway.not_ready())
         assert await asyncio.to_thread(get, address, "/health") == (
             503,
             {"status": "unavailable", "missing": "no decode worker of model 'toy' lives"},
@@ -312,10 +312,10 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
-    async with running_fake_cluster() as line:
+    async with running_fake_cluster() as fakes:
         with provider.get_tracer("client").start_as_current_span("client") as client_span:
-            await read(line.client.generate(PROMPT, request_id="r-9", max_tokens=4))
-        await line.settled()
+            await read(fakes.client.generate(PROMPT, request_id="r-9", max_tokens=4))
+        await fakes.settled()
         # The client's span ends in a task of its own.
         await until(lambda: "text_completion" in {span.name for span in exporter.get_finished_spans()})
         spans = {span.name: span for span in exporter.get_finished_spans()}
@@ -325,15 +325,15 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
         assert root.parent.span_id == asked.context.span_id
         for name in ("plan", "kv.pin"):
             assert spans[name].parent.span_id == root.context.span_id
-        said = root.attributes
-        assert (said["gen_ai.operation.name"], said["gen_ai.request.model"]) == ("text_completion", "toy")
-        assert (said["gen_ai.response.id"], said["gen_ai.request.max_tokens"]) == ("r-9", 4)
-        assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (30, 4)
-        assert said["gen_ai.response.finish_reasons"] == ("length",)
+        attributes = root.attributes
+        assert (attributes["gen_ai.operation.name"], attributes["gen_ai.request.model"]) == ("text_completion", "toy")
+        assert (attributes["gen_ai.response.id"], attributes["gen_ai.request.max_tokens"]) == ("r-9", 4)
+        assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (30, 4)
+        assert attributes["gen_ai.response.finish_reasons"] == ("length",)
         assert "first token" in [event.name for event in root.events]
         # What the other parts were sent names the right parent.
-        sent = [dict(line.node.metadata[0])["traceparent"], dict(line.prefill.metadata[0])["traceparent"]]
-        parents = [*sent, line.decode.submits[0].traceparent]
+        sent = [dict(fakes.node.metadata[0])["traceparent"], dict(fakes.prefill.metadata[0])["traceparent"]]
+        parents = [*sent, fakes.decode.submits[0].traceparent]
         expected = [spans["kv.pin"], root, root]
         assert [int(p.split("-")[2], 16) for p in parents] == [s.context.span_id for s in expected]
         assert {int(p.split("-")[1], 16) for p in parents} == {root.context.trace_id}

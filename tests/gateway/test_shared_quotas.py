@@ -53,7 +53,7 @@ steps = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(steps, max_size=25))
-def test_redis_counts_as_the_class_does(server: RedisServer, said: list[tuple[float, int, int | None, int]]) -> None:
+def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[float, int, int | None, int]]) -> None:
     """Whatever is asked, told and when, and whatever the rate becomes: the same answers, to the millisecond."""
     clock = "local function now_ms() return tonumber(ARGV[4]) end\n"
     script = (LUA / "common.lua").read_text() + clock + (LUA / "take_tokens.lua").read_text().replace("#ARGV / 3", "1")
@@ -61,7 +61,7 @@ def test_redis_counts_as_the_class_does(server: RedisServer, said: list[tuple[fl
     with redis.Redis(unix_socket_path=str(server.socket)) as client:
         client.delete("bucket")
         at_s = 1000.0
-        for pause_s, size, wanted, told in said:
+        for pause_s, size, wanted, told in draws:
             at_s += pause_s
             answer = client.eval(
                 script, 1, "bucket", size, told, -1 if wanted is None else wanted, f"{at_s * 1000:.0f}"
@@ -214,10 +214,10 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
         # It decides again as soon as it answers.
         free = Tenant(name="acme", tokens_per_minute=1000)
         await quotas.take_prompt(free, 1, now())
-        assert quotas._answers
+        assert quotas.redis_answers
         redis_server.kill()
         await quotas.take_prompt(free, 1, now())
-        assert not quotas._answers
+        assert not quotas.redis_answers
         await quotas.aclose()
         await other.aclose()
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.gateway.tokens.answer_text import AnswerText
-from pillion.gateway.tokens.detokenizer import Detokenizer
+from pillion.gateway.tokens.detokenizer import new_detokenizer
 from pillion.gateway.tokens.stops import StopMatcher
 from testbed.toy_tokenizer import byte_tokenizer
 
@@ -47,7 +47,7 @@ def test_what_looks_like_a_stop_is_let_go() -> None:
 
 
 def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] = frozenset()) -> tuple[str, int, bool]:
-    answer, got, ids = AnswerText(Detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
+    answer, got, ids = AnswerText(new_detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
     for at in range(0, len(ids), step):
         piece = answer.push(ids[at : at + step])
         got += piece.text
@@ -65,7 +65,7 @@ def test_an_answer_does_not_depend_on_batches(step: int) -> None:
 
 def test_a_stop_string_that_ends_with_the_flush() -> None:
     codec_ids = CODEC.encode("ab😀").ids[:-1]
-    answer = AnswerText(Detokenizer(CODEC), ("b\ufffd",), frozenset())
+    answer = AnswerText(new_detokenizer(CODEC), ("b\ufffd",), frozenset())
     text = answer.push(codec_ids).text
     assert text == "a"
     assert answer.flush() == ""
@@ -78,6 +78,6 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 
 
 def test_flush_happens_once() -> None:
-    answer = AnswerText(Detokenizer(CODEC), ("xyz",), frozenset())
+    answer = AnswerText(new_detokenizer(CODEC), ("xyz",), frozenset())
     assert answer.push(CODEC.encode("ax").ids).text == "a"
     assert [answer.flush(), answer.flush()] == ["x", ""]

@@ -27,8 +27,8 @@ async def guarded(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Asyn
     path = folder / "keys.toml"
     path.write_text(f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(KEY)}"\n')
     monkeypatch.setenv("PILLION_API_KEY", KEY)
-    async with running_fake_cluster("abc", api_keys=str(path)) as line:
-        yield line
+    async with running_fake_cluster("abc", api_keys=str(path)) as fakes:
+        yield fakes
 
 
 async def closed(reader: asyncio.StreamReader) -> None:
@@ -40,7 +40,7 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 async def test_a_strangers_message_is_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal comes before any message was sent."""
-    async with guarded(tmp_path, monkeypatch) as line, open_channel(line.gateway.grpc_address) as channel:
+    async with guarded(tmp_path, monkeypatch) as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         for name in ("Generate", "ListModels", "GetStatus"):
             path = f"/pillion.v1.Gateway/{name}"
             silent = channel.stream_unary(path)(timeout=TIMEOUT_S)
@@ -53,31 +53,31 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
     """gRPC would decompress it, and look at its size then."""
     message = b"\xfa\x06\x80\x80\x80\x20" + bytes(2**26)
     options = [("grpc.max_send_message_length", -1)]
-    async with running_fake_cluster("abc") as line:
+    async with running_fake_cluster("abc") as fakes:
         for packing in (grpc.Compression.Gzip, grpc.Compression.Deflate):
-            address = line.gateway.grpc_address
+            address = fakes.gateway.grpc_address
             async with grpc.aio.insecure_channel(address, options=options, compression=packing) as channel:
                 asked = channel.unary_unary("/pillion.v1.Gateway/ListModels")(message, timeout=TIMEOUT_S)
                 assert await asked.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert await line.client.models()
+        assert await fakes.client.models()
 
 
 async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 0.3)
-    async with running_fake_cluster("abc") as line:
-        address = line.gateway.http_address
+    async with running_fake_cluster("abc") as fakes:
+        address = fakes.gateway.http_address
         whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
-        for said in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+        for sent in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
             async with connected(address) as (reader, writer):
-                writer.write(said)
+                writer.write(sent)
                 await closed(reader)
         # The same behind a request that was good; an answer may take longer than that.
         async with connected(address) as (reader, writer):
-            line.decode.gate.clear()
+            fakes.decode.gate.clear()
             writer.write(whole)
-            await until(lambda: line.decode.submits)
+            await until(lambda: fakes.decode.submits)
             await asyncio.sleep(0.5)
-            line.decode.gate.set()
+            fakes.decode.gate.set()
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             writer.write(b"GET / HT")
             await closed(reader)
@@ -87,14 +87,14 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
                 writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
                 await asyncio.sleep(0.5)
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.STALL_TIMEOUT_S", 0.3)
-    async with running_fake_cluster("abc") as line:
-        connections = line.gateway._http._server.server_state.connections
-        async with connected(line.gateway.http_address) as (reader, writer):
+    async with running_fake_cluster("abc") as fakes:
+        connections = fakes.gateway.http.connections
+        async with connected(fakes.gateway.http_address) as (reader, writer):
             await until(lambda: connections)
             (connection,) = connections
             # As its transport says when what is written stays there; in time, and then not.
@@ -110,26 +110,26 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
 async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.SPARE_CONNECTIONS", 2)
-    async with running_fake_cluster("abc") as line, contextlib.AsyncExitStack() as stack:
-        address = line.gateway.http_address
-        server = line.gateway._http._server
+    async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
+        address = fakes.gateway.http_address
+        http = fakes.gateway.http
         for _ in range(5):
             await stack.enter_async_context(connected(address))
-        await until(lambda: len(server.server_state.connections) == 5)
+        await until(lambda: len(http.connections) == 5)
         assert (await call(address, "/health")).status == 503
         await stack.enter_async_context(connected(address))
-        await until(lambda: len(server.server_state.connections) == 6)
+        await until(lambda: len(http.connections) == 6)
         reader, _ = await stack.enter_async_context(connected(address))
         await closed(reader)
         await stack.aclose()
-        await until(lambda: not server.server_state.connections)
+        await until(lambda: not http.connections)
         assert (await call(address, "/health")).status == 200
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_call, "MAX_BODIES_BYTES", 100_000)
-    async with running_fake_cluster("abc") as line, contextlib.AsyncExitStack() as stack:
-        address = line.gateway.http_address
+    async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
+        address = fakes.gateway.http_address
         head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": "500000"})
         first = (await stack.enter_async_context(connected(address)))[1]
         first.write(head + b" " * 60_000)
@@ -141,4 +141,4 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
         assert (await call(address, "/v1/completions", TEXT)).status == 200
         await stack.aclose()
         await until(lambda: not HttpCall.bodies_bytes)
-        await line.settled()
+        await fakes.settled()

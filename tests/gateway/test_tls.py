@@ -58,10 +58,10 @@ async def shown(address: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def edge(line: FakeCluster, **flags: Any) -> AsyncIterator[GatewayServer]:
+async def edge(fakes: FakeCluster, **flags: Any) -> AsyncIterator[GatewayServer]:
     """A second gateway before the line's parts."""
-    said = {"redis_url": line.url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
-    component = await start_gateway(GatewayFlags(**said), prepared=toy_model(line.folder / "again"))
+    options = {"redis_url": fakes.url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
+    component = await start_gateway(GatewayFlags(**options), prepared=toy_model(fakes.folder / "again"))
     try:
         yield component
     finally:
@@ -96,7 +96,7 @@ async def let_in(address: str, ca: pathlib.Path, own: TlsFiles | None) -> bool:
 
 async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
     one, two = sets
-    async with running_fake_cluster("abc") as line, edge(line, **edge_flags(one)) as component:
+    async with running_fake_cluster("abc") as fakes, edge(fakes, **edge_flags(one)) as component:
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
             await until(client.models)
             assert "".join([delta.text async for delta in client.generate("x")]) == "abc"
@@ -117,7 +117,7 @@ async def test_clients_may_have_to_show_a_certificate(
     one, two = sets
     probe = f"unix:{tmp_path}/probe.sock"
     flags = edge_flags(one, tls_ca=str(one / "ca.pem"), probe_listen=probe)
-    async with running_fake_cluster("abc") as line, edge(line, **flags) as component:
+    async with running_fake_cluster("abc") as fakes, edge(fakes, **flags) as component:
         target = f"grpcs://{component.grpc_address}"
         own = {"cert": one / "client.pem", "key": one / "client.key"}
         async with AsyncClient(target, ca=one / "ca.pem", **own) as client:
@@ -143,14 +143,14 @@ async def test_new_certificates_without_a_restart(
     one, two = sets
     at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key")
-    async with running_fake_cluster("abc") as line, edge(line, **edge_flags(tmp_path)) as component:
+    async with running_fake_cluster("abc") as fakes, edge(fakes, **edge_flags(tmp_path)) as component:
         for address in (component.grpc_address, component.http_address):
             assert await shown(address) == (one / "server.pem").read_text()
-        line.decode.gate.clear()
+        fakes.decode.gate.clear()
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
             await until(client.models)
             asked = asyncio.create_task(anext(client.generate("x")))
-            await until(lambda: line.decode.submits)
+            await until(lambda: fakes.decode.submits)
             # Half of a pair is no pair.
             put(two, tmp_path, "server.pem")
             with caplog.at_level(logging.WARNING, "pillion.net.watched"):
@@ -160,7 +160,7 @@ async def test_new_certificates_without_a_restart(
             put(two, tmp_path, "server.key")
             for address in (component.grpc_address, component.http_address):
                 assert await shown(address) == (two / "server.pem").read_text()
-            line.decode.gate.set()
+            fakes.decode.gate.set()
             assert (await asked).text
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=two / "ca.pem") as client:
             assert await client.models()
@@ -219,8 +219,8 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
     at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key", "ca.pem")
     async with (
-        running_fake_cluster("abc") as line,
-        edge(line, **edge_flags(tmp_path, tls_ca=str(tmp_path / "ca.pem"))) as component,
+        running_fake_cluster("abc") as fakes,
+        edge(fakes, **edge_flags(tmp_path, tls_ca=str(tmp_path / "ca.pem"))) as component,
     ):
         own = files_in(one, "client")
         for address, protocol, question in (
@@ -233,11 +233,11 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
                 context.maximum_version = version
                 context.set_alpn_protocols([protocol])
                 context.load_cert_chain(own.cert, own.key)
-                said, session = await asyncio.to_thread(asked_again, context, address, question, None)
-                assert said or (protocol, version) == ("http/1.1", ssl.TLSVersion.TLSv1_2)
+                received, session = await asyncio.to_thread(asked_again, context, address, question, None)
+                assert received or (protocol, version) == ("http/1.1", ssl.TLSVersion.TLSv1_2)
                 put(two, tmp_path, "ca.pem")
-                said, _ = await asyncio.to_thread(asked_again, context, address, question, session)
-                assert not said, (protocol, version)
+                received, _ = await asyncio.to_thread(asked_again, context, address, question, session)
+                assert not received, (protocol, version)
         target = f"grpcs://{component.grpc_address}"
         async with AsyncClient(target, ca=one / "ca.pem", cert=own.cert, key=own.key) as client:
             with pytest.raises(Unavailable):

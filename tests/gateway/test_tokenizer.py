@@ -114,7 +114,7 @@ async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypa
         gate.set()
         assert await second is True
         await asyncio.sleep(0.05)
-        assert pool._jobs == 0
+        assert pool.jobs == 0
         assert await pool.run(str, 5) == "5"
     finally:
         gate.set()

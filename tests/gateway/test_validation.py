@@ -153,8 +153,8 @@ def test_models() -> None:
 
 def test_length() -> None:
     v.check_length(63, "text", LIMITS)
-    for tokens, said in ((64, "64 tokens; the model takes at most 63"), (0, "no tokens")):
-        with pytest.raises(InvalidRequest, match=said) as failure:
+    for tokens, given in ((64, "64 tokens; the model takes at most 63"), (0, "no tokens")):
+        with pytest.raises(InvalidRequest, match=given) as failure:
             v.check_length(tokens, "messages", LIMITS)
         assert failure.value.violations[0].field == "messages"
 
@@ -202,15 +202,15 @@ def test_what_the_client_said_stands() -> None:
     resolved = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
     assert resolved.stop_token_ids == (9, 2)
     assert resolved.sampling == replace(asked, top_k=0, stop_token_ids=())
-    # The context ends before max_tokens does; a stop id said twice is one.
+    # The context ends before max_tokens does; a stop id given twice is one.
     longer = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
     assert (longer.max_tokens, longer.sampling.min_tokens) == (4, 4)
     assert longer.stop_token_ids == (9, 2)
 
 
 def test_the_best_answers_are_found_by_their_logprobs() -> None:
-    def resolved(**said: Any) -> tuple[int | None, int | None, int | None]:
-        sampling = v.resolve(SamplingParams(**said), 60, (), LIMITS, 0).sampling
+    def resolved(**given: Any) -> tuple[int | None, int | None, int | None]:
+        sampling = v.resolve(SamplingParams(**given), 60, (), LIMITS, 0).sampling
         return sampling.n, sampling.best_of, sampling.logprobs
 
     assert resolved(n=3) == (3, 3, None)

@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_cpu(batch, seed, size, spread, dtype):
 
 
 @pytest.mark.parametrize(
-    ("ask", "spread"),
+    ("params", "spread"),
     [
         (RowParameters(temperature=0.0), 2.0),
         (RowParameters(temperature=0.7, seed=9, position=2**33 + 1), 2.0),
@@ -153,7 +153,7 @@ def test_nothing_is_written_for_padding_rows():
 
 @pytest.mark.skipif(not NATIVE, reason="the interpreter would take hours for so many draws")
 @pytest.mark.parametrize(
-    "ask",
+    "params",
     [
         RowParameters(),
         RowParameters(temperature=0.6),

@@ -23,8 +23,8 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
 from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
 from pillion.types import Timings, Usage
-from tests.scheduler.test_drafts import Oracle
-from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt
+from tests.scheduler.test_drafts import OracleDrafter
+from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
 def values(meters: Meters, metric: Metric) -> dict[tuple[str, ...], float | Snapshot]:
@@ -42,11 +42,11 @@ def by_labels(readings: Iterable[Reading], metric: Metric) -> dict[str, float]:
     return {"/".join(labels): value for found, labels, value in readings if found is metric}
 
 
-class MeteredLine(SchedulerLine):
+class MeteredLine(SchedulerHarness):
     """With a meter where a worker has it: between a step and its commit."""
 
     def __init__(self, budget: int, wrong: int, slots: int = 200) -> None:
-        super().__init__(slots=slots, budget=budget, max_num_seqs=4, drafter=Oracle(wrong))
+        super().__init__(slots=slots, budget=budget, max_num_seqs=4, drafter=OracleDrafter(wrong))
         self.meters = Meters()
         self.meter = StepMeter(self.meters)
         self.budgets = 0
@@ -59,8 +59,8 @@ class MeteredLine(SchedulerLine):
         self.budgets += plan.budget_tokens
         return sampled
 
-    def hear(self, outcome: Outcome) -> None:
-        super().hear(outcome)
+    def receive(self, outcome: Outcome) -> None:
+        super().receive(outcome)
         self.meter.count_outcome(outcome)
 
 
@@ -84,7 +84,7 @@ def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: 
     line.finish()
     used = {use: int(tokens) for (use,), tokens in values(line.meters, names.STEP_BUDGET).items()}  # type: ignore[arg-type]
     assert sum(used.values()) == line.budgets
-    streams = [stream for stream in line.said.values() if not stream.chunks]
+    streams = [stream for stream in line.records.values() if not stream.chunks]
     (accepted,) = values(line.meters, names.ACCEPTED).values()
     (preemptions,) = values(line.meters, names.PREEMPTIONS).values()
     assert accepted <= used["speculative"]
@@ -95,7 +95,7 @@ def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: 
     assert sum(len(stream.token_ids) for stream in streams) <= firsts + used["decode"] + accepted
     if not line.preemptions:
         assert sum(len(stream.token_ids) for stream in streams) == firsts + used["decode"] + accepted
-        assert used["tail"] + used["prefill"] <= sum(len(stream.prompt) for stream in line.said.values())
+        assert used["tail"] + used["prefill"] <= sum(len(stream.prompt) for stream in line.records.values())
     assert only(line.meters, names.STEP_DURATION).count == values(line.meters, names.STEPS)[("ok",)]
 
 
@@ -107,7 +107,7 @@ def test_failed_steps_are_counted_apart() -> None:
 
 
 def test_a_workers_lines() -> None:
-    line = SchedulerLine(budget=8, max_num_seqs=2)
+    line = SchedulerHarness(budget=8, max_num_seqs=2)
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
@@ -118,7 +118,7 @@ def test_a_workers_lines() -> None:
 
 
 def test_a_pools_states_add_up() -> None:
-    line = SchedulerLine(slots=32, budget=8)
+    line = SchedulerHarness(slots=32, budget=8)
     for seed in range(2):
         line.submit(prompt(seed + 1, 12), 6)
     seen = set()

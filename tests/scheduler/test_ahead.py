@@ -1,7 +1,7 @@
 """Steps that are launched before the one before has landed: the same streams, no bubble, and nothing goes back to the
 node too early.
 
-Whatever a step under way uses is checked against the ledger after every launch, landing and answer (AheadLine).
+Whatever a step under way uses is checked against the ledger after every launch, landing and answer (AheadHarness).
 """
 
 from __future__ import annotations
@@ -18,115 +18,115 @@ from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, 
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
-from tests.scheduler.test_drafts import Oracle
+from tests.scheduler.test_drafts import OracleDrafter
 from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
 from tests.scheduler.test_step_cost import decodes
-from tests.support.ahead_line import BROKEN, AheadLine
-from tests.support.scheduler_line import BLOCK, GREEDY, ROOT, answer, prompt
+from tests.support.ahead_harness import BROKEN, AheadHarness
+from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
 
 
-def run_out(line: AheadLine) -> None:
-    line.finish()
-    line.check_answers()
+def run_out(harness: AheadHarness) -> None:
+    harness.finish()
+    harness.check_answers()
 
 
-def planned(line: AheadLine, seq_id: int, plan: StepPlan) -> int | None:
+def planned(harness: AheadHarness, seq_id: int, plan: StepPlan) -> int | None:
     """Where a sequence's piece starts."""
     return next((piece.start for piece in plan.pieces if piece.sequence.seq_id == seq_id), None)
 
 
 def test_a_plain_stream_never_waits() -> None:
     """From its first token on each step runs on the token that the one under way chooses; its last one is foreseen."""
-    line = AheadLine(budget=4)
-    line.submit(prompt(1, 9), 33, seed=2)
-    run_out(line)
-    assert line.launches == 3 + 32
-    assert line.device.resolved == 32
-    assert line.void_rows == 0
+    harness = AheadHarness(budget=4)
+    harness.submit(prompt(1, 9), 33, seed=2)
+    run_out(harness)
+    assert harness.launches == 3 + 32
+    assert harness.device.resolved == 32
+    assert harness.void_rows == 0
 
 
 def test_prompt_tails_and_spans_follow_themselves() -> None:
-    line = AheadLine(budget=8, slots=200)
-    line.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
-    run_out(line)
-    assert line.launches == 10
-    line.submit(prompt(2, 40), 5)
-    run_out(line)
-    assert line.launches == 10 + 5 + 4, "steps of eight tokens, then one for each token but the first"
-    assert [chunk.end_tokens for chunk in line.said[1].chunks] == [24, 48, 80]
+    harness = AheadHarness(budget=8, slots=200)
+    harness.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
+    run_out(harness)
+    assert harness.launches == 10
+    harness.submit(prompt(2, 40), 5)
+    run_out(harness)
+    assert harness.launches == 10 + 5 + 4, "steps of eight tokens, then one for each token but the first"
+    assert [chunk.end_tokens for chunk in harness.records[1].chunks] == [24, 48, 80]
 
 
 def test_a_stop_id_voids_the_row_behind_it() -> None:
     """The stream ends there; what it held is let go when the row that nobody wants has landed, and not before."""
-    said = answer(prompt(1, 9), 0, 40)
-    at = next(place for place in range(8, 40) if said[place] not in said[:place])
-    line = AheadLine()
-    line.submit(prompt(1, 9), 40, stop=frozenset(said[at : at + 1]))
-    while line.said[1].end is None:
-        line.step()
-        while line.answer():
+    expected = answer(prompt(1, 9), 0, 40)
+    at = next(place for place in range(8, 40) if expected[place] not in expected[:place])
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 40, stop=frozenset(expected[at : at + 1]))
+    while harness.records[1].end is None:
+        harness.step()
+        while harness.answer():
             pass
-    assert len(line.out) == 1
+    assert len(harness.out) == 1
     # The last run of blocks is still to be committed; then the ticket's release waits.
-    line.hear_idle()
-    while line.answer():
+    harness.receive_flush()
+    while harness.answer():
         pass
-    line.hear_idle()
-    while line.answer():
+    harness.receive_flush()
+    while harness.answer():
         pass
-    assert line.ledger.holders[line.worker].tickets, "the ticket was released under a step that reads its blocks"
-    line.step()
-    while line.answer():
+    assert harness.ledger.holders[harness.worker].tickets, "the ticket was released under a step that reads its blocks"
+    harness.step()
+    while harness.answer():
         pass
-    assert not line.ledger.holders[line.worker].tickets
-    run_out(line)
-    assert line.said[1].token_ids == said[: at + 1]
-    assert line.void_rows == 1
+    assert not harness.ledger.holders[harness.worker].tickets
+    run_out(harness)
+    assert harness.records[1].token_ids == expected[: at + 1]
+    assert harness.void_rows == 1
 
 
 def test_who_reads_its_history_runs_in_every_other_step() -> None:
-    line = AheadLine()
-    line.submit(prompt(1, 9), 12, penalty=0.5)
-    line.submit(prompt(2, 7), 24)
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 12, penalty=0.5)
+    harness.submit(prompt(2, 7), 24)
     starts = []
-    while line.said[1].end is None:
-        starts.append(planned(line, 1, line.step()))
-        while line.answer():
+    while harness.records[1].end is None:
+        starts.append(planned(harness, 1, harness.step()))
+        while harness.answer():
             pass
     assert starts[:6] == [0, None, 9, None, 10, None]
-    run_out(line)
-    assert line.launches == 24, "the other one does not wait for it"
+    run_out(harness)
+    assert harness.launches == 24, "the other one does not wait for it"
 
 
 def test_a_fork_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
-    line = AheadLine()
-    line.submit(prompt(1, 9), 6, seed=1, fork_seeds=(2, 3, 4))
-    line.step()
-    line.cancel(3)
-    run_out(line)
-    assert line.said[3].token_ids == []
-    assert line.void_rows == 1
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 6, seed=1, fork_seeds=(2, 3, 4))
+    harness.step()
+    harness.cancel(3)
+    run_out(harness)
+    assert harness.records[3].token_ids == []
+    assert harness.void_rows == 1
     for seq_id in (1, 2, 4):
-        assert len(line.said[seq_id].token_ids) == 6
+        assert len(harness.records[seq_id].token_ids) == 6
 
 
 def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() -> None:
-    line = AheadLine()
-    line.submit(prompt(1, 20), 40)
+    harness = AheadHarness()
+    harness.submit(prompt(1, 20), 40)
     for _ in range(8):
-        line.step()
-        while line.answer():
+        harness.step()
+        while harness.answer():
             pass
-    line.cancel(1)
-    assert line.scheduler.sequences == {}
-    line.hear_idle()
-    while line.answer():
+    harness.cancel(1)
+    assert harness.scheduler.sequences == {}
+    harness.receive_flush()
+    while harness.answer():
         pass
-    leased = line.ledger.status().leased_blocks
+    leased = harness.ledger.status().leased_blocks
     assert leased, "the slots went back under a step that writes there"
-    line.scribble()
-    line.step()
-    line.settle()
+    harness.scribble()
+    harness.step()
+    harness.settle()
 
 
 def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozenset()) -> Sequence:
@@ -174,7 +174,7 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
         assert sum(out.preemptions for out in outcomes) == 0
         flight = plan
     assert ran[3] == {1, 2, 5}, "its two slots are used at once; the third needs one more"
-    assert [said for said in released if said[1]] == [(3, [4])]
+    assert [(turn, tickets) for turn, tickets in released if tickets] == [(3, [4])]
     assert newest.state is SequenceState.RUNNING
 
 
@@ -191,74 +191,74 @@ def test_what_was_launched_under_an_older_hold_is_void() -> None:
 
 @pytest.mark.parametrize("slots", [16, 20, 24])
 def test_a_victim_under_way_says_every_token_once(slots: int) -> None:
-    line = AheadLine(slots=slots, max_num_seqs=4, budget=32)
+    harness = AheadHarness(slots=slots, max_num_seqs=4, budget=32)
     for kind in range(4):
-        line.submit(prompt(kind, 9), 24, seed=kind)
-    run_out(line)
-    assert line.preemptions
-    assert line.void_rows, "nobody was preempted with a token under way"
+        harness.submit(prompt(kind, 9), 24, seed=kind)
+    run_out(harness)
+    assert harness.preemptions
+    assert harness.void_rows, "nobody was preempted with a token under way"
 
 
 def test_a_launch_that_fails_loses_no_token_before_it() -> None:
-    line = AheadLine()
-    line.submit(prompt(1, 9), 20)
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 20)
     for _ in range(5):
-        line.step()
-        line.answer()
-    assert len(line.said[1].token_ids) == 4
-    line.breaks = "launch"
-    line.step()
-    assert len(line.said[1].token_ids) == 5
-    end = line.said[1].end
+        harness.step()
+        harness.answer()
+    assert len(harness.records[1].token_ids) == 4
+    harness.breaks = "launch"
+    harness.step()
+    assert len(harness.records[1].token_ids) == 5
+    end = harness.records[1].end
     assert end is not None
     assert end.ending is not None
     assert end.ending.error is not None
     assert end.ending.error.message == BROKEN
-    line.submit(prompt(2, 9), 3)
-    run_out(line)
-    assert len(line.said[2].token_ids) == 3
+    harness.submit(prompt(2, 9), 3)
+    run_out(harness)
+    assert len(harness.records[2].token_ids) == 3
 
 
 def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
-    line = AheadLine(budget=8)
-    line.submit(prompt(1, 9), 20)
+    harness = AheadHarness(budget=8)
+    harness.submit(prompt(1, 9), 20)
     for _ in range(5):
-        line.step()
-        line.answer()
-    line.submit(prompt(2, 9), 5)
-    line.breaks = "landing"
+        harness.step()
+        harness.answer()
+    harness.submit(prompt(2, 9), 5)
+    harness.breaks = "landing"
     # The one that breaks carries the first stream alone; the next one, under way by then, both.
-    line.step()
-    assert line.said[1].end is not None
-    assert line.said[2].end is None
-    run_out(line)
-    assert len(line.said[2].token_ids) == 5
+    harness.step()
+    assert harness.records[1].end is not None
+    assert harness.records[2].end is None
+    run_out(harness)
+    assert len(harness.records[2].token_ids) == 5
 
 
 def test_a_landing_that_fails_after_somebody_left() -> None:
-    line = AheadLine()
+    harness = AheadHarness()
     for kind in (1, 2):
-        line.submit(prompt(kind, 6), 20)
-    line.step()
-    line.cancel(1)
-    line.breaks = "landing"
-    line.step()
-    assert line.said[2].end is not None
-    run_out(line)
+        harness.submit(prompt(kind, 6), 20)
+    harness.step()
+    harness.cancel(1)
+    harness.breaks = "landing"
+    harness.step()
+    assert harness.records[2].end is not None
+    run_out(harness)
 
 
 def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
-    line = AheadLine(slots=64, budget=32)
-    line.submit(prompt(1, 15), 12)
-    line.submit(prompt(1, 15), 12)
-    run_out(line)
-    assert line.swaps
+    harness = AheadHarness(slots=64, budget=32)
+    harness.submit(prompt(1, 15), 12)
+    harness.submit(prompt(1, 15), 12)
+    run_out(harness)
+    assert harness.swaps
 
 
 def test_guesses_are_judged_before_the_next_ones() -> None:
     common = {"block_size": BLOCK, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     assert Scheduler(**common).may_run_ahead
-    assert not Scheduler(**common, drafter=Oracle()).may_run_ahead
+    assert not Scheduler(**common, drafter=OracleDrafter()).may_run_ahead
 
 
 def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
@@ -293,10 +293,10 @@ SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
 EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, CANCEL, TROUBLE), max_size=60)
 
 
-def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
+def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
         text, length, most, priority, seed, forks, stops, penalized = numbers
-        line.submit(
+        harness.submit(
             prompt(text, length),
             most,
             stop=frozenset(range(stops)),
@@ -307,27 +307,27 @@ def play(line: AheadLine, kind: str, numbers: list[int]) -> None:
         )
     elif kind == "span":
         text, first, second = numbers
-        line.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
+        harness.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
     elif kind == "cancel":
         # An end that was decided is told first: its owner hears it before it could cancel.
-        line.hear_idle()
-        alive = [seq_id for seq_id, said in line.said.items() if said.end is None and not said.cancelled]
+        harness.receive_flush()
+        alive = [seq_id for seq_id, record in harness.records.items() if record.end is None and not record.cancelled]
         if alive:
-            line.cancel(alive[numbers[0] % len(alive)])
+            harness.cancel(alive[numbers[0] % len(alive)])
     elif kind == "step":
         for _ in range(numbers[0]):
-            line.step()
+            harness.step()
     elif kind == "answer":
         for _ in range(numbers[0]):
-            line.answer()
+            harness.answer()
     elif kind == "scribble":
-        line.scribble()
+        harness.scribble()
     elif kind == "refuse":
-        line.refuse_commits += 1
+        harness.refuse_commits += 1
     else:
-        line.breaks = kind
-    line.scheduler.check_integrity()
-    check_integrity(line.ledger)
+        harness.breaks = kind
+    harness.scheduler.check_integrity()
+    check_integrity(harness.ledger)
 
 
 @settings(max_examples=300, deadline=None)
@@ -337,9 +337,9 @@ def test_any_history_with_a_step_under_way(
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
-    line = AheadLine(slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws)
-    for kind, *said in events:
-        play(line, str(kind), [number for number in said if isinstance(number, int)])
-    line.breaks, line.refuse_commits = "", 0
-    run_out(line)
-    assert all(s.state is not SequenceState.RUNNING for s in line.scheduler.sequences.values())
+    harness = AheadHarness(slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws)
+    for kind, *arguments in events:
+        play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
+    harness.breaks, harness.refuse_commits = "", 0
+    run_out(harness)
+    assert all(s.state is not SequenceState.RUNNING for s in harness.scheduler.sequences.values())

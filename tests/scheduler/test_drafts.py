@@ -12,10 +12,10 @@ from pillion.engine.scheduling.drafts import NGramDrafter, speculate
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
-from tests.support.scheduler_line import GREEDY, SchedulerLine, answer, prompt
+from tests.support.scheduler_harness import GREEDY, SchedulerHarness, answer, prompt
 
 
-class Oracle:
+class OracleDrafter:
     """Guesses right, but for every ``wrong``-th position."""
 
     def __init__(self, wrong: int = 0) -> None:
@@ -30,73 +30,73 @@ class Oracle:
         return guess
 
 
-def steps_of(line: SchedulerLine) -> int:
+def steps_of(harness: SchedulerHarness) -> int:
     steps = 0
-    while line.scheduler.sequences:
-        steps += bool(line.step().pieces)
-        while line.answer():
+    while harness.scheduler.sequences:
+        steps += bool(harness.step().pieces)
+        while harness.answer():
             pass
-        line.hear_idle()
-    line.settle()
-    line.check_answers()
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
     return steps
 
 
 def test_right_guesses_save_steps() -> None:
-    plain, guessing = SchedulerLine(budget=32), SchedulerLine(budget=32, drafter=Oracle())
-    for line in (plain, guessing):
-        line.submit(prompt(1, 9), 33)
+    plain, guessing = SchedulerHarness(budget=32), SchedulerHarness(budget=32, drafter=OracleDrafter())
+    for harness in (plain, guessing):
+        harness.submit(prompt(1, 9), 33)
     assert steps_of(plain) == 33
     # A block of four at a time: guesses do not grow the table.
     assert steps_of(guessing) <= 12
-    assert len(guessing.said[1].token_ids) == 33
+    assert len(guessing.records[1].token_ids) == 33
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3])
 def test_wrong_guesses_change_nothing(wrong: int) -> None:
-    line = SchedulerLine(budget=32, drafter=Oracle(wrong))
-    line.submit(prompt(1, 9), 20, seed=3, fork_seeds=(4,))
-    line.submit(prompt(2, 6), 20)
-    assert steps_of(line) <= 45
-    assert line.said[1].token_ids == answer(prompt(1, 9), 3, 20)
+    harness = SchedulerHarness(budget=32, drafter=OracleDrafter(wrong))
+    harness.submit(prompt(1, 9), 20, seed=3, fork_seeds=(4,))
+    harness.submit(prompt(2, 6), 20)
+    assert steps_of(harness) <= 45
+    assert harness.records[1].token_ids == answer(prompt(1, 9), 3, 20)
 
 
 def test_guesses_leave_room_for_prompt_tails() -> None:
-    line = SchedulerLine(slots=200, budget=18, max_num_seqs=4, drafter=Oracle())
-    first = line.submit(prompt(1, 9), 60)
-    line.step()
-    while line.answer():
+    harness = SchedulerHarness(slots=200, budget=18, max_num_seqs=4, drafter=OracleDrafter())
+    first = harness.submit(prompt(1, 9), 60)
+    harness.step()
+    while harness.answer():
         pass
-    line.submit(prompt(2, 100), 4)
-    plan = line.step()
+    harness.submit(prompt(2, 100), 4)
+    plan = harness.step()
     assert [piece.sequence.seq_id for piece in plan.pieces] == [first, 2]
     assert plan.num_tokens == 18
     assert plan.pieces[1].count >= 16
-    line.finish()
-    line.check_answers()
+    harness.finish()
+    harness.check_answers()
 
 
 def test_guesses_do_not_starve_a_prompt_that_runs_whole() -> None:
-    line = SchedulerLine(slots=400, budget=68, max_num_seqs=6, drafter=Oracle(), max_whole_tokens=64)
+    harness = SchedulerHarness(slots=400, budget=68, max_num_seqs=6, drafter=OracleDrafter(), max_whole_tokens=64)
     for seed in range(5):
-        line.submit(prompt(seed, 3 + seed), 40)
+        harness.submit(prompt(seed, 3 + seed), 40)
     for _ in range(3):
-        line.step()
-        while line.answer():
+        harness.step()
+        while harness.answer():
             pass
-    late = line.submit(prompt(2, 60), 2)
-    assert late in [piece.sequence.seq_id for piece in line.step().pieces]
-    line.finish()
-    line.check_answers()
+    late = harness.submit(prompt(2, 60), 2)
+    assert late in [piece.sequence.seq_id for piece in harness.step().pieces]
+    harness.finish()
+    harness.check_answers()
 
 
 def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
     tokens = answer(prompt(1, 9), 0, 12)
     at = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
-    line = SchedulerLine(budget=32, drafter=Oracle())
-    line.submit(prompt(1, 9), 40, stop=frozenset({tokens[at]}))
-    steps_of(line)
-    assert line.said[1].token_ids == tokens[: at + 1]
+    harness = SchedulerHarness(budget=32, drafter=OracleDrafter())
+    harness.submit(prompt(1, 9), 40, stop=frozenset({tokens[at]}))
+    steps_of(harness)
+    assert harness.records[1].token_ids == tokens[: at + 1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -106,12 +106,12 @@ def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
     st.integers(17, 40),
 )
 def test_any_guesses(requests: list[tuple[int, int, int]], wrong: int, slots: int) -> None:
-    line = SchedulerLine(slots=slots, budget=12, max_num_seqs=3, drafter=Oracle(wrong))
+    harness = SchedulerHarness(slots=slots, budget=12, max_num_seqs=3, drafter=OracleDrafter(wrong))
     for seed, length, most in requests:
-        line.submit(prompt(seed, length), most)
-        line.step()
-    line.finish()
-    line.check_answers()
+        harness.submit(prompt(seed, length), most)
+        harness.step()
+    harness.finish()
+    harness.check_answers()
 
 
 def sequence_of(tokens: list[int]) -> Sequence:
@@ -148,17 +148,17 @@ def test_looking_back(text: list[int], guess: list[int]) -> None:
 
 
 def test_a_text_that_cannot_be_guessed_soon_costs_one_token_a_step() -> None:
-    line = SchedulerLine(slots=100, budget=64, max_num_seqs=2, drafter=Oracle(1))
-    line.submit(prompt(1, 9), 30)
+    harness = SchedulerHarness(slots=100, budget=64, max_num_seqs=2, drafter=OracleDrafter(1))
+    harness.submit(prompt(1, 9), 30)
     counts = []
-    while line.scheduler.sequences:
-        counts.append(line.step().num_tokens)
-        while line.answer():
+    while harness.scheduler.sequences:
+        counts.append(harness.step().num_tokens)
+        while harness.answer():
             pass
-        line.hear_idle()
+        harness.receive_flush()
     assert max(counts[4:]) <= 2
-    line.settle()
-    line.check_answers()
+    harness.settle()
+    harness.check_answers()
 
 
 @settings(max_examples=60, deadline=None)

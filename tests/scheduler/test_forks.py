@@ -12,122 +12,124 @@ from pillion.engine.scheduling.forks import copy_partial_block
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
 from tests.support.fake_backend import greedy
-from tests.support.scheduler_line import BLOCK, GREEDY, ROOT, SchedulerLine, answer, prompt, states
+from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
 
 
-def computed(line: SchedulerLine) -> int:
+def computed(harness: SchedulerHarness) -> int:
     """One step with its answers; how many tokens it ran."""
-    tokens = line.step().num_tokens
-    while line.answer():
+    tokens = harness.step().num_tokens
+    while harness.answer():
         pass
     return tokens
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 10, 11])
 def test_one_prefill_and_as_many_answers(length: int) -> None:
-    line = SchedulerLine(budget=16, max_num_seqs=4)
-    line.submit(prompt(1, length), 9, fork_seeds=(5, 6, 7))
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, length), 9, fork_seeds=(5, 6, 7))
     ran = 0
-    while line.scheduler.sequences:
-        ran += computed(line)
-        line.hear_idle()
-    line.settle()
-    line.check_answers()
-    assert [said.token_ids for said in line.said.values()] == [answer(prompt(1, length), s, 9) for s in (0, 5, 6, 7)]
+    while harness.scheduler.sequences:
+        ran += computed(harness)
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
+    assert [record.token_ids for record in harness.records.values()] == [
+        answer(prompt(1, length), s, 9) for s in (0, 5, 6, 7)
+    ]
     # The prompt once, and of each answer all but its last token.
     assert ran == length + 4 * 8
-    assert line.copies == (3 if length % BLOCK else 0)
+    assert harness.copies == (3 if length % BLOCK else 0)
 
 
 def test_all_first_tokens_come_in_the_same_step() -> None:
-    line = SchedulerLine(budget=16, max_num_seqs=4)
-    line.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
-    line.step()
-    assert [len(said.token_ids) for said in line.said.values()] == [1, 1, 1]
-    assert states(line) == [SequenceState.RUNNING, SequenceState.RESUMING, SequenceState.RESUMING]
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
+    harness.step()
+    assert [len(record.token_ids) for record in harness.records.values()] == [1, 1, 1]
+    assert states(harness) == [SequenceState.RUNNING, SequenceState.RESUMING, SequenceState.RESUMING]
 
 
 def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
-    line = SchedulerLine(budget=16, max_num_seqs=4)
-    line.submit(prompt(1, 10), 30, fork_seeds=(5, 6))
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 30, fork_seeds=(5, 6))
     for _ in range(3):
-        computed(line)
-    tables = [s.table().tolist() for s in line.scheduler.sequences.values()]
+        computed(harness)
+    tables = [s.table().tolist() for s in harness.scheduler.sequences.values()]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
-    line.finish()
-    line.check_answers()
+    harness.finish()
+    harness.check_answers()
 
 
 def test_a_fork_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
-    line = SchedulerLine(budget=16, max_num_seqs=4)
-    first = line.submit(prompt(1, 10), 9, fork_seeds=(5,))
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    first = harness.submit(prompt(1, 10), 9, fork_seeds=(5,))
     assert first is not None
-    line.step()
-    line.cancel(first)
-    line.finish()
-    assert line.copies == 0
-    line.check_answers()
+    harness.step()
+    harness.cancel(first)
+    harness.finish()
+    assert harness.copies == 0
+    harness.check_answers()
 
 
 def test_a_first_token_that_stops_is_an_answer() -> None:
     stop = frozenset({(greedy(prompt(1, 10), 1)[0] + 5) % 97})
-    line = SchedulerLine(budget=16, max_num_seqs=4)
-    line.submit(prompt(1, 10), 9, stop=stop, fork_seeds=(5, 6))
-    line.finish()
-    assert len(line.said[2].token_ids) == 1
-    assert line.said[2].end is not None
-    line.check_answers()
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 9, stop=stop, fork_seeds=(5, 6))
+    harness.finish()
+    assert len(harness.records[2].token_ids) == 1
+    assert harness.records[2].end is not None
+    harness.check_answers()
 
 
 def test_a_fork_that_is_cancelled_before_it_begins_never_does() -> None:
-    line = SchedulerLine(budget=4, max_num_seqs=4)
-    line.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
-    computed(line)
-    line.cancel(2)
-    line.finish()
-    assert line.said[2].token_ids == []
-    assert len(line.said[3].token_ids) == 9
-    line.check_answers()
+    harness = SchedulerHarness(budget=4, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 9, fork_seeds=(5, 6))
+    computed(harness)
+    harness.cancel(2)
+    harness.finish()
+    assert harness.records[2].token_ids == []
+    assert len(harness.records[3].token_ids) == 9
+    harness.check_answers()
 
 
 def test_forks_outgrow_a_small_pool_by_turns() -> None:
-    line = SchedulerLine(slots=14, budget=16, max_num_seqs=4)
-    line.submit(prompt(1, 10), 24, fork_seeds=(5, 6, 7))
-    line.finish()
-    assert line.preemptions > 0
-    line.check_answers()
+    harness = SchedulerHarness(slots=14, budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 24, fork_seeds=(5, 6, 7))
+    harness.finish()
+    assert harness.preemptions > 0
+    harness.check_answers()
 
 
 def test_more_answers_than_seats() -> None:
-    line = SchedulerLine(slots=100, budget=8, max_num_seqs=2)
-    line.submit(prompt(1, 10), 12, fork_seeds=(5, 6, 7, 8))
-    line.finish()
-    line.check_answers()
+    harness = SchedulerHarness(slots=100, budget=8, max_num_seqs=2)
+    harness.submit(prompt(1, 10), 12, fork_seeds=(5, 6, 7, 8))
+    harness.finish()
+    harness.check_answers()
 
 
 def test_a_fork_that_has_begun_is_not_delayed_by_a_long_prompt() -> None:
-    line = SchedulerLine(slots=200, budget=16, max_num_seqs=4)
-    line.submit(prompt(1, 10), 30, fork_seeds=(5,))
-    line.step()
-    line.submit(prompt(2, 300), 4)
-    computed(line)
+    harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 30, fork_seeds=(5,))
+    harness.step()
+    harness.submit(prompt(2, 300), 4)
+    computed(harness)
     for _ in range(10):
-        before = len(line.said[2].token_ids)
-        computed(line)
-        assert len(line.said[2].token_ids) == before + 1
-    line.finish()
-    line.check_answers()
+        before = len(harness.records[2].token_ids)
+        computed(harness)
+        assert len(harness.records[2].token_ids) == before + 1
+    harness.finish()
+    harness.check_answers()
 
 
 def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
-    line = SchedulerLine(budget=16, max_num_seqs=4)
-    first = line.submit(prompt(1, 10), 30, fork_seeds=(5,))
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    first = harness.submit(prompt(1, 10), 30, fork_seeds=(5,))
     assert first is not None
-    line.step()
-    while line.answer():
+    harness.step()
+    while harness.answer():
         pass
-    parent, child = line.scheduler.sequences[first], line.scheduler.sequences[2]
+    parent, child = harness.scheduler.sequences[first], harness.scheduler.sequences[2]
     assert child.state is SequenceState.PREEMPTED
     for state in (SequenceState.CLOSING, SequenceState.RESUMING):
         parent.state, kept = state, parent.state
@@ -141,29 +143,29 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
 
 
 def test_forks_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
-    line = SchedulerLine(slots=100, budget=16, max_num_seqs=4)
-    line.submit(prompt(1, 30), 9, fork_seeds=(5, 6, 7))
+    harness = SchedulerHarness(slots=100, budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 30), 9, fork_seeds=(5, 6, 7))
     ran = 0
-    while line.scheduler.sequences:
+    while harness.scheduler.sequences:
         # The node's answer comes while the next step runs, so the forks begin while a run is under way.
-        late = len(line.unheard)
-        ran += line.step().num_tokens
+        late = len(harness.unsent)
+        ran += harness.step().num_tokens
         for _ in range(late):
-            line.answer()
-        line.hear_idle()
-    line.settle()
-    line.check_answers()
+            harness.answer()
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
     assert ran == 30 + 4 * 8
 
 
 def test_a_fork_is_not_more_urgent_than_its_request() -> None:
-    line = SchedulerLine(slots=200, budget=32, max_num_seqs=2)
-    line.submit(prompt(1, 10), 8, priority=1, fork_seeds=(5, 6, 7))
-    computed(line)
-    urgent = line.submit(prompt(2, 6), 4, priority=-1)
-    assert urgent in [piece.sequence.seq_id for piece in line.step().pieces]
-    line.finish()
-    line.check_answers()
+    harness = SchedulerHarness(slots=200, budget=32, max_num_seqs=2)
+    harness.submit(prompt(1, 10), 8, priority=1, fork_seeds=(5, 6, 7))
+    computed(harness)
+    urgent = harness.submit(prompt(2, 6), 4, priority=-1)
+    assert urgent in [piece.sequence.seq_id for piece in harness.step().pieces]
+    harness.finish()
+    harness.check_answers()
 
 
 def stream(seq_id: int, length: int, slots: range, forks: tuple[ForkSpec, ...] = ()) -> Sequence:

@@ -12,11 +12,11 @@ from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, StepCost, TokenBudget, features
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
-from tests.support.scheduler_line import SchedulerLine, prompt
+from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 
 @dataclass
-class Machine:
+class SimulatedMachine:
     """Seconds of a step by its pieces: the truth that the model has to find."""
 
     constant: float = 4e-3
@@ -42,7 +42,12 @@ def chunk(start: int, count: int) -> SequencePiece:
 
 
 def run(
-    budget: TokenBudget, machine: Machine, pieces: list[SequencePiece], start: int, steps: int, noise: float = 0.0
+    budget: TokenBudget,
+    machine: SimulatedMachine,
+    pieces: list[SequencePiece],
+    start: int,
+    steps: int,
+    noise: float = 0.0,
 ) -> list[float]:
     """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
     random, found = np.random.default_rng(7), []
@@ -56,7 +61,7 @@ def run(
 
 
 def test_it_finds_the_machine() -> None:
-    model, machine, random = StepCost(), Machine(), np.random.default_rng(3)
+    model, machine, random = StepCost(), SimulatedMachine(), np.random.default_rng(3)
     for _ in range(60):
         pieces = [*decodes(int(random.integers(1, 60)), int(random.integers(1, 8000)))]
         pieces += [chunk(int(random.integers(0, 30_000)), int(random.integers(1, 256)))] * int(random.integers(0, 2))
@@ -67,12 +72,12 @@ def test_it_finds_the_machine() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_the_budget_meets_the_target(noise: float) -> None:
-    found = run(TokenBudget(2048, 0.030), Machine(), decodes(16, 500), 4000, 60, noise)
+    found = run(TokenBudget(2048, 0.030), SimulatedMachine(), decodes(16, 500), 4000, 60, noise)
     assert np.median(found[10:]) == pytest.approx(0.030, rel=0.1)
 
 
 def test_it_reacts_within_a_few_steps() -> None:
-    budget, machine = TokenBudget(2048, 0.030), Machine()
+    budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
     # The machine becomes twice as slow, for instance because somebody else computes on it too.
     machine.slow = 2.0
@@ -89,7 +94,7 @@ def test_it_reacts_within_a_few_steps() -> None:
 
 
 def test_a_hiccup_is_not_believed() -> None:
-    budget, machine = TokenBudget(2048, 0.030), Machine()
+    budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
     before = budget.left(decodes(16, 500), 4000)
     plan = [*decodes(16, 500), chunk(4000, before)]
@@ -101,7 +106,7 @@ def test_a_hiccup_is_not_believed() -> None:
 
 def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
     budget = TokenBudget(256, 0.001)
-    found = run(budget, Machine(), decodes(16, 500), 0, 10)
+    found = run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)
     assert budget.left(decodes(16, 500), 0) == MIN_TAIL_TOKENS
     assert found[-1] > 0.001
     # The hard limit stands above all: the decodes leave nothing, the prompt tail gets nothing.
@@ -109,19 +114,19 @@ def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
 
 
 def test_the_hard_limit_holds() -> None:
-    assert run(TokenBudget(64, 10.0), Machine(), decodes(16, 500), 0, 10)[-1] < 0.02
+    assert run(TokenBudget(64, 10.0), SimulatedMachine(), decodes(16, 500), 0, 10)[-1] < 0.02
     assert TokenBudget(64, 10.0).left(decodes(16, 500), 0) == 48
 
 
 def test_without_a_target_the_budget_follows_nothing() -> None:
     budget = TokenBudget(64)
-    run(budget, Machine(slow=100.0), decodes(16, 500), 0, 5)
+    run(budget, SimulatedMachine(slow=100.0), decodes(16, 500), 0, 5)
     assert budget.left(decodes(16, 500), 0) == 48
 
 
 def test_what_the_planner_is_told_remembers_chunks() -> None:
     """With or without a target; long after the last chunk the price of a token is still known."""
-    budget, machine = TokenBudget(256), Machine()
+    budget, machine = TokenBudget(256), SimulatedMachine()
     assert budget.cost.weights_s() == ()
     for start in range(0, 4000, 200):
         run(budget, machine, decodes(4, 500), start, 1)
@@ -139,7 +144,7 @@ def test_no_budget_is_guessed() -> None:
     its first chunk nor one after many plain steps overshoots its target of 100 ms."""
     budget, machine = (
         TokenBudget(256, 0.1),
-        Machine(constant=9.5e-3, per_token=1.05e-3, per_read=7.5e-7, per_pair=2.9e-7),
+        SimulatedMachine(constant=9.5e-3, per_token=1.05e-3, per_read=7.5e-7, per_pair=2.9e-7),
     )
     random, prompt_tails = np.random.default_rng(1), []
 
@@ -164,22 +169,22 @@ def test_no_budget_is_guessed() -> None:
 
 def test_the_scheduler_keeps_to_it() -> None:
     """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
-    line = SchedulerLine(slots=400, budget=256, max_num_seqs=4)
-    line.scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020)
-    line.submit(prompt(1, 8), 60)
-    line.submit(prompt(2, 600), 4)
+    harness = SchedulerHarness(slots=400, budget=256, max_num_seqs=4)
+    harness.scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020)
+    harness.submit(prompt(1, 8), 60)
+    harness.submit(prompt(2, 600), 4)
     counts = []
-    while line.scheduler.sequences:
-        line.now += 0.001
-        plan: StepPlan = line.scheduler.schedule(line.now)
-        sampled: Sampled = line._run(plan)
-        line.now += Machine(per_token=2e-4).seconds(list(plan.pieces))
-        line.hear(line.scheduler.commit(plan, sampled, line.now))
-        while line.answer():
+    while harness.scheduler.sequences:
+        harness.now += 0.001
+        plan: StepPlan = harness.scheduler.schedule(harness.now)
+        sampled: Sampled = harness._run(plan)
+        harness.now += SimulatedMachine(per_token=2e-4).seconds(list(plan.pieces))
+        harness.receive(harness.scheduler.commit(plan, sampled, harness.now))
+        while harness.answer():
             pass
-        line.hear_idle()
+        harness.receive_flush()
         counts.append(plan.num_tokens)
     assert max(counts[1:]) <= 110
     assert 60 <= counts[3] <= 100
-    line.settle()
-    line.check_answers()
+    harness.settle()
+    harness.check_answers()

@@ -31,12 +31,12 @@ class Counting:
         return Outcome(updates=[Update(seq_id=self.steps)])
 
 
-async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
-    scheduler, said, allowed = Counting(), [], [False]
+async def test_what_may_not_be_published_is_kept_in_order_and_bounded() -> None:
+    scheduler, published, allowed = Counting(), [], [False]
     loop: Any = StepLoop(
         scheduler,  # type: ignore[arg-type]
         lambda plan: FinishedStep(Sampled()),
-        on_outcome=lambda outcome: said.append(outcome.updates[0].seq_id),
+        on_outcome=lambda outcome: published.append(outcome.updates[0].seq_id),
         on_death=lambda reason: None,
         may_publish=lambda: allowed[0],
     )
@@ -47,17 +47,17 @@ async def test_what_may_not_be_said_is_kept_in_order_and_bounded() -> None:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert scheduler.steps <= MAX_UNREAD_OUTCOMES + 1
-    assert not said
+    assert not published
     loop.publish()
-    assert not said, "it is still forbidden"
+    assert not published, "it is still forbidden"
     allowed[0] = True
     loop.publish()
-    assert said == list(range(1, MAX_UNREAD_OUTCOMES + 1))
+    assert published == list(range(1, MAX_UNREAD_OUTCOMES + 1))
     async with asyncio.timeout(10):
-        while len(said) < 3 * MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
+        while len(published) < 3 * MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await loop.stop()
-    assert said == list(range(1, len(said) + 1))
+    assert published == list(range(1, len(published) + 1))
 
 
 async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:

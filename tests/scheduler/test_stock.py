@@ -9,31 +9,31 @@ import pytest
 
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
-from tests.support.ahead_line import AheadLine
-from tests.support.scheduler_line import BLOCK, SchedulerLine, prompt
+from tests.support.ahead_harness import AheadHarness
+from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
-@pytest.mark.parametrize("kind", [SchedulerLine, AheadLine])
+@pytest.mark.parametrize("kind", [SchedulerHarness, AheadHarness])
 @pytest.mark.parametrize("late_steps", [1, 2])
-def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int, kind: type[SchedulerLine]) -> None:
+def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int, kind: type[SchedulerHarness]) -> None:
     """Each outcome is heard by the node only ``late_steps`` steps later; a decode needs a slot every BLOCK steps.
 
     A stream that begins at the end of a block is no such decode yet: its first slot is asked for with its first token.
     """
-    line = kind(slots=200, budget=32, max_num_seqs=4)
-    streams = [line.submit(prompt(seed, 5 + seed), 60) for seed in range(4)]
+    harness = kind(slots=200, budget=32, max_num_seqs=4)
+    streams = [harness.submit(prompt(seed, 5 + seed), 60) for seed in range(4)]
     for _ in range(BLOCK):
-        line.step()
-        while line.answer():
+        harness.step()
+        while harness.answer():
             pass
     for _ in range(48):
-        plan = line.step()
+        plan = harness.step()
         assert [piece.sequence.seq_id for piece in plan.pieces] == streams, "a decode waited for a slot"
-        while len(line.unheard) > late_steps:
-            line.answer()
-    assert all(len(line.said[s].token_ids) > 50 > BLOCK for s in streams if s is not None)
-    line.finish()
-    line.check_answers()
+        while len(harness.unsent) > late_steps:
+            harness.answer()
+    assert all(len(harness.records[s].token_ids) > 50 > BLOCK for s in streams if s is not None)
+    harness.finish()
+    harness.check_answers()
 
 
 def decode(room_tokens: int) -> Any:

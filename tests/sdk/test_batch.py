@@ -16,11 +16,11 @@ from tests.support.fake_components import FakeCluster, running_fake_cluster, unt
 
 
 async def batch(
-    line: FakeCluster, blocking: bool, *arguments: Any, **options: Any
+    fakes: FakeCluster, blocking: bool, *arguments: Any, **options: Any
 ) -> list[RequestOutput | PillionError]:
     if not blocking:
-        return await line.client.batch(*arguments, **options)
-    with Client(line.gateway.grpc_address) as client:
+        return await fakes.client.batch(*arguments, **options)
+    with Client(fakes.gateway.grpc_address) as client:
         return await asyncio.to_thread(client.batch, *arguments, **options)
 
 
@@ -36,10 +36,10 @@ def blocking(request: pytest.FixtureRequest) -> bool:
 
 
 async def test_results_stand_in_the_prompts_order(blocking: bool) -> None:
-    async with running_fake_cluster("The answer.") as line:
+    async with running_fake_cluster("The answer.") as fakes:
         prompts = ["Once", [5, 6, 7], [{"role": "user", "content": "x"}]] * 4
         sampling = [SamplingParams(max_tokens=1 + n, seed=n) for n in range(12)]
-        results = await batch(line, blocking, prompts, sampling=sampling, concurrency=5, priority=3, cache_salt="s")
+        results = await batch(fakes, blocking, prompts, sampling=sampling, concurrency=5, priority=3, cache_salt="s")
         assert texts(results) == ["The answer."[: 1 + n] for n in range(12)]
         for result, prompt in zip(results, prompts, strict=True):
             assert isinstance(result, RequestOutput)
@@ -48,66 +48,66 @@ async def test_results_stand_in_the_prompts_order(blocking: bool) -> None:
             assert result.prompt_token_ids == (prompt if prompt == [5, 6, 7] else None)
             assert result.usage is not None
             assert result.outputs[0].finish_reason in ("length", "stop")
-        assert {submit.priority for submit in line.decode.submits} == {3}
-        await line.settled()
+        assert {submit.priority for submit in fakes.decode.submits} == {3}
+        await fakes.settled()
 
 
 async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
-    async with running_fake_cluster("The answer.") as line:
-        line.decode.gate.clear()
-        work = asyncio.create_task(batch(line, blocking, ["x"] * 9, concurrency=3))
-        await until(lambda: len(line.decode.submits) == 3)
+    async with running_fake_cluster("The answer.") as fakes:
+        fakes.decode.gate.clear()
+        work = asyncio.create_task(batch(fakes, blocking, ["x"] * 9, concurrency=3))
+        await until(lambda: len(fakes.decode.submits) == 3)
         await asyncio.sleep(0.1)
-        assert line.gateway.gateway.active_requests == 3
-        line.decode.gate.set()
+        assert fakes.gateway.gateway.active_requests == 3
+        fakes.decode.gate.set()
         assert texts(await work) == ["The answer."] * 9
 
 
 async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> None:
-    async with running_fake_cluster("The answer.") as line:
+    async with running_fake_cluster("The answer.") as fakes:
         prompts = ["a", "y" * 300, "b"]
-        results = await batch(line, blocking, prompts, raise_errors=False)
+        results = await batch(fakes, blocking, prompts, raise_errors=False)
         assert texts(results) == ["The answer.", "InvalidRequest", "The answer."]
-        line.decode.gate.clear()
+        fakes.decode.gate.clear()
         with pytest.raises(InvalidRequest, match="300 tokens"):
-            await batch(line, blocking, prompts)
-        line.decode.gate.set()
-        await line.settled()
+            await batch(fakes, blocking, prompts)
+        fakes.decode.gate.set()
+        await fakes.settled()
 
 
 async def test_who_is_refused_for_load_comes_again(blocking: bool) -> None:
-    async with running_fake_cluster("The answer.", max_inflight_requests=2) as line:
-        line.decode.gate.clear()
-        work = asyncio.create_task(batch(line, blocking, ["x"] * 4, concurrency=4))
-        await until(lambda: len(line.decode.submits) == 2)
-        line.decode.gate.set()
+    async with running_fake_cluster("The answer.", max_inflight_requests=2) as fakes:
+        fakes.decode.gate.clear()
+        work = asyncio.create_task(batch(fakes, blocking, ["x"] * 4, concurrency=4))
+        await until(lambda: len(fakes.decode.submits) == 2)
+        fakes.decode.gate.set()
         assert texts(await work) == ["The answer."] * 4
 
 
 async def test_cancelling_the_async_batch_cancels_its_requests() -> None:
-    async with running_fake_cluster("The answer.") as line:
-        line.decode.gate.clear()
-        work = asyncio.create_task(batch(line, False, ["x"] * 9, concurrency=3))
-        await until(lambda: len(line.decode.submits) == 3)
+    async with running_fake_cluster("The answer.") as fakes:
+        fakes.decode.gate.clear()
+        work = asyncio.create_task(batch(fakes, False, ["x"] * 9, concurrency=3))
+        await until(lambda: len(fakes.decode.submits) == 3)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives where the caller's thread waits: for the next result."""
-    async with running_fake_cluster("The answer.") as line:
-        line.decode.gate.clear()
+    async with running_fake_cluster("The answer.") as fakes:
+        fakes.decode.gate.clear()
         loop = asyncio.get_running_loop()
 
         def ask() -> None:
-            with Client(line.gateway.grpc_address) as client:
+            with Client(fakes.gateway.grpc_address) as client:
                 from pillion.client import batch as module
 
                 class Interrupted(module.queue.SimpleQueue):  # type: ignore[name-defined,misc]
                     def get(self, *_: Any) -> Any:
-                        asyncio.run_coroutine_threadsafe(until(lambda: len(line.decode.submits) == 3), loop).result()
+                        asyncio.run_coroutine_threadsafe(until(lambda: len(fakes.decode.submits) == 3), loop).result()
                         raise KeyboardInterrupt
 
                 monkeypatch.setattr(module.queue, "SimpleQueue", Interrupted)
@@ -116,16 +116,16 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
 
         await asyncio.to_thread(ask)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pillion-batch")]
-        await line.settled()
+        await fakes.settled()
 
 
 async def test_the_bar_goes_to_standard_error(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_fake_cluster("The answer.") as line:
+    async with running_fake_cluster("The answer.") as fakes:
         shown = io.StringIO()
         monkeypatch.setattr(sys, "stderr", shown)
-        await batch(line, blocking, ["x"] * 3, progress=True)
+        await batch(fakes, blocking, ["x"] * 3, progress=True)
         assert "3/3" in shown.getvalue()
-        assert await batch(line, blocking, []) == []
+        assert await batch(fakes, blocking, []) == []
 
 
 def test_what_cannot_be_meant() -> None:

@@ -209,18 +209,18 @@ async def test_details_of_errors_come_back() -> None:
 
 
 async def test_the_gateway_names_the_bound_that_was_met() -> None:
-    async with running_fake_cluster("The answer.", max_inflight_requests=1) as line:
-        line.decode.gate.clear()
-        first = asyncio.create_task(texts(line.client))
-        await until(lambda: line.gateway.gateway.active_requests)
+    async with running_fake_cluster("The answer.", max_inflight_requests=1) as fakes:
+        fakes.decode.gate.clear()
+        first = asyncio.create_task(texts(fakes.client))
+        await until(lambda: fakes.gateway.gateway.active_requests)
         with pytest.raises(Overloaded) as caught:
-            await texts(line.client)
+            await texts(fakes.client)
         assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
         assert caught.value.retry_after_ms == 1000
-        line.decode.gate.set()
+        fakes.decode.gate.set()
         assert "".join(await first) == "The answer."
         with pytest.raises(InvalidRequest) as wrong:
-            await texts(line.client, top_p=7)
+            await texts(fakes.client, top_p=7)
         assert [violation.field for violation in wrong.value.violations] == ["sampling.top_p"]
 
 
@@ -318,7 +318,7 @@ async def test_sizes_of_messages_are_options() -> None:
 
 
 async def test_the_gateways_flag() -> None:
-    async with running_fake_cluster("The answer.", max_message_bytes=64 * 1024) as line:
+    async with running_fake_cluster("The answer.", max_message_bytes=64 * 1024) as fakes:
         with pytest.raises(Overloaded, match="larger than max"):
-            await texts(line.client, stop=["x" * 70_000])
-        assert "".join(await texts(line.client)) == "The answer."
+            await texts(fakes.client, stop=["x" * 70_000])
+        assert "".join(await texts(fakes.client)) == "The answer."

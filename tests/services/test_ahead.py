@@ -29,9 +29,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def ahead_workers(**said: Any) -> AsyncIterator[tuple[Workers, AheadBackend]]:
+async def ahead_workers(**flags: Any) -> AsyncIterator[tuple[Workers, AheadBackend]]:
     """Both workers run ahead. At the end nothing is left, and nothing was taken from under a step."""
-    async with running_workers(backend=AheadBackend, **said) as workers:
+    async with running_workers(backend=AheadBackend, **flags) as workers:
         decode, prefill = workers.decode_backend, workers.prefill_backend
         assert isinstance(decode, AheadBackend)
         assert isinstance(prefill, AheadBackend)
@@ -42,9 +42,9 @@ async def ahead_workers(**said: Any) -> AsyncIterator[tuple[Workers, AheadBacken
         assert not found
 
 
-async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], **said: Any) -> Answer:
+async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], **flags: Any) -> Answer:
     ticket = await workers.ticket(tokens)
-    answer = await connection.submit(submit_of(key, ticket, tokens, **said))
+    answer = await connection.submit(submit_of(key, ticket, tokens, **flags))
     await until(lambda: answer.token_ids or answer.last, "the first token")
     await workers.release(ticket)
     return answer
@@ -91,7 +91,7 @@ async def all_kinds(workers: Workers) -> Heard:
     """Streams of every kind of sampling, beside each other; one in three has stop ids."""
 
     async def one(connection: Connection, key: int) -> Answer:
-        said = {"top_p": 1.0, "top_k": 0, "seed": key, **KINDS[key % len(KINDS)]}
+        params = {"top_p": 1.0, "top_k": 0, "seed": key, **KINDS[key % len(KINDS)]}
         stops = tuple(range(20)) if key % 3 == 0 else ()
         answer = await start(
             workers,
@@ -99,7 +99,7 @@ async def all_kinds(workers: Workers) -> Heard:
             key,
             prompt(key, 9),
             max_tokens=30,
-            sampling=SamplingParams(**said),
+            sampling=SamplingParams(**params),
             stop_token_ids=stops,
         )
         await over(answer)
@@ -148,8 +148,8 @@ async def test_cancels_at_any_time_leak_nothing() -> None:
             for key in range(3):
                 await connection.cancel(10 * turn + key)
             for key, answer in enumerate(answers):
-                said = list(answer.token_ids)
-                assert said == greedy(prompt(key + turn, 6 + 5 * key), len(said))
+                received = list(answer.token_ids)
+                assert received == greedy(prompt(key + turn, 6 + 5 * key), len(received))
         await until(lambda: not workers.decode.worker.epoch.listeners, "the cancels")
 
 

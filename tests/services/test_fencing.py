@@ -61,8 +61,8 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         await until(lambda: answer.token_ids and len(workers.kvnode.pool.ledger.tree) >= 5, "a token and the commits")
         old = fence(workers, worker)
         await lost(answer)
-        said = list(answer.token_ids)
-        assert said == greedy(PROMPT, len(said))
+        received = list(answer.token_ids)
+        assert received == greedy(PROMPT, len(received))
         await returned(worker, old)
         assert workers.decode_backend._pool is memory, "the pool was bound again"
         assert worker.attachment.epoch == old, "the attachment stands"
@@ -71,7 +71,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         again = await connection.submit(submit_of(2, other, PROMPT, 30))
         await asyncio.wait_for(again.over.wait(), 10)
         assert again.token_ids == greedy(PROMPT, 30)
-        assert answer.token_ids == said, "an old epoch's stream spoke again"
+        assert answer.token_ids == received, "an old epoch's stream emitted again"
         await workers.release(ticket, other)
         await workers.quiet()
         assert (await workers.node.status()).quarantined_blocks == 0
@@ -129,8 +129,8 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
     with running_redis() as redis:
         registry = Registry(redis.url, 5000)
         # What it does not take out itself would stay for a minute.
-        said = {"redis_url": redis.url, "heartbeat_timeout_ms": 60_000}
-        async with running_workers(decode=said) as workers:
+        flags = {"redis_url": redis.url, "heartbeat_timeout_ms": 60_000}
+        async with running_workers(decode=flags) as workers:
 
             async def known() -> bool:
                 return "decode-0" in {component.component_id for component in await registry.components()}
@@ -156,29 +156,29 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
         await registry.aclose()
 
 
-async def test_what_the_node_has_not_acknowledged_in_time_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that was paused and has not asked yet: it may be fenced."""
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         slow_steps(workers)
         worker, asking = workers.decode.worker, asyncio.Event()
         real = worker.node.heartbeat
 
-        async def unheard(epoch: int, **said: Any) -> HeartbeatReply:
+        async def unanswered(epoch: int, **options: Any) -> HeartbeatReply:
             await asking.wait()
-            return await real(epoch, **said)
+            return await real(epoch, **options)
 
         ticket = await workers.ticket(PROMPT)
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
         await until(lambda: answer.token_ids, "a token")
-        monkeypatch.setattr(worker.node, "heartbeat", unheard)
+        monkeypatch.setattr(worker.node, "heartbeat", unanswered)
         await until(lambda: worker.epoch.held_back, "the lease's end")
         await asyncio.sleep(0.1)
-        said = len(answer.token_ids)
+        received = len(answer.token_ids)
         await asyncio.sleep(0.2)
-        assert len(answer.token_ids) == said
+        assert len(answer.token_ids) == received
         asking.set()
         await asyncio.wait_for(answer.over.wait(), 20)
-        assert answer.token_ids == greedy(PROMPT, 500), "a token was lost, or said twice"
+        assert answer.token_ids == greedy(PROMPT, 500), "a token was lost, or sent twice"
         await workers.release(ticket)
         await workers.quiet()
 
@@ -190,7 +190,7 @@ def test_a_lease_is_over_before_the_node_can_fence() -> None:
     lease.renew(99.0)
     assert lease.held()
     now[0] = 104.1
-    assert not lease.held(), "the node may have heard it as early as it was begun"
+    assert not lease.held(), "the node may have received it as early as it was begun"
 
 
 class SlowNode:
@@ -230,8 +230,8 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
         worker, answered, go_on = workers.decode.worker, asyncio.Event(), asyncio.Event()
         real = worker.node.adopt
 
-        async def late(epoch: int, ticket_id: int, lease_blocks: int, **said: Any) -> Any:
-            adopted = await real(epoch, ticket_id, lease_blocks, **said)
+        async def late(epoch: int, ticket_id: int, lease_blocks: int, **options: Any) -> Any:
+            adopted = await real(epoch, ticket_id, lease_blocks, **options)
             answered.set()
             await go_on.wait()
             return adopted
@@ -257,8 +257,8 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         worker = workers.decode.worker
         old, real = worker.epoch.number, worker.node.commit
 
-        async def unanswered(epoch: int, runs: Any, **said: Any) -> Any:
-            await real(epoch, runs, **said)
+        async def unanswered(epoch: int, runs: Any, **options: Any) -> Any:
+            await real(epoch, runs, **options)
             raise DeadlineExceeded("no answer in time")
 
         monkeypatch.setattr(worker.node, "commit", unanswered)
@@ -267,7 +267,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         await lost(answer)
         monkeypatch.undo()
         await returned(worker, old)
-        assert not worker._failure.done()
+        assert not worker.failed
         # What was committed stands, all of the prompt under this ticket: a new one leaves a token to compute.
         other = await workers.ticket(PROMPT)
         again = await connection.submit(submit_of(2, other, PROMPT))
@@ -304,7 +304,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(worker.node, "reattach", never)
         fence(workers, worker)
-        await until(lambda: worker._returning is not None, "the fence to be heard")
+        await until(lambda: worker.awaits_epoch, "the fence to be noticed")
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
         await until(lambda: not workers.kvnode.pool.ledger.status().fenced_components, "its end at the node")
         await workers.node.check_integrity()
@@ -362,8 +362,8 @@ class SlowToWarm(FakeBackend):
 
 async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
     """Silence counts from its first sign of life: it is neither fenced nor killed before it has begun."""
-    said = {"heartbeat_timeout_ms": 300}
-    async with running_workers(node=said, decode=said, prefill=said, backend=SlowToWarm) as workers:
+    flags = {"heartbeat_timeout_ms": 300}
+    async with running_workers(node=flags, decode=flags, prefill=flags, backend=SlowToWarm) as workers:
         await asyncio.sleep(0.2)
         assert not workers.kvnode.status().fenced_components
         for component in (workers.prefill, workers.decode):

@@ -61,8 +61,8 @@ async def test_each_token_comes_with_its_log_probability() -> None:
         answers = await ask(workers, connection, [Fork(5, 12)])
         await over(answers)
         for answer in answers:
-            assert [said.token_id for said in answer.logprobs] == answer.token_ids
-            assert all(len(said.top_ids) == 2 for said in answer.logprobs)
+            assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
+            assert all(len(entry.top_ids) == 2 for entry in answer.logprobs)
         await workers.quiet()
 
 

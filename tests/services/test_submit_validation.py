@@ -28,16 +28,16 @@ GOOD = Submit(
 )
 
 
-def fields_of(**said: Any) -> list[str]:
+def fields_of(**options: Any) -> list[str]:
     try:
-        check_submit(replace(GOOD, sampling=replace(RESOLVED, **said)), vocab_size=97, max_model_len=64)
+        check_submit(replace(GOOD, sampling=replace(RESOLVED, **options)), vocab_size=97, max_model_len=64)
     except InvalidRequest as error:
         return [violation.field for violation in error.violations]
     return []
 
 
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [
         # An older gateway says nothing of what it does not know.
         {},
@@ -45,12 +45,12 @@ def fields_of(**said: Any) -> list[str]:
         {"logit_bias": {0: 100.0, 96: -100.0}, "min_tokens": 5, "logprobs": 20, "n": 128, "best_of": 128},
     ],
 )
-def test_good(said: dict[str, Any]) -> None:
-    assert fields_of(**said) == []
+def test_good(options: dict[str, Any]) -> None:
+    assert fields_of(**options) == []
 
 
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [
         {"temperature": math.nan},
         {"temperature": 100.5},
@@ -70,8 +70,8 @@ def test_good(said: dict[str, Any]) -> None:
     ],
     ids=repr,
 )
-def test_bad(said: dict[str, Any]) -> None:
-    assert fields_of(**said) == [f"sampling.{name}" for name in said]
+def test_bad(options: dict[str, Any]) -> None:
+    assert fields_of(**options) == [f"sampling.{name}" for name in options]
 
 
 def test_bias_of_what_is_no_token() -> None:

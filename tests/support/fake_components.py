@@ -115,17 +115,17 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
 
     async def Prefetch(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.fetches.append(request)
-        said = self.brings.pop(0) if self.brings else len(request.block_hashes) // 32
+        outcome = self.brings.pop(0) if self.brings else len(request.block_hashes) // 32
         self.fetching += 1
         try:
             await self.fetch_gate.wait()
         finally:
             self.fetching -= 1
-        if isinstance(said, PillionError):
-            raise said
+        if isinstance(outcome, PillionError):
+            raise outcome
         if self.held.get(request.ticket_id) != request.epoch:
             raise NotFound("no such ticket")
-        return kvnode_pb2.PrefetchReply(blocks=said, fetched_blocks=said)
+        return kvnode_pb2.PrefetchReply(blocks=outcome, fetched_blocks=outcome)
 
     def _drop(self, epoch: int) -> None:
         self.held = {ticket: holder for ticket, holder in self.held.items() if holder != epoch}
@@ -269,22 +269,22 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 ids, reason = ids[: ended[0] + 1], FinishReason.STOP
             elif at >= submit.max_tokens:
                 reason = FinishReason.LENGTH
-            said: tuple[TokenLogprob, ...] = ()
+            logprobs: tuple[TokenLogprob, ...] = ()
             if submit.sampling.logprobs is not None:
-                said = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
+                logprobs = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
             timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25) if reason else None
-            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=said)
+            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=logprobs)
             out.put_nowait(delta)
 
 
-def knows(line: FakeCluster, **hits: int) -> None:
+def knows(fakes: FakeCluster, **hits: int) -> None:
     """From now on the index says so, of every prompt: ``kv_0=3`` is three blocks on kv-0."""
     found = [PrefixHit(name.replace("_", "-"), blocks) for name, blocks in hits.items()]
 
     async def longest_prefix(_: bytes) -> list[PrefixHit]:
         return sorted(found, key=lambda hit: -hit.blocks)
 
-    line.gateway._cluster.index.longest_prefix = longest_prefix
+    fakes.gateway.cluster.index.longest_prefix = longest_prefix
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -319,7 +319,7 @@ class FakeCluster:
             await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
         await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
         assert core.active_tokens == 0
-        assert not self.gateway._cluster.load.by_component
+        assert not self.gateway.cluster.load.by_component
 
 
 def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
@@ -374,13 +374,13 @@ async def running_fake_cluster(
             stack.push_async_callback(servers[role].stop, 0)
             far = {"node_id": "kv-1"} if role.startswith("far-") else {}
             await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far))
-        said = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
-        said |= {"split_policy": "disaggregated"} | flags
-        gateway = await start_gateway(GatewayFlags(**said), prepared=toy_model(folder / "model"))
+        options = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
+        options |= {"split_policy": "disaggregated"} | flags
+        gateway = await start_gateway(GatewayFlags(**options), prepared=toy_model(folder / "model"))
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:
             await until(client.models)
         if "far-kvnode" in roles:
-            await until(lambda: gateway._cluster.node("kv-1").alive)
+            await until(lambda: gateway.cluster.node("kv-1").alive)
         yield FakeCluster(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)

@@ -18,14 +18,14 @@ def node(n: int) -> ComponentRecord:
 
 
 def worker(role: str, n: int, at: int = 0, **fields: Any) -> ComponentRecord:
-    said = {
+    fields = {
         "step_cost_s": COST,
         "largest_step_tokens": 512,
         "max_step_tokens": 512 if role == "prefill" else 256,
         "free_seqs": 64,
         "block_bytes": 2**20,
     } | fields
-    return ComponentRecord(component_id=f"{role}-{n}", role=role, address="x", node_id=f"kv-{at}", **said)
+    return ComponentRecord(component_id=f"{role}-{n}", role=role, address="x", node_id=f"kv-{at}", **fields)
 
 
 def prefill(n: int = 0, at: int = 0, **fields: Any) -> ComponentRecord:

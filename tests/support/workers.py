@@ -94,7 +94,7 @@ async def until(condition: Callable[[], object], what: str) -> None:
 
 def submit_of(key: int, ticket: OpenTicketReply, tokens: Sequence[int], max_tokens: int = 8, **other: Any) -> Submit:
     """A greedy submit."""
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "key": key,
         "request_id": f"r{key}",
         "attempt": 1,
@@ -106,12 +106,12 @@ def submit_of(key: int, ticket: OpenTicketReply, tokens: Sequence[int], max_toke
         "stop_token_ids": (),
         "max_tokens": max_tokens,
     }
-    return Submit(**{**said, **other})
+    return Submit(**{**fields, **other})
 
 
 @dataclass
 class Answer:
-    """What one stream said."""
+    """The deltas of one stream."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -162,7 +162,7 @@ class Connection:
             self.batches += 1
             for delta in batch_from_pb(message):
                 answer = self.answers[delta.key]
-                assert answer.last is None, "news after the end"
+                assert answer.last is None, "a delta after the end"
                 answer.token_ids.extend(delta.token_ids)
                 answer.logprobs.extend(delta.logprobs)
                 if delta.finish_reason is not None or delta.error is not None:
@@ -179,7 +179,7 @@ async def running_workers(
     node: dict[str, Any] | None = None,
     backend: Callable[[int], FakeBackend] = FakeBackend,
 ) -> AsyncIterator[Workers]:
-    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be said. ``backend``
+    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be given. ``backend``
     makes one for blocks of so many tokens."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
@@ -226,7 +226,7 @@ async def running_workers(
 
 @contextlib.asynccontextmanager
 async def connected(workers: Workers) -> AsyncIterator[Connection]:
-    """A connection that has said hello."""
+    """A connection that has sent its hello."""
     connection = Connection(workers.decode_stub)
     await connection.hello()
     try:

@@ -75,7 +75,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("vocab_size", [40, 1000])
-@pytest.mark.parametrize("ask", FILTERS, ids=repr)
+@pytest.mark.parametrize("params", FILTERS, ids=repr)
 def test_tokens_are_distributed_as_the_softmax_says(params: RowParameters, vocab_size: int) -> None:
     logits, draws = random_logits(vocab_size), 6_000
     tokens = sample(logits.expand(draws, -1), draws_of(params, draws)).token_ids

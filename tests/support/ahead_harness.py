@@ -19,7 +19,7 @@ from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.wire.kvnode import CommitResult
 from tests.support.fake_backend import Int64, copy_blocks, run
-from tests.support.scheduler_line import BLOCK, SchedulerLine, chosen, shifts
+from tests.support.scheduler_harness import BLOCK, SchedulerHarness, chosen, shifts
 
 BROKEN = "broken"
 
@@ -41,7 +41,7 @@ class _Step:
     sampled: Sampled | None = None
 
 
-class Device:
+class SimulatedDevice:
     """Runs steps in the order of their launch, each some time before it lands: ``draw`` chooses the earliest moment or
     the latest."""
 
@@ -82,7 +82,7 @@ class Device:
                 self._before = step.sampled = chosen(run(self._pool, step.batch), step.shifts)
 
 
-class AheadLine(SchedulerLine):
+class AheadHarness(SchedulerHarness):
     """As the step loop does it for a backend that runs ahead.
 
     ``refuse_commits``: so many orders are refused. ``breaks``: the next "launch" or "landing" fails.
@@ -90,7 +90,7 @@ class AheadLine(SchedulerLine):
 
     def __init__(self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4, draws: int = 0) -> None:
         super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs)
-        self.device = Device(self.pool, Random(draws))
+        self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
         self.rival = self.ledger.attach("rival", "decode")
         self.refuse_commits = 0
@@ -109,11 +109,11 @@ class AheadLine(SchedulerLine):
         outcome = self.scheduler.flush(self.now)
         assert not (coming and outcome.preemptions), "somebody gave way though memory was on its way to the node"
         if not outcome.empty:
-            self.hear(outcome)
+            self.receive(outcome)
         stays = bool(plan.pieces) and self._launch(plan)
         while len(self.out) > stays:
             self.land()
-        self._check_flying()
+        self._check_in_flight()
         self.scheduler.check_integrity()
         return plan
 
@@ -135,24 +135,24 @@ class AheadLine(SchedulerLine):
         sampled = Sampled() if broken else self.device.land()
         if broken or self.breaks == "landing":
             self.breaks = self.breaks if broken else ""
-            self.hear(self.scheduler.fail_step(plan, Internal(BROKEN), self.now))
+            self.receive(self.scheduler.fail_step(plan, Internal(BROKEN), self.now))
             return
-        told = sum(len(said.token_ids) for said in self.said.values())
-        self.hear(self.scheduler.commit(plan, sampled, self.now))
-        told = sum(len(said.token_ids) for said in self.said.values()) - told
-        self.void_rows += len(sampled.token_ids) - told
+        reported = sum(len(record.token_ids) for record in self.records.values())
+        self.receive(self.scheduler.commit(plan, sampled, self.now))
+        reported = sum(len(record.token_ids) for record in self.records.values()) - reported
+        self.void_rows += len(sampled.token_ids) - reported
 
     def answer(self) -> bool:
-        """As in SchedulerLine; what the node frees, nobody may still use."""
-        heard = super().answer()
-        self._check_flying()
-        return heard
+        """As in SchedulerHarness; what the node frees, nobody may still use."""
+        answered = super().answer()
+        self._check_in_flight()
+        return answered
 
     def scribble(self) -> None:
         """Another worker gets all slots that it can get, and writes there."""
         slots = self.ledger.lease(self.rival, len(self.pool))
         self.pool[list(slots)] = -7
-        self._check_flying()
+        self._check_in_flight()
         self.ledger.give_back(self.rival, slots)
 
     def _commit(self, order: CommitOrder) -> CommitResult:
@@ -161,7 +161,7 @@ class AheadLine(SchedulerLine):
             return CommitResult((), "refused by the test")
         return super()._commit(order)
 
-    def _check_flying(self) -> None:
+    def _check_in_flight(self) -> None:
         """What steps under way use is leased to this worker, or committed and held."""
         leased = self.ledger.holders[self.worker].leased
         held = {block.slot for block in self.ledger.tree.by_hash.values() if block.holds}
@@ -175,17 +175,17 @@ class AheadLine(SchedulerLine):
         """Those that a broken step ended, or a refused span, are right as far as they came. Answers that had not begun
         went with the one whose prompt they share."""
         whole = {}
-        for seq_id, said in self.said.items():
-            if said.end is None and said.parent and not said.token_ids:
-                parent = self.said[said.parent]
+        for seq_id, record in self.records.items():
+            if record.end is None and record.parent and not record.token_ids:
+                parent = self.records[record.parent]
                 assert parent.end is not None or parent.cancelled
                 continue
-            error = said.end.ending.error if said.end is not None and said.end.ending is not None else None
+            error = record.end.ending.error if record.end is not None and record.end.ending is not None else None
             if error is None:
-                whole[seq_id] = said
-            elif said.max_tokens:
+                whole[seq_id] = record
+            elif record.max_tokens:
                 assert error.message == BROKEN, error
-                self.check_answer(said)
-        everybody, self.said = self.said, whole
+                self.check_answer(record)
+        everybody, self.records = self.records, whole
         super().check_answers()
-        self.said = everybody
+        self.records = everybody

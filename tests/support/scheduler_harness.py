@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
 @dataclass
-class Said:
+class SequenceRecord:
     """What the world heard of one sequence."""
 
     prompt: list[int]
@@ -52,7 +52,7 @@ class Said:
     parent: int = 0
 
 
-class SchedulerLine:
+class SchedulerHarness:
     """One worker. ``step`` runs a step and checks its plan; ``answer`` lets the node hear the oldest outcome."""
 
     def __init__(
@@ -77,8 +77,8 @@ class SchedulerLine:
         self.gateway = self.ledger.attach("edge", "gateway")
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         self.now = 0.0
-        self.said: dict[int, Said] = {}
-        self.unheard: list[Outcome] = []
+        self.records: dict[int, SequenceRecord] = {}
+        self.unsent: list[Outcome] = []
         self.resumes: list[ResumeOrder] = []
         self.preemptions = 0
         self.copies = 0
@@ -128,10 +128,10 @@ class SchedulerLine:
             forks=forks,
         )
         holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
-        for name, said_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
+        for name, own_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
             parent = 0 if name == seq_id else seq_id
-            said = Said(prompt, max_tokens, seed=said_seed, stop=stop, penalized=penalty != 0, parent=parent)
-            self.said[name] = said
+            record = SequenceRecord(prompt, max_tokens, seed=own_seed, stop=stop, penalized=penalty != 0, parent=parent)
+            self.records[name] = record
         self.scheduler.add(Sequence(spec, holding, BLOCK, self.now), self.now)
         return seq_id
 
@@ -139,7 +139,7 @@ class SchedulerLine:
         """The client went away. Answers that have not begun go with the first one."""
         sequence = self.scheduler.sequences.get(seq_id)
         for name in (seq_id, *(fork.seq_id for fork in sequence.forks)) if sequence else (seq_id,):
-            self.said[name].cancelled = True
+            self.records[name].cancelled = True
         self.scheduler.cancel(seq_id, self.now)
 
     # The worker's side.
@@ -157,8 +157,8 @@ class SchedulerLine:
             assert {source, target} <= owned, "a copy of a slot that nobody has"
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
         if not before_run.empty:
-            self.hear(before_run)
-        self.hear(self.scheduler.commit(plan, self._run(plan), self.now))
+            self.receive(before_run)
+        self.receive(self.scheduler.commit(plan, self._run(plan), self.now))
         self.scheduler.check_integrity()
         return plan
 
@@ -170,20 +170,20 @@ class SchedulerLine:
             return Sampled()
         return chosen(run(self.pool, build_batch(plan, BLOCK)), shifts(plan))
 
-    def hear(self, outcome: Outcome) -> None:
+    def receive(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`."""
         for update in outcome.updates:
-            said = self.said[update.seq_id]
-            assert not said.cancelled, "news of a cancelled sequence"
-            assert said.end is None, "news after the end"
-            said.token_ids.extend(update.token_ids)
+            record = self.records[update.seq_id]
+            assert not record.cancelled, "news of a cancelled sequence"
+            assert record.end is None, "news after the end"
+            record.token_ids.extend(update.token_ids)
             if update.ending is not None:
-                said.end = update
+                record.end = update
                 assert update.progress is not None
                 self.preemptions += update.progress.preemptions
         for chunk in outcome.chunks:
-            self.said[chunk.seq_id].chunks.append(chunk)
-        self.unheard.append(outcome)
+            self.records[chunk.seq_id].chunks.append(chunk)
+        self.unsent.append(outcome)
 
     def _check_plan(self, plan: StepPlan, decodes_before: set[int]) -> None:
         """I5: the budget is never exceeded and filled exactly, decodes go first, prompt tails in their order."""
@@ -222,15 +222,15 @@ class SchedulerLine:
     def answer(self) -> bool:
         """The node hears the oldest outcome, in the order that Outcome states. False: nothing to hear."""
         self._resume()
-        if not self.unheard:
+        if not self.unsent:
             return False
-        outcome, scheduler = self.unheard.pop(0), self.scheduler
+        outcome, scheduler = self.unsent.pop(0), self.scheduler
         for order in outcome.commits:
             result = self._commit(order)
             scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
-            said = self.said[order.seq_id]
-            if not result.refusal and not said.cancelled and said.end is None:
-                said.chunks += order.chunks
+            record = self.records[order.seq_id]
+            if not result.refusal and not record.cancelled and record.end is None:
+                record.chunks += order.chunks
         self.ledger.release(self.worker, outcome.releases)
         self.ledger.give_back(self.worker, outcome.give_back)
         if outcome.lease_blocks:
@@ -273,22 +273,22 @@ class SchedulerLine:
             self.step()
             while self.answer():
                 pass
-            self.hear_idle()
+            self.receive_flush()
         assert not self.scheduler.sequences, "somebody starved"
         self.settle()
 
     def _busy(self) -> bool:
-        return bool(self.scheduler.sequences or self.unheard)
+        return bool(self.scheduler.sequences or self.unsent)
 
-    def hear_idle(self) -> None:
+    def receive_flush(self) -> None:
         outcome = self.scheduler.flush(self.now)
         if not outcome.empty:
-            self.hear(outcome)
+            self.receive(outcome)
 
     def settle(self) -> None:
         """Everything is told; then nothing is leased, pinned or promised."""
         for _ in range(10):
-            self.hear_idle()
+            self.receive_flush()
             while self.answer():
                 pass
         self.scheduler.check_integrity()
@@ -297,24 +297,24 @@ class SchedulerLine:
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
-        """Every stream that was not cancelled said what the model says, preempted, forked, guessed at or not (I6)."""
-        for said in self.said.values():
-            if said.cancelled or said.chunks:
+        """Every stream that was not cancelled has the model's answer, preempted, forked, guessed at or not (I6)."""
+        for record in self.records.values():
+            if record.cancelled or record.chunks:
                 continue
-            assert said.end is not None
-            ending = said.end.ending
+            assert record.end is not None
+            ending = record.end.ending
             assert ending is not None
             assert ending.error is None, ending.error
-            self.check_answer(said)
-            stopped = bool(said.stop) and said.token_ids[-1] in said.stop
+            self.check_answer(record)
+            stopped = bool(record.stop) and record.token_ids[-1] in record.stop
             assert ending.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-            assert stopped or len(said.token_ids) == said.max_tokens
+            assert stopped or len(record.token_ids) == record.max_tokens
 
-    def check_answer(self, said: Said) -> None:
-        """What it said so far is what the model says, and nothing behind a stop id."""
-        assert said.token_ids == answer(said.prompt, said.seed, len(said.token_ids), said.penalized)
-        assert len(said.token_ids) <= said.max_tokens
-        assert not said.stop.intersection(said.token_ids[:-1])
+    def check_answer(self, record: SequenceRecord) -> None:
+        """The tokens so far are those of the model, and none stands behind a stop id."""
+        assert record.token_ids == answer(record.prompt, record.seed, len(record.token_ids), record.penalized)
+        assert len(record.token_ids) <= record.max_tokens
+        assert not record.stop.intersection(record.token_ids[:-1])
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -353,6 +353,6 @@ def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int]) -> Sampled:
     return Sampled(tuple(((logits.argmax(axis=1) + shifts) % VOCAB_SIZE).tolist()))
 
 
-def states(line: SchedulerLine) -> Seq[SequenceState]:
+def states(harness: SchedulerHarness) -> Seq[SequenceState]:
     """Where everybody is, oldest first."""
-    return [s.state for _, s in sorted(line.scheduler.sequences.items())]
+    return [s.state for _, s in sorted(harness.scheduler.sequences.items())]

@@ -1,10 +1,10 @@
 """The processes of `benchmarks.edge`: a decode worker that computes nothing, and the real gateway before it.
 
-    python -m benchmarks.edge_parts worker SOCKET_FOLDER REDIS_URL STREAMS STEP_S
-    python -m benchmarks.edge_parts gateway MODEL_FOLDER REDIS_URL
+    python -m benchmarks.edge_processes worker SOCKET_FOLDER REDIS_URL STREAMS STEP_S
+    python -m benchmarks.edge_processes gateway MODEL_FOLDER REDIS_URL
 
-The worker sends one batch of one token for each stream, every STEP_S seconds or as fast as it is taken, once STREAMS
-streams wait; when they have all ended it says in times.json when each token was sent.
+The worker begins once STREAMS streams wait. It sends a batch with one token for each stream every STEP_S seconds, or as
+fast as the gateway reads; when all streams have ended it writes the time of each token to times.json.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ MODEL = "toy"
 NAMESPACE, FINGERPRINT = "ab" * 32, "cd" * 32
 MAX_LEN = 2**20
 HEARTBEAT_TIMEOUT_MS = 600_000
-# What the streams say, over and over.
+# The text that all streams repeat.
 TEXT = byte_tokenizer().encode("the quick brown fox jumps over the lazy dog, ").ids
 
 
 class IdleKVNode(kvnode_pb2_grpc.KVNodeServicer):
-    """Grants every ticket."""
+    """A KV node without blocks: it grants every ticket."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
     async def OpenSession(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Until the gateway ends."""
+        """Grant an epoch and keep the session open until the gateway ends."""
         check_hello(request.hello)
         yield kvnode_pb2.SessionEvent(hello=hello_to_pb("kv-0"), epoch=next(self._numbers))
         await asyncio.Event().wait()
 
     async def OpenTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Nothing is known of any prompt."""
+        """Grant a ticket without any block of the prompt."""
         return kvnode_pb2.OpenTicketReply(ticket_id=next(self._numbers), pinned_blocks=0)
 
     async def ReleaseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Nothing was held."""
+        """Answer; a ticket holds nothing here."""
         return kvnode_pb2.ReleaseTicketReply()
 
 
-class Decode(decode_pb2_grpc.DecodeServicer):
-    """Steps all streams together. ``step_s`` is 0 for as fast as possible."""
+class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
+    """A decode worker that steps all streams together, every ``step_s`` seconds (0: at full speed)."""
 
     def __init__(self, streams: int, step_s: float, folder: pathlib.Path) -> None:
         self._wanted = streams
@@ -73,7 +73,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
         self._ready = asyncio.Event()
 
     async def Connect(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """One gateway's streams, round after round."""
+        """Serve one gateway's streams, round after round."""
         check_hello((await anext(commands)).hello)
         reader = asyncio.create_task(self._read(commands))
         try:
@@ -91,7 +91,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
         keys, count = list(streams), next(iter(streams.values())).max_tokens
         sent: list[float] = []
         begun = time.monotonic()
-        # Made once: the worker shares its core with the clients.
+        # The messages are made once, because the worker shares its core with the clients.
         batches = [batch_to_pb([DecodeDelta(key, (token,)) for key in keys]) for token in TEXT]
         last = batch_to_pb([DecodeDelta(key, (TEXT[0],), FinishReason.LENGTH) for key in keys])
         for step in range(count):
@@ -113,9 +113,9 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 
 
 async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s: float) -> None:
-    """Until it is killed."""
+    """Run the node and the decode worker until the process is killed."""
     registry = Registry(redis_url, HEARTBEAT_TIMEOUT_MS)
-    node, decode = IdleKVNode(), Decode(streams, step_s, folder)  # type: ignore[abstract]
+    node, decode = IdleKVNode(), ScriptedDecode(streams, step_s, folder)  # type: ignore[abstract]
     served: dict[str, Any] = {
         "model": MODEL,
         "fingerprint": FINGERPRINT,
@@ -123,7 +123,7 @@ async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s:
         "max_model_len_tokens": MAX_LEN,
     }
     kv, worker = f"unix:{folder}/kv.sock", f"unix:{folder}/decode.sock"
-    # Kept: a server that nobody holds is ended.
+    # The reference keeps the servers alive: gRPC ends a server that is collected.
     servers = [
         await rpc.start_server(
             kv, [("pillion.v1.KVNode", partial(kvnode_pb2_grpc.add_KVNodeServicer_to_server, node))]
@@ -141,7 +141,7 @@ async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s:
 
 
 async def run_gateway(folder: pathlib.Path, redis_url: str) -> None:
-    """Until it is killed. Its ports are in ports.json."""
+    """Run the gateway until the process is killed; its addresses are in ports.json."""
     prepared = PreparedModel(
         folder=write_tokenizer(folder / "model", byte_tokenizer()),
         name=MODEL,
@@ -152,7 +152,7 @@ async def run_gateway(folder: pathlib.Path, redis_url: str) -> None:
         eos_token_ids=(257,),
         bos_token_id=None,
     )
-    # The worker says only once that it is there.
+    # The worker registers only once, without heartbeats.
     flags = GatewayFlags(
         redis_url=redis_url,
         heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
@@ -171,7 +171,7 @@ async def run_gateway(folder: pathlib.Path, redis_url: str) -> None:
 
 
 def main() -> None:
-    """One process, on the core that EDGE_CORE names."""
+    """Run one of the processes on the core that EDGE_CORE names."""
     os.sched_setaffinity(0, {int(os.environ["EDGE_CORE"])})
     role, folder, redis_url, *rest = sys.argv[1:]
     if role == "worker":
