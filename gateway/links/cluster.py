@@ -39,9 +39,7 @@ MIN_SPARE_SLOTS = 16
 
 
 class ComponentDirectory(Protocol):
-    """Who lives: :class:`pillion.kvstore.index.index.Registry`, or the list of a process that holds all parts
-    itself.
-    """
+    """The records of live components: the registry, or the list of a process that holds all components itself."""
 
     async def components(self) -> list[ComponentRecord]:
         """Records of all live components. Raises Unavailable."""
@@ -51,9 +49,7 @@ class ComponentDirectory(Protocol):
 
 
 class Prefixes(Protocol):
-    """What nodes probably have: :class:`pillion.kvstore.index.index.Index`, or nothing where one node's own word is
-    enough (I3).
-    """
+    """What nodes probably have: the prefix index, or nothing where one node's own answer is enough (I3)."""
 
     available: bool
 

@@ -183,7 +183,7 @@ async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
 
 
 def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecord]:
-    """What the heartheartbeats of both would say."""
+    """The records that both components' heartbeats would write to a registry."""
     worker = component.worker
     prepared = worker.model.prepared
     return (

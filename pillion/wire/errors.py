@@ -71,7 +71,7 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
 
 
 def as_pillion_error(error: Exception, method: str) -> PillionError:
-    """What the caller of ``method`` is to get for anything that its handler raised. A defect is logged, not shown."""
+    """The error that the caller of ``method`` gets for what its handler raised. A defect is logged, not shown."""
     if isinstance(error, PillionError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):

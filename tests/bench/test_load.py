@@ -129,7 +129,7 @@ def test_a_load_that_cannot_be_is_refused(fields, complaint):
         make_sessions(LoadConfig(**fields))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=2, max_size=2),
     st.integers(1, 2500),

@@ -62,7 +62,7 @@ async def ask(client: AsyncClient, prompt: str = "hello", **options: Any) -> str
 
 
 def running_with(file: str, **flags: Any) -> Any:
-    """``running_line`` waits for a model, which needs a key."""
+    """``running_fake_cluster`` waits for a model, which needs a key."""
     os.environ["PILLION_API_KEY"] = KEYS["friend"]
     return running_fake_cluster("abc", api_keys=file, **flags)
 

@@ -1,4 +1,4 @@
-"""The gateway as a part: what it imports, and how it refuses to start."""
+"""The gateway as a component: what it imports, and how it refuses to start."""
 
 from __future__ import annotations
 
