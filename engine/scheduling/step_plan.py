@@ -148,7 +148,7 @@ class Outcome:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do and nothing to report."""
-        return not (self.updates or self.chunks or self.has_orders)
+        return not (self.updates or self.chunks or self.preemptions or self.has_orders)
 
     @property
     def has_orders(self) -> bool:

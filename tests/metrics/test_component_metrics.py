@@ -72,6 +72,8 @@ class MeteredLine(SchedulerHarness):
     prompts=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12), st.booleans()), min_size=1, max_size=6),
 )
 @example(budget=16, wrong=0, slots=14, prompts=[(9, 24, False)] * 3)
+# The outcome of a step had nothing but a preemption.
+@example(budget=15, wrong=0, slots=18, prompts=[(16, 1, False), (24, 1, False), (20, 6, False), (1, 1, False)])
 def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: list[tuple[int, int, bool]]) -> None:
     line = MeteredLine(budget, wrong, slots)
     for seed, (length, count, is_span) in enumerate(prompts):
