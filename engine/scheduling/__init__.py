@@ -1,4 +1,4 @@
-"""Which tokens run in the next step, and which sequence owns which slot; sans-IO (I9).
+"""Which tokens run in the next step, and which sequence owns which slot.
 
 Open first: scheduler.py, the one class that the step loop calls.
 
@@ -13,5 +13,6 @@ Open first: scheduler.py, the one class that the step loop calls.
     forks.py          further answers to one prompt
     drafts.py         speculative decoding: guesses and how they are scheduled
 
-No asyncio, no RPC, no device: pillion.engine.worker has the first two, pillion.engine.backends the third.
+Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the
+device.
 """

@@ -1,4 +1,4 @@
-"""Tenants: what each may use, and how its cache is kept apart.
+"""Tenants: what each may use, and how its cache is kept apart. Sans-IO (I9).
 
 API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in the queue
 no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself

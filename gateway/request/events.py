@@ -1,6 +1,7 @@
 """The events and actions of :mod:`pillion.gateway.request.request_machine`.
 
-An event's name is a noun and what happened to it (TicketGranted), an action's begins with a verb (OpenTicket).
+An event's name is a noun and what happened to it (TicketGranted), an action's begins with a verb (OpenTicket). Both are
+plain values: sans-IO (I9).
 TokensSampled and Emit are made for every token and are named tuples, which Python creates faster than dataclasses.
 """
 

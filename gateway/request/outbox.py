@@ -1,4 +1,4 @@
-"""Deltas that the reader has not taken yet, merged into one for each answer. ``max_tokens`` bounds them.
+"""Deltas that the reader has not taken yet, merged into one for each answer. ``max_tokens`` bounds them. Sans-IO (I9).
 
     add, add --> finish --> (the other answers' finish) --> end        fail, any time: what is pending, then the error
 

@@ -1,4 +1,4 @@
-"""When requests arrive: a renewal process with gamma distributed gaps, as in `vllm bench serve`.
+"""When requests arrive: a renewal process with gamma distributed gaps, as in `vllm bench serve`. Sans-IO.
 
 burstiness    inf   every gap is the same (constant)
               1     exponential gaps (Poisson)

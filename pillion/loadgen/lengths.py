@@ -1,4 +1,4 @@
-"""How long prompts and answers are: `256`, `uniform:16,512` or `lognormal:200,0.8,4096`."""
+"""How long prompts and answers are: `256`, `uniform:16,512` or `lognormal:200,0.8,4096`. Sans-IO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes sessions from a config: arrival times and prompts. Everything follows from the seed.
+"""Makes sessions from a config: arrival times and prompts. Everything follows from the seed; sans-IO.
 
 random   one request a session: token ids, no two prompts alike
 trace    one request a session: a row of a recorded trace

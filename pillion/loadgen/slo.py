@@ -1,4 +1,4 @@
-"""Service level objectives, and goodput: the requests that met all of them.
+"""Service level objectives, and goodput: the requests that met all of them. Sans-IO.
 
     ttft=1.0+0.002*n,itl_p99=0.1,e2e=30+0.1*m
 

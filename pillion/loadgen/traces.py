@@ -1,4 +1,4 @@
-"""Recorded traffic: times and lengths, and which prompts begin alike. No trace has the text.
+"""Recorded traffic: times and lengths, and which prompts begin alike. No trace has the text. Sans-IO.
 
     mooncake   JSON lines: timestamp (ms), input_length, output_length, hash_ids      Qin et al., FAST 2025
     burstgpt   CSV: Timestamp (s), Request tokens, Response tokens                    Wang et al., 2024

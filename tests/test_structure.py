@@ -1,0 +1,206 @@
+"""The structure is executable: no import circle, no name twice, a map in every package, pages whose names are there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels")
+ALL = (*PRODUCT, "benchmarks", "testbed", "tests")
+# Folders at the root that are imported as pillion.NAME: by their own name they would be a second copy.
+LINKED = PRODUCT[1:]
+IO_MODULES = {"asyncio", "grpc", "redis", "socket", "threading", "time", "subprocess", "torch", "queue"}
+
+
+@cache
+def modules(*folders: str) -> dict[str, pathlib.Path]:
+    """Every module of the folders by its dotted name; generated stubs are left out."""
+    found = {}
+    for folder in folders:
+        for place, inner, files in os.walk(ROOT / folder):
+            inner[:] = sorted(name for name in inner if name != "v1" and not os.path.islink(os.path.join(place, name)))
+            for file in files:
+                if file.endswith(".py"):
+                    path = pathlib.Path(place, file)
+                    parts = path.relative_to(ROOT).with_suffix("").parts
+                    parts = parts[:-1] if parts[-1] == "__init__" else parts
+                    found[".".join(("pillion", *parts) if folder in LINKED else parts)] = path
+    return found
+
+
+@cache
+def tree_of(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(path: pathlib.Path, known: Iterable[str]) -> Iterator[str]:
+    """The modules of ``known`` that a module imports anywhere in it: at the top, in functions, for types alone."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            at = stack.index(module)
+            circle = stack[at:]
+            del stack[at:]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_no_import_circle() -> None:
+    """Type-only and lazy imports count: a reader meets them like any other."""
+    known = modules(*PRODUCT, "benchmarks", "testbed")
+    graph = {
+        name: {other for other in imported(path, known) if other in known and other != name}
+        for name, path in known.items()
+    }
+    assert circles(graph) == []
+
+
+def test_no_class_name_twice() -> None:
+    places = defaultdict(set)
+    for path in modules(*ALL).values():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(path.relative_to(ROOT).as_posix())
+    assert {name: sorted(files) for name, files in places.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_folder_is_imported_by_one_name(name: str) -> None:
+    assert os.readlink(ROOT / "pillion" / name) == f"../{name}"
+    pattern = re.compile(rf"^\s*(from|import) {name}\b", re.MULTILINE)
+    assert [str(path) for path in modules(*ALL).values() if pattern.search(path.read_text())] == []
+
+
+def packages() -> list[pathlib.Path]:
+    return [path for path in modules(*PRODUCT, "testbed").values() if path.name == "__init__.py"]
+
+
+@pytest.mark.parametrize("path", packages(), ids=lambda path: path.parent.relative_to(ROOT).as_posix())
+def test_a_package_has_a_map(path: pathlib.Path) -> None:
+    """Its docstring names every module and folder in it."""
+    text = ast.get_docstring(tree_of(path)) or ""
+    inside = {p.stem for p in path.parent.glob("*.py") if not p.stem.startswith("_")}
+    inside |= {p.name for p in path.parent.iterdir() if (p / "__init__.py").exists()}
+    assert [name for name in sorted(inside) if not re.search(rf"\b{name}\b", text)] == []
+
+
+def sans_io() -> list[pathlib.Path]:
+    """Modules whose docstring says that they are sans-IO or cites I9, and all of a package that says it of itself."""
+
+    def says(path: pathlib.Path, pattern: str) -> bool:
+        return re.search(pattern, ast.get_docstring(tree_of(path)) or "", re.IGNORECASE) is not None
+
+    return [
+        path
+        for path in modules(*PRODUCT).values()
+        if path.name != "__init__.py"
+        and (says(path, r"sans-io|\(I9\)") or says(path.parent / "__init__.py", r"everything here is sans-io"))
+    ]
+
+
+@pytest.mark.parametrize("path", sans_io(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_decisions_are_sans_io(path: pathlib.Path) -> None:
+    """They see events and a clock that is handed to them (I9)."""
+    names = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    assert not names & IO_MODULES
+
+
+def test_what_decides_says_that_it_is_sans_io() -> None:
+    found = {path.stem for path in sans_io()}
+    assert found >= {
+        "scheduler",
+        "sequence",
+        "step_cost",
+        "planner",
+        "request_machine",
+        "choices",
+        "fairness",
+        "quotas",
+        "ledger",
+        "eviction",
+        "restarts",
+    }
+    assert len(found) >= 40
+
+
+def cited() -> list[tuple[str, str]]:
+    """``file.py:name`` of the walkthrough."""
+    text = (ROOT / "docs" / "walkthrough.md").read_text()
+    return re.findall(r"`([a-z_/]+\.py):([A-Za-z_.]+)`", text)
+
+
+def test_the_walkthrough_cites_code() -> None:
+    assert len(cited()) >= 20
+
+
+@pytest.mark.parametrize(("file", "name"), cited())
+def test_what_the_walkthrough_names_is_there(file: str, name: str) -> None:
+    body: list[ast.stmt] = tree_of(ROOT / file).body
+    for part in name.split("."):
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
+        ]
+        assert found, f"{file} has no {name}"
+        body = found[0].body
+
+
+def test_pages_cite_files_that_are_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    known = tuple(f"{name}/" for name in (*PRODUCT, "benchmarks", "testbed", "tests", "docs", "deploy", "examples"))
+    missing = []
+    for page in pages:
+        text = page.read_text()
+        for place in re.findall(r"`([a-z0-9_./-]+\.(?:py|md|json|lua|proto|toml))`", text):
+            if place.startswith(known) and not (ROOT / place).exists():
+                missing.append((page.name, place))
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            if not (page.parent / link).exists():
+                missing.append((page.name, link))
+    assert missing == []
