@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--requests", type=int, default=18)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="of the worker; 0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the worker; 0: all cores")
     args = parser.parse_args()
     rows = measure(args)
     show(rows)

@@ -2,8 +2,8 @@
 
 Rounds alternate between bfloat16 weights, int8 weights and torch, so that a drift of the machine's speed meets all of
 them; a figure is the median of its rounds' medians, with the least and the greatest one. The limits are measured in the
-same rounds: attention's is a kernel that reads the same bytes in the same pieces and order, and a step's weights are
-set against the rate at which all threads read them, a chunk's products against what registers alone allow.
+same rounds: for attention a kernel that reads the same bytes in the same pieces and order, for a single stream's step
+the rate at which all threads read its weights, and for a chunk the rate of products in registers.
 """
 
 from __future__ import annotations

@@ -195,7 +195,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
     parser.add_argument("--vllm-model", type=pathlib.Path, help="another folder than the one that Pillion serves")
     parser.add_argument(
-        "--llama-python", default=environ("PILLION_LLAMA_PYTHON"), metavar="PATH", help="has llama-cpp-python"
+        "--llama-python",
+        default=environ("PILLION_LLAMA_PYTHON"),
+        metavar="PATH",
+        help="a Python that has llama-cpp-python",
     )
     parser.add_argument("--gguf", type=pathlib.Path, help="another file than the demo model's")
     parser.add_argument("--only", nargs="+", metavar="SYSTEM", help="names of the systems to measure")

@@ -1,4 +1,4 @@
-"""Batches and timers for measuring steps of a CPU backend without any service around it."""
+"""Batches and timers that measure steps of a CPU backend without any service around it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pillion.kernels.cpu.runtime.program import Operation, aligned_bytes
 BLOCK_SIZE = 16
 SLOTS = 1280
 PAGE_BYTES = 4096
-# Of bfloat16: all of the pool is this small number, so that nothing is denormal and nothing overflows.
+# The bfloat16 number that fills the pool, at which nothing is denormal and nothing overflows.
 FILLED_WITH = 0x3C00
 SINK_THREADS = 256
 PEAK_ROUNDS = 1_000_000
 
 
 class CpuStepBench:
-    """A backend over a filled pool whose blocks are dealt out in a scrambled order."""
+    """A backend over a filled pool, whose sequences get blocks in a random order."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -43,7 +43,7 @@ class CpuStepBench:
         self._order = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
 
     def decode(self, batch: int, context: int) -> StepBatch:
-        """``batch`` streams, each at its token number ``context``; all logits are wanted."""
+        """Return a step of ``batch`` streams, each at its token number ``context``, with all logits."""
         blocks = -(-context // BLOCK_SIZE)
         tables = self._order[np.arange(batch * blocks) % SLOTS].reshape(batch, blocks)
         return StepBatch(
@@ -56,7 +56,7 @@ class CpuStepBench:
         )
 
     def chunk(self, tokens: int, prefix: int, sample: bool = False) -> StepBatch:
-        """A chunk of a prompt behind ``prefix`` tokens."""
+        """Return a step with a chunk of a prompt behind ``prefix`` tokens."""
         blocks = -(-(tokens + prefix) // BLOCK_SIZE)
         return StepBatch(
             token_ids=np.full(tokens, 5, np.int32),
@@ -68,7 +68,7 @@ class CpuStepBench:
         )
 
     def seconds(self, batch: StepBatch, repeats: int) -> list[float]:
-        """Of ``repeats`` steps, after one that nobody times."""
+        """Return the seconds of each of ``repeats`` steps, after an untimed one."""
         self.backend.forward(batch)
         found = []
         for _ in range(repeats):
@@ -81,7 +81,7 @@ class CpuStepBench:
 def kernels_bench(
     prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none"
 ) -> CpuStepBench:
-    """Of the CPU kernels. Raises ConfigError where this processor has none."""
+    """Return a bench of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
@@ -93,7 +93,7 @@ def kernels_bench(
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
-    """Operations and bytes a second at most: products in registers, and a read of the packed weights."""
+    """Measure the most operations and bytes a second: products in registers, and a read of the packed weights."""
     sink = np.ones(16 * SINK_THREADS, np.float32)
     dots = PeakDots(backend.model.layout.dtype == "bfloat16")
     multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
@@ -104,7 +104,7 @@ def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
 
 
 def fastest(call: Callable[[], None], repeats: int) -> float:
-    """Seconds of the quickest of some runs, after one that nobody times."""
+    """Return the seconds of the quickest of ``repeats`` runs, after an untimed one."""
     call()
     best = float("inf")
     for _ in range(repeats):
@@ -115,9 +115,9 @@ def fastest(call: Callable[[], None], repeats: int) -> float:
 
 
 def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Attention of all layers over the last step, and the streaming read of what it reads."""
+    """Return calls of all layers' attention over the last step, and of a streaming read of the same bytes."""
     operations = [each for each in backend.model.plan.operations if isinstance(each.spec, Attention | AttentionMerge)]
-    # The last layer's attention waits for a sampled row, as the others do not: here all of them run.
+    # In a step the last layer's attention runs for sampled rows only; here it runs like the others.
     attend = [replace(each, when="" if isinstance(each.spec, Attention) else each.when) for each in operations]
     stream = AttentionRead(attention_shape(backend.model.config, backend.model.layout))
     sink = aligned_bytes(64 * SINK_THREADS)
@@ -130,6 +130,6 @@ def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[
 
 
 def torch_bench(prepared: PreparedModel, threads: int) -> CpuStepBench:
-    """Of torch with packed oneDNN weights: the second-best path."""
+    """Return a bench of torch with packed oneDNN weights, the second-best path."""
     torch.set_num_threads(threads)
     return CpuStepBench(TorchBackend(prepared, BLOCK_SIZE, threads))

@@ -239,9 +239,9 @@ def main() -> None:
     """Measure, print, write results/edge.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens of each stream, as fast as it goes")
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens of each stream at full speed")
     parser.add_argument("--rate", type=int, default=1000, help="tokens/s over all streams, for latencies")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each latency run")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of each latency run")
     parser.add_argument("--only", choices=("sse", "grpc"), help="one of the two protocols")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()

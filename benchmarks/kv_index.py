@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--lookups", type=int, default=3000)
-    parser.add_argument("--cluster-blocks", type=int, default=131_072, help="0: no Cluster")
+    parser.add_argument("--cluster-blocks", type=int, default=131_072, help="blocks in a Redis Cluster; 0: no Cluster")
     args = parser.parse_args()
     result: dict[str, Any] = {"segment_blocks": SEGMENT_BLOCKS, "prompt_tokens": PROMPT_TOKENS}
     result["hashing_ms"] = hashing(200)
@@ -247,17 +247,17 @@ def show(result: dict[str, Any]) -> None:
     for name, row in rows.items():
         times.add_row(name, *(f"{row[mark]:.3f}" for mark in ("min", "p50", "p99")))
     show_table(times)
-    books = Table(
+    announcements = Table(
         "index", "blocks", "bytes per block", "announced per s", "server us: look-up", "announcement", "sweep"
     )
     server = [f"{one[name]:.0f}" for name in ("hit_server_us", "announce_server_us", "sweep_server_us")]
     rate = f"{one['announced_blocks_per_s']:,}"
-    books.add_row("prompts of their own", f"{one['blocks']:,}", str(one["bytes_per_block"]), rate, *server)
+    announcements.add_row("prompts of their own", f"{one['blocks']:,}", str(one["bytes_per_block"]), rate, *server)
     shared = result["one_beginning"]
-    books.add_row("one system prompt", f"{shared['blocks']:,}", str(shared["bytes_per_block"]))
+    announcements.add_row("one system prompt", f"{shared['blocks']:,}", str(shared["bytes_per_block"]))
     if other:
-        books.add_row("Cluster of 3", f"{other['blocks']:,}", "", f"{other['announced_blocks_per_s']:,}")
-    show_table(books)
+        announcements.add_row("Cluster of 3", f"{other['blocks']:,}", "", f"{other['announced_blocks_per_s']:,}")
+    show_table(announcements)
 
 
 if __name__ == "__main__":

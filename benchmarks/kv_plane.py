@@ -153,9 +153,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-kib", type=int, default=256)
     parser.add_argument("--pool-mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=7, help="at least")
+    parser.add_argument("--rounds", type=int, default=7, help="fewest rounds of a size")
     parser.add_argument("--most-rounds", type=int, default=200)
-    parser.add_argument("--round-mib", type=int, default=512, help="of one size and way, in all")
+    parser.add_argument(
+        "--round-mib",
+        type=int,
+        default=512,
+        help="MiB of one size and way over all rounds, within the bounds of rounds",
+    )
     args = parser.parse_args()
     rows = asyncio.run(measure(args))
     show(rows)

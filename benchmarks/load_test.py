@@ -161,7 +161,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     """Start the cluster, load it, write results/load_test.json; 1 where anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, for each stage")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of the arrivals of each stage")
     parser.add_argument("--quiet", action="store_true", help="no tables")
     add_flags(parser)
     args = parser.parse_args()

@@ -52,12 +52,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--window", type=int, default=1024, help="of the windowed variant, in the first dtype")
+    parser.add_argument(
+        "--window", type=int, default=1024, help="attention window of the windowed variant, in the first dtype"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="memory", help="of the result; only 'memory' draws the picture")
+    parser.add_argument("--name", default="memory", help="name of the result; only 'memory' draws the charts")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.point:

@@ -108,9 +108,9 @@ class Watch:
             # The pool is shared memory that all processes map, and it may fill.
             self._add("memory MiB", role, (memory.rss - getattr(memory, "shared", 0)) / 2**20)
             self._add("open files", role, component.num_fds())
-        books = await self._node.status()
-        self._add("held blocks", "kvnode", books.total_blocks - books.free_blocks - books.committed_blocks)
-        self._add("tickets", "kvnode", books.tickets + books.waiting_tickets)
+        status = await self._node.status()
+        self._add("held blocks", "kvnode", status.total_blocks - status.free_blocks - status.committed_blocks)
+        self._add("tickets", "kvnode", status.tickets + status.waiting_tickets)
         self._add("redis keys", "redis-server", await self._redis.dbsize())
 
     def _add(self, kind: str, component: str, value: float) -> None:

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--target-itl-ms", type=float, default=100.0, help="of the decode workers")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--flags", nargs="*", default=[], help="more flags of pillion serve, for all policies")
-    parser.add_argument("--reasons", action="store_true", help="print why each request went where it went")
+    parser.add_argument("--reasons", action="store_true", help="print the planner's reason for each request")
     add_load_flags(parser)
     parser.set_defaults(seconds=35.0)
     args = parser.parse_args()

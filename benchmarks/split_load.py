@@ -47,14 +47,21 @@ class ClientRecord:
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the load and its targets, which measurement and simulation share."""
-    parser.add_argument("--seconds", type=float, default=45.0, help="of arrivals, for each rate")
-    parser.add_argument("--long-share", type=float, default=0.2, help="of the requests that have a long prompt")
+    parser.add_argument("--seconds", type=float, default=45.0, help="length of the arrivals of each rate")
+    parser.add_argument("--long-share", type=float, default=0.2, help="share of requests with a long prompt")
     parser.add_argument("--long-tokens", type=int, default=2000)
     parser.add_argument("--short-tokens", type=int, nargs=2, default=[30, 200])
     parser.add_argument("--answer-tokens", type=int, nargs=2, default=[32, 96])
-    parser.add_argument("--ttft-ms", type=float, default=1000.0, help="target, and for each prompt token:")
+    parser.add_argument(
+        "--ttft-ms",
+        type=float,
+        default=1000.0,
+        help="target of the time to the first token, plus --ttft-token-ms for each prompt token",
+    )
     parser.add_argument("--ttft-token-ms", type=float, default=2.0)
-    parser.add_argument("--itl-ms", type=float, default=120.0, help="target of a request's own 99th percentile")
+    parser.add_argument(
+        "--itl-ms", type=float, default=120.0, help="target of the 99th percentile of a request's gaps between tokens"
+    )
     parser.add_argument("--seed", type=int, default=1)
 
 

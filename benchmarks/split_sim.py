@@ -123,8 +123,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rates-per-worker", type=float, nargs="+", default=[0.35, 0.5, 0.7, 0.9])
-    parser.add_argument("--seeds", type=int, default=5, help="as many, from --seed on")
-    parser.add_argument("--prefill-share", type=float, default=0.5, help="of the workers, but when co-located")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from --seed on")
+    parser.add_argument(
+        "--prefill-share", type=float, default=0.5, help="share of the workers that prefill, except for co-located"
+    )
     parser.add_argument("--target-itl-ms", type=float, default=100.0)
     add_load_flags(parser)
     args = parser.parse_args()

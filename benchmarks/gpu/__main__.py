@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
-    parser.add_argument("--time-s", type=float, default=0.0, help="of all sections together; 0: what they need")
+    parser.add_argument("--time-s", type=float, default=0.0, help="time of all sections together; 0: no limit")
     parser.add_argument("--out", type=Path, help=f"folder; default: {RESULTS.relative_to(ROOT)}, smoke runs: none")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, on the CPU")
     args = parser.parse_args()

@@ -25,7 +25,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
     parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")
-    parser.add_argument("--time-s", type=float, default=math.inf, help="no candidate is begun behind it")
+    parser.add_argument("--time-s", type=float, default=math.inf, help="no candidate begins after this time")
     parser.add_argument("--smoke", action="store_true", help="two candidates each, on the CPU")
     return parser.parse_args()
 

@@ -73,29 +73,31 @@ def _service() -> Dashboard:
         latency(
             "Time to first token",
             "gen_ai_server_time_to_first_token_seconds",
-            "Waiting, computing the prompt, one step. Rises first when prefill is short.",
+            "Queue time, computing the prompt, and one step. It rises first when prefill workers are too few.",
         ),
         latency(
             "Inter-token latency",
             "pillion_inter_token_latency_seconds",
-            "What a reader of a stream feels. Rises with decodes per worker and with the token budget.",
+            "The pauses that a reader of a stream notices. It rises with decodes per worker and with the token budget.",
         ),
         latency(
             "Time per output token",
             "gen_ai_server_time_per_output_token_seconds",
-            "An answer's mean after its first token: a pause in a long answer hardly shows.",
+            "An answer's mean after its first token; a pause in a long answer hardly changes it.",
         ),
-        latency("Whole request", "gen_ai_server_request_duration_seconds", "From arrival to end, failed ones too."),
+        latency(
+            "Whole request", "gen_ai_server_request_duration_seconds", "From arrival to end, failed requests included."
+        ),
         latency(
             "Queue time",
             "pillion_request_queue_time_seconds",
-            "In the tenants' line, for KV memory, in the decode worker's line.",
+            "Time in the gateway's tenant queue, waiting for KV memory, and in the decode worker's queue.",
         ),
         Panel(
             "Requests now",
             "short",
             (Query("sum by (state) (pillion_requests_now)", "{{state}}"),),
-            "Waiting ones are in the gateways' lines between tenants.",
+            "Waiting requests are in the gateways' tenant queues.",
             stacked=True,
         ),
     )
@@ -107,29 +109,29 @@ def _service() -> Dashboard:
                 Query(f"sum({rate(sources, MODEL)})", "in"),
                 Query(f"sum({rate('pillion_generated_tokens_total', MODEL)})", "out"),
             ),
-            "Prompts' tokens are counted at a request's end, cached ones too; generated ones as they come.",
+            "Prompt tokens, cached ones included, are counted at a request's end; generated tokens as they come.",
         ),
         Panel(
             "Requests by outcome",
             "reqps",
             (Query(rate_by("pillion_requests_total", "outcome", MODEL), "{{outcome}}"),),
-            "stop, length and cancelled are well; everything else is an error's name.",
+            "stop, length and cancelled are normal; every other outcome is an error's name.",
             stacked=True,
         ),
         Panel(
             "Refusals by reason",
             "reqps",
             (Query(rate_by("pillion_rejected_requests_total", "reason"), "{{reason}}"),),
-            "At the edge. Overloaded names the bound or quota that was met.",
+            "Requests that the gateway refused, by the bound or quota that they met.",
             stacked=True,
         ),
     )
-    line = (
+    prompts = (
         Panel(
             "Prompt tokens by source",
             "percentunit",
             (Query(share, "{{source}}"),),
-            "pool, fetched and restored are hits; prefill and prompt tail were computed.",
+            "pool, fetched and restored are cache hits; prefill and tail tokens were computed.",
             stacked=True,
             maximum=1,
         ),
@@ -137,23 +139,23 @@ def _service() -> Dashboard:
             "Split fraction",
             "percentunit",
             (Query(mean("pillion_request_split_fraction", MODEL), "mean"),),
-            "Of the tokens that had to be computed: the share that prefill workers did. The rest rode with decodes.",
+            "The share of computed prompt tokens that prefill workers computed; decode workers computed the rest.",
             maximum=1,
         ),
         Panel(
             "Replays",
             "ops",
             (Query(rate_by("pillion_replays_total", "gen_ai_request_model", MODEL), "{{gen_ai_request_model}}"),),
-            "Answers that went on elsewhere after a component was lost.",
+            "Answers that continued on another worker after a component was lost.",
         ),
     )
     models = "label_values(pillion_inter_token_latency_seconds_count, gen_ai_request_model)"
     return Dashboard(
         "pillion-service",
         "Pillion: service",
-        "What clients get.",
+        "Latency, traffic and errors as clients see them.",
         (Variable("model", "Model", models),),
-        (("Latency", latencies), ("Traffic", traffic), ("The line", line)),
+        (("Latency", latencies), ("Traffic", traffic), ("Prompts and the split", prompts)),
     )
 
 
@@ -166,13 +168,13 @@ def _engine() -> Dashboard:
         latency_by_component(
             "Step duration",
             "pillion_step_duration_seconds",
-            "Forward pass and sampling. A decode worker's step is the inter-token latency of everybody in it.",
+            "Forward pass and sampling. A decode worker's step is the inter-token latency of all its sequences.",
         ),
         Panel(
             "Step budget by use",
             "percentunit",
             (Query(f"{budget} / ignoring (use) group_left () sum({by_use})", "{{use}}"),),
-            "Decodes go first, prompt tails fill what is left. Much idle beside a long queue: no memory or seats.",
+            "Decodes go first, prompt tails fill the rest. Much idle beside a long queue: memory or slots are short.",
             stacked=True,
             maximum=1,
         ),
@@ -180,57 +182,60 @@ def _engine() -> Dashboard:
             "Tokens by use",
             TOKENS_PER_S,
             (Query(f"sum by (use) ({worked} {OWNER})", "{{use}}"),),
-            "The same without what stayed free, which is much where a prefill worker has little to do.",
+            "Tokens by use without the idle budget, which is large where a prefill worker has little to do.",
             stacked=True,
         ),
         Panel(
             "Steps",
             "ops",
             (Query(rate_by_component("pillion_steps_total", "component", "outcome"), "{{component}} {{outcome}}"),),
-            "failed: the backend raised. Its streams are replayed elsewhere.",
+            "failed: the backend raised, and the step's streams are replayed elsewhere.",
         ),
         Panel(
-            "Accepted guesses",
+            "Accepted speculative tokens",
             "percentunit",
             (Query(share, "{{component}}"),),
-            "Of the guessed tokens. Below a tenth, --num-speculative-tokens costs more than it brings.",
+            "Share of speculative tokens. Below a tenth, --num-speculative-tokens costs more than it gains.",
             maximum=1,
         ),
         Panel(
             "Preemptions",
             "ops",
             (Query(rate_by_component("pillion_preemptions_total"), "{{component}}"),),
-            "Streams that gave up their memory for a while: the pool is too small for what is let in.",
+            "Streams that gave up their memory for a while: the pool is too small for the admitted requests.",
         ),
     )
     states = f"sum by (component, state) (pillion_sequences {OWNER})"
-    lines = (
+    queues = (
         Panel(
             "Sequences",
             "short",
             (Query(states, "{{component}} {{state}}"),),
-            "running holds decoding; the difference is prompts under way. waiting have no seat.",
+            "running includes decoding; the difference is prompts in progress. waiting sequences have no slot.",
         ),
         Panel(
-            "Free seats", "short", (Query(by_component("pillion_free_seats"), "{{component}}"),), "0 long: add workers."
+            "Free slots",
+            "short",
+            (Query(by_component("pillion_free_seats"), "{{component}}"),),
+            "Slots for running sequences. A long time at 0: add workers.",
         ),
         Panel(
             "Queued prompt tokens",
             "short",
             (Query(by_component("pillion_queued_tokens"), "{{component}}"),),
-            "Yet to be computed. What prefill workers are scaled by.",
+            "Prompt tokens that are still to be computed. Autoscalers of prefill workers use them.",
         ),
     )
     return Dashboard(
         "pillion-engine",
         "Pillion: engine",
-        "What prefill and decode workers do, and what all but KV nodes use of their machines.",
+        "Steps and queues of prefill and decode workers, and processor and memory of all components but KV nodes.",
         (
             Variable(
                 "component", "Component", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, component)'
             ),
         ),
-        (("Steps", steps), ("Lines", lines), ("Processes", _processes())),
+        (("Steps", steps), ("Queues", queues), ("Processes", _processes())),
     )
 
 
@@ -241,14 +246,14 @@ def _processes() -> tuple[Panel, ...]:
             "Memory",
             "bytes",
             (Query(by_component("process_resident_memory_bytes"), "{{component}}"),),
-            "Resident. The KV pool's pages are shared: each process that has touched one shows it.",
+            "Resident memory. The KV pool's pages are shared and count in each process that has touched them.",
         ),
         Panel("Processor", "short", (Query(cpu, "{{component}}"),), "Cores in use."),
         Panel(
             "Open files",
             "short",
             (Query(by_component("process_open_fds"), "{{component}}"),),
-            "Connections are files too.",
+            "Open files, connections included.",
         ),
     )
 
@@ -261,29 +266,29 @@ def _kv() -> Dashboard:
             "Blocks by state",
             "short",
             (Query(state_of, "{{state}}"),),
-            "They add up to the pool. committed ones are the cache, and go when memory is wanted.",
+            "The states add up to the pool. committed blocks are the prefix cache, evicted when memory is needed.",
             stacked=True,
         ),
         Panel(
             "Usage",
             "percentunit",
             (Query(by_component("pillion_kv_usage_ratio"), "{{component}}"),),
-            "What a new prompt cannot have. At 1 requests wait for tickets.",
+            "The share of the pool that a new prompt cannot get. At 1 requests wait for tickets.",
             maximum=1,
         ),
         Panel(
             "Held blocks",
             "short",
             (Query(f"sum by (component, state) (pillion_kv_held_blocks {OWNER})", "{{component}} {{state}}"),),
-            "Committed blocks that are pinned, and slots that are promised.",
+            "Committed blocks that are pinned, and slots that are reserved.",
         ),
         Panel(
             "Tickets",
             "short",
             (Query(f"sum by (component, state) (pillion_kv_tickets {OWNER})", "{{component}} {{state}}"),),
-            "waiting: for memory.",
+            "waiting tickets wait for memory.",
         ),
-        latency_by_component("Ticket wait", "pillion_kv_ticket_wait_seconds", "From asking to having."),
+        latency_by_component("Ticket wait", "pillion_kv_ticket_wait_seconds", "From a ticket's request to its grant."),
         Panel(
             "Committed and evicted",
             "suffix: blocks/s",
@@ -291,7 +296,7 @@ def _kv() -> Dashboard:
                 Query(rate_by_component("pillion_kv_committed_blocks_total"), "committed {{component}}"),
                 Query(rate_by_component("pillion_kv_evicted_blocks_total"), "evicted {{component}}"),
             ),
-            "Evicted as fast as committed, with few hits: what comes again is gone by then.",
+            "Evictions as fast as commits with few hits: prefixes are evicted before they are used again.",
         ),
     )
     moves = (
@@ -299,27 +304,29 @@ def _kv() -> Dashboard:
             "Moved blocks",
             "suffix: blocks/s",
             (Query(rate_by_component("pillion_kv_moved_blocks_total", "component", "way"), "{{component}} {{way}}"),),
-            "fetched and served between nodes; restored and spilled between pool and disk.",
+            "fetched and served: between nodes; restored and spilled: between pool and disk.",
         ),
         Panel(
             "Fetched bytes",
             "Bps",
             (Query(rate_by_component("pillion_kv_fetched_bytes_total", "source"), "{{source}}"),),
-            "From other nodes, and from disk.",
+            "Bytes from other nodes, and from disk.",
             stacked=True,
         ),
-        latency_by_component("Fetch time", "pillion_kv_fetch_time_seconds", "Of a fetch, whatever it brought."),
+        latency_by_component(
+            "Fetch time", "pillion_kv_fetch_time_seconds", "Duration of all fetches, complete or not."
+        ),
         Panel(
             "Short fetches",
             "ops",
             (Query(rate_by_component("pillion_kv_short_fetches_total"), "{{component}}"),),
-            "Brought less than was asked: the rest is computed again. Some are normal, the index is a hint.",
+            "Fetches of less than requested; the rest is computed again. Some are normal, since the index is a hint.",
         ),
         Panel(
             "Corrupt blocks",
             "suffix: blocks/s",
             (Query(rate_by_component("pillion_kv_corrupt_blocks_total"), "{{component}}"),),
-            "Did not fit their checksum, and were thrown away. More than none: memory, disk or network is bad.",
+            "Blocks with a wrong checksum, which were dropped. Any means that memory, disk or network is faulty.",
         ),
         Panel("On disk", "bytes", (Query(disk_bytes, "{{component}}"),), "The disk tier's blocks."),
     )
@@ -328,20 +335,20 @@ def _kv() -> Dashboard:
             "Index answers",
             "bool_yes_no",
             (Query("min(pillion_index_available)", "every gateway"),),
-            "No: nothing is found again, everything is computed, requests are served.",
+            "No: no prefix is found, every prompt is computed, and requests are served.",
             maximum=1,
         ),
         Panel(
             "Fenced components",
             "short",
             (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),
-            "Workers that were silent too long; their slots are in quarantine until they are gone.",
+            "Workers without heartbeats; their slots are in quarantine until they drain or end.",
         ),
     )
     return Dashboard(
         "pillion-kv",
         "Pillion: KV store",
-        "What KV nodes hold and move.",
+        "Pool, transfers and health of KV nodes.",
         (Variable("component", "Node", 'label_values(pillion_build_info{role="kvnode"}, component)'),),
         (("Pool", pool), ("Moves", moves), ("Health", health), ("Processes", _processes())),
     )

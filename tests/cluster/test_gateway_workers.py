@@ -1,5 +1,5 @@
 """Two real gateway processes behind one pair of ports: both serve, one may die, quotas hold over both, none loses a
-stream when they are told to end."""
+stream when they get a signal to end."""
 
 from __future__ import annotations
 

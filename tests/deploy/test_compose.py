@@ -30,7 +30,7 @@ from tests.support.compose import (
 )
 from tests.support.compose_run import ComposeRun, UnhealthyError
 
-PARTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
+COMPONENTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
 SCALE = {"prefill": 2, "decode": 2}
 UP_TIMEOUT_S = 150.0
 # Metrics that deploy/helm/pillion/templates/autoscaling.yaml queries.
@@ -62,13 +62,13 @@ def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
 
 def test_services() -> None:
     services = read_services({})
-    assert services.keys() == PARTS | {"redis", "prepare", "otel-collector", "jaeger", "prometheus", "grafana"}
-    assert {name for name, service in services.items() if service.own} == PARTS | {"prepare"}
+    assert services.keys() == COMPONENTS | {"redis", "prepare", "otel-collector", "jaeger", "prometheus", "grafana"}
+    assert {name for name, service in services.items() if service.own} == COMPONENTS | {"prepare"}
     assert {name for name, service in services.items() if service.profiles} == {"prefill-gpu", "decode-gpu"}
     for name, service in services.items():
         for needed, condition in service.depends_on.items():
             assert condition != "service_healthy" or services[needed].health, f"{name} waits for {needed} in vain"
-        if name in PARTS:
+        if name in COMPONENTS:
             assert service.health is not None
             # The service has neither a name nor an address of its own, so that it can have replicas.
             assert not service.environment.keys() & {
