@@ -2,7 +2,7 @@
 
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
     worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
-    models/        model families in terms of a backend's operations
+    models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
     sampling/      logits to tokens
     backends/      a step on a device: torch, cpu, gpu

@@ -11,5 +11,5 @@ openai_reader.py     deltas of one call with one prompt or several
 openai_events.py     from deltas to events, or to one object
 openai_logprobs.py   log probabilities in OpenAI's shapes
 
-Policy never comes in here: it belongs to gateway.py, which the gRPC service shares.
+Policy never comes in here: it belongs to gateway/gateway.py, which the gRPC service shares.
 """

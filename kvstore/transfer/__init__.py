@@ -1,7 +1,7 @@
 """Blocks between nodes: who pins, reads and commits them, and what moves their bytes.
 
-    fetch.py           Fetcher: brings a prompt's blocks into this pool, from lower tiers and from other nodes. Start
-    here. peers.py           Peers: this node's connections to the nodes that it reads from.
+    fetch.py           Fetcher: brings a prompt's blocks here, from lower tiers and other nodes. Open it first.
+    peers.py           Peers: this node's connections to the nodes that it reads from.
     plane_servicer.py  the source's side: the gRPC service of protos/pillion/v1/kvplane.proto.
     plane.py           DataPlane: the contract of what moves the bytes.
     grpc_plane.py      the portable plane: the source streams the bytes.
