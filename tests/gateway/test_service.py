@@ -59,7 +59,7 @@ async def test_an_answer_streams_through_all_parts() -> None:
         (opened,), (span,), (submit,) = fakes.node.opened, fakes.prefill.spans, fakes.decode.submits
         assert (opened.block_hashes, opened.total_blocks, opened.resume) == (hashes, 8, False)
         assert (span.start_tokens, span.parent_hash) == (8, hashes[32:64])
-        assert (span.token_ids, span.chunk_tokens) == (prompt[8:28], (8, 8, 4))
+        assert (tuple(span.token_ids), tuple(span.chunk_tokens)) == (prompt[8:28], (8, 8, 4))
         assert (submit.token_ids, submit.prompt_tokens, submit.root_hash) == (prompt, 30, root)
         assert (submit.stop_token_ids, submit.max_tokens, submit.timeout_ms) == ((EOS,), 226, 0)
         assert (submit.sampling.temperature, submit.sampling.seed, submit.sampling.top_k) == (0.0, 5, 0)
@@ -118,7 +118,7 @@ async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the
 async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
     async with running_fake_cluster(enable_chunked_prefill=False) as fakes:
         await read(fakes.client.generate("x" * 251))
-        assert [span.chunk_tokens for span in fakes.prefill.spans] == [(248,)]
+        assert [tuple(span.chunk_tokens) for span in fakes.prefill.spans] == [(248,)]
         await fakes.settled()
 
 
