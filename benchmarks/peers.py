@@ -27,7 +27,8 @@ from pillion.loadgen.drive import Run
 from pillion.loadgen.figures import Record
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.target import LoadTarget, PillionTarget
-from testbed.cluster import free_port, served, wait_for
+from testbed.cluster import free_port, served
+from testbed.conditions import wait_for
 
 HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0

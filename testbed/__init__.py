@@ -1,7 +1,8 @@
 """Servers, clusters and models that tests and benchmarks start. Nothing here is product code or in the wheel.
 
 - `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role; it also has free
-  ports and `wait_for`.
+  ports.
+- `conditions` waits for a condition with a bound, blocking or on the event loop.
 - `redis` starts a redis-server on a private Unix socket.
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.
 - `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.

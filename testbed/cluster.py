@@ -10,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import psutil
 
@@ -20,6 +18,7 @@ from pillion import Client
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.wire.kvnode import NodeStatus
+from testbed.conditions import wait_for
 
 READY_TIMEOUT_S = 60.0
 
@@ -29,17 +28,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Return the first true answer of ``condition``. Raises AssertionError with ``what`` when none comes in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        answer = condition()
-        if answer:
-            return answer
-        time.sleep(0.05)
-    raise AssertionError(f"waited {timeout_s} s for {what}")
 
 
 class ServedCluster:

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pillion import Client, Delta, PillionError
-from testbed.cluster import served, wait_for
+from testbed.cluster import served
+from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.cluster

@@ -16,7 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pillion import Client
-from testbed.cluster import served, wait_for
+from testbed.cluster import served
+from testbed.conditions import wait_for
 from testbed.otlp import Receiver, collecting
 from testbed.tiny_model import save_model
 

@@ -18,7 +18,8 @@ import pytest
 
 from pillion import Client
 from pillion.types import Delta
-from testbed.cluster import ServedCluster, alive, served, wait_for
+from testbed.cluster import ServedCluster, alive, served
+from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

@@ -19,7 +19,8 @@ import pytest
 from pillion import Client
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import ServedCluster, alive, free_port, served, wait_for
+from testbed.cluster import ServedCluster, alive, free_port, served
+from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
 

@@ -18,7 +18,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pillion import Client
 from pillion.errors import InvalidRequest, NotFound
-from testbed.cluster import ServedCluster, alive, served, wait_for
+from testbed.cluster import ServedCluster, alive, served
+from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

@@ -21,7 +21,8 @@ from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
-from testbed.cluster import ServedCluster, free_port, wait_for
+from testbed.cluster import ServedCluster, free_port
+from testbed.conditions import wait_for
 from testbed.redis import running_redis
 from testbed.tiny_model import save_model
 from tests.support.fake_components import until

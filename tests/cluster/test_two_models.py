@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from pillion import Client
 from pillion.errors import InvalidRequest, NotFound, Unavailable
-from testbed.cluster import READY_TIMEOUT_S, free_port, wait_for
+from testbed.cluster import READY_TIMEOUT_S, free_port
+from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference

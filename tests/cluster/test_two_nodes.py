@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pillion import Client, Delta
-from testbed.cluster import wait_for
+from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 from tests.support.two_nodes import Hosts, hosts
 

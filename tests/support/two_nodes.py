@@ -16,7 +16,8 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.wire.kvnode import NodeStatus
-from testbed.cluster import READY_TIMEOUT_S, free_port, wait_for
+from testbed.cluster import READY_TIMEOUT_S, free_port
+from testbed.conditions import wait_for
 from testbed.redis import running_redis
 
 
