@@ -22,7 +22,7 @@ LONG = (
     "tests/benchmarks/test_gpu.py",
     "tests/engine/models/test_demo_model.py",
     "tests/deploy/test_compose.py",
-    "tests/gateway/test_demo_tokenizer.py",
+    "tests/gateway/tokens/test_demo_tokenizer.py",
 )
 
 
