@@ -15,19 +15,17 @@ from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailabl
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import (
-    AdoptedTicket,
-    CommitResult,
+from pillion.v1.kvnode_pb2 import (
+    AdoptTicketReply,
+    AwaitChainReply,
     CommitRun,
+    CommitRunResult,
     HeartbeatReply,
     NodeStatus,
     OpenTicketReply,
     PrefetchReply,
-    adopted_from_pb,
-    results_from_pb,
-    runs_to_pb,
 )
+from pillion.wire.common import check_hello, hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -142,15 +140,16 @@ class NodeClient:
 
     async def adopt(
         self, epoch: int, ticket_id: int, lease_blocks: int, *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> AdoptedTicket:
+    ) -> AdoptTicketReply:
         """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
 
         Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots.
         """
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
-        return adopted_from_pb(await call_unary(self._stub.AdoptTicket, request, timeout_s))
+        reply: AdoptTicketReply = await call_unary(self._stub.AdoptTicket, request, timeout_s)
+        return reply
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket:
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AwaitChainReply:
         """Waits until the chain of a ticket has ``blocks`` blocks or the time is over, and returns the chain.
 
         Nothing is leased, and a cancelled call leaves nothing behind. Raises NotFound if the epoch does not hold the
@@ -160,8 +159,8 @@ class NodeClient:
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
-        reply = await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
-        return AdoptedTicket(tuple(reply.chain_slots), (), reply.tail_hash)
+        reply: AwaitChainReply = await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
+        return reply
 
     async def lease(self, epoch: int, blocks: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
         """Leases up to ``blocks`` slots, possibly none."""
@@ -175,9 +174,11 @@ class NodeClient:
 
     async def commit(
         self, epoch: int, runs: Sequence[CommitRun], *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> list[CommitResult]:
-        """Commits runs of blocks, in order; see CommitResult for lost races (I2)."""
-        return results_from_pb(await call_unary(self._stub.Commit, runs_to_pb(epoch, runs), timeout_s))
+    ) -> Sequence[CommitRunResult]:
+        """Commits runs of blocks, in order; see CommitRunResult for lost races (I2)."""
+        request = kvnode_pb2.CommitRequest(epoch=epoch, runs=runs)
+        reply: kvnode_pb2.CommitReply = await call_unary(self._stub.Commit, request, timeout_s)
+        return reply.results
 
     async def prefetch(
         self,
