@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
@@ -47,6 +47,10 @@ class Submit:
     awaited_blocks: int = 0
 
 
+# The fields that message and dataclass hold alike.
+_SUBMIT_PLAIN = {field.name for field in fields(Submit)} - {"token_ids", "sampling", "stop_token_ids", "forks"}
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeError:
     """Why a stream failed: a google.rpc.Code, a message, and whether trying elsewhere can help."""
@@ -84,42 +88,22 @@ class DecodeDelta(NamedTuple):
 def submit_from_pb(message: decode_pb2.Submit) -> Submit:
     """Convert a received submit."""
     return Submit(
-        key=message.key,
-        request_id=message.request_id,
-        attempt=message.attempt,
-        ticket_id=message.ticket_id,
-        root_hash=message.root_hash,
+        **{name: getattr(message, name) for name in _SUBMIT_PLAIN},
         token_ids=tuple(message.token_ids),
-        prompt_tokens=message.prompt_tokens,
         sampling=sampling_from_pb(message.sampling),
         stop_token_ids=tuple(message.stop_token_ids),
-        max_tokens=message.max_tokens,
-        timeout_ms=message.timeout_ms,
-        traceparent=message.traceparent,
-        priority=message.priority,
         forks=tuple(Fork(fork.key, fork.seed) for fork in message.forks),
-        awaited_blocks=message.awaited_blocks,
     )
 
 
 def submit_to_pb(submit: Submit) -> decode_pb2.Submit:
     """Convert a submit that is to be sent."""
     return decode_pb2.Submit(
-        key=submit.key,
-        request_id=submit.request_id,
-        attempt=submit.attempt,
-        ticket_id=submit.ticket_id,
-        root_hash=submit.root_hash,
+        **{name: getattr(submit, name) for name in _SUBMIT_PLAIN},
         token_ids=submit.token_ids,
-        prompt_tokens=submit.prompt_tokens,
         sampling=sampling_to_pb(submit.sampling),
         stop_token_ids=submit.stop_token_ids,
-        max_tokens=submit.max_tokens,
-        timeout_ms=submit.timeout_ms,
-        traceparent=submit.traceparent,
-        priority=submit.priority,
         forks=[decode_pb2.Fork(key=fork.key, seed=fork.seed) for fork in submit.forks],
-        awaited_blocks=submit.awaited_blocks,
     )
 
 
@@ -144,13 +128,7 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
     if message.HasField("error"):
         error = DecodeError(message.error.code, message.error.message, message.error.retryable)
     if message.HasField("timings"):
-        pb = message.timings
-        timings = DecodeTimings(
-            tail_tokens=pb.tail_tokens,
-            tail_steps=pb.tail_steps,
-            queue_ms=pb.queue_ms,
-            preemptions=pb.preemptions,
-        )
+        timings = DecodeTimings(**{name: getattr(message.timings, name) for name in DecodeTimings.__slots__})
     return DecodeDelta(
         key=message.key,
         token_ids=tuple(message.token_ids),
@@ -169,18 +147,7 @@ def _delta_to_pb(delta: DecodeDelta) -> decode_pb2.DecodeDelta:
         logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
     )
     if delta.error is not None:
-        error = delta.error
-        message.error.CopyFrom(
-            decode_pb2.DecodeError(code=error.code, message=error.message, retryable=error.retryable)
-        )
+        message.error.CopyFrom(decode_pb2.DecodeError(**asdict(delta.error)))
     if delta.timings is not None:
-        t = delta.timings
-        message.timings.CopyFrom(
-            decode_pb2.DecodeTimings(
-                tail_tokens=t.tail_tokens,
-                tail_steps=t.tail_steps,
-                queue_ms=t.queue_ms,
-                preemptions=t.preemptions,
-            )
-        )
+        message.timings.CopyFrom(decode_pb2.DecodeTimings(**asdict(delta.timings)))
     return message
