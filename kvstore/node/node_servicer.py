@@ -12,7 +12,7 @@ from pillion.kvstore.node.pool import Pool
 from pillion.priority import bounded
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import NodeStatus, adopted_to_pb, results_to_pb, runs_from_pb
+from pillion.wire.kvnode import CommitRun, NodeStatus
 
 SERVICE_NAME = kvnode_pb2.DESCRIPTOR.services_by_name["KVNode"].full_name
 
@@ -65,7 +65,10 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def AdoptTicket(  # noqa: N802
         self, request: kvnode_pb2.AdoptTicketRequest, context: Context
     ) -> kvnode_pb2.AdoptTicketReply:
-        return adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
+        adopted = self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks)
+        return kvnode_pb2.AdoptTicketReply(
+            chain_slots=adopted.chain_slots, leased_slots=adopted.leased_slots, tail_hash=adopted.tail_hash
+        )
 
     async def AwaitChain(  # noqa: N802
         self, request: kvnode_pb2.AwaitChainRequest, context: Context
@@ -88,7 +91,11 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(  # noqa: N802
         self, request: kvnode_pb2.CommitRequest, context: Context
     ) -> kvnode_pb2.CommitReply:
-        return results_to_pb(self._pool.commit(request.epoch, runs_from_pb(request)))
+        runs = [CommitRun(run.ticket_id, tuple(run.slots), run.block_hashes) for run in request.runs]
+        reply = kvnode_pb2.CommitReply()
+        for result in self._pool.commit(request.epoch, runs):
+            reply.results.add(slots=result.slots, refusal=result.refusal)
+        return reply
 
     async def Heartbeat(  # noqa: N802
         self, request: kvnode_pb2.HeartbeatRequest, context: Context
