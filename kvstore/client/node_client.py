@@ -15,16 +15,17 @@ from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailabl
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import (
-    AdoptedTicket,
-    CommitResult,
+from pillion.v1.kvnode_pb2 import (
+    AdoptTicketReply,
+    AwaitChainReply,
     CommitRun,
+    CommitRunResult,
     HeartbeatReply,
     NodeStatus,
     OpenTicketReply,
     PrefetchReply,
 )
+from pillion.wire.common import check_hello, hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -129,16 +130,15 @@ class NodeClient:
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request)
 
-    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
+    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
 
         Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots.
         """
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
-        reply: kvnode_pb2.AdoptTicketReply = await call_unary(self._stub.AdoptTicket, request)
-        return AdoptedTicket(tuple(reply.chain_slots), tuple(reply.leased_slots), reply.tail_hash)
+        return await call_unary(self._stub.AdoptTicket, request)
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket:
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AwaitChainReply:
         """Waits until the chain of a ticket has ``blocks`` blocks or the time is over, and returns the chain.
 
         Nothing is leased, and a cancelled call leaves nothing behind. Raises NotFound if the epoch does not hold the
@@ -148,8 +148,7 @@ class NodeClient:
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
-        reply = await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
-        return AdoptedTicket(tuple(reply.chain_slots), (), reply.tail_hash)
+        return await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
 
     async def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
         """Leases up to ``blocks`` slots, possibly none."""
@@ -160,13 +159,11 @@ class NodeClient:
         """Returns leased slots to the node: all of them or, with InvalidRequest, none."""
         await call_unary(self._stub.ReturnSlots, kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots))
 
-    async def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
-        """Commits runs of blocks, in order; see CommitResult for lost races (I2)."""
-        request = kvnode_pb2.CommitRequest(epoch=epoch)
-        for run in runs:
-            request.runs.add(ticket_id=run.ticket_id, slots=run.slots, block_hashes=run.block_hashes)
+    async def commit(self, epoch: int, runs: Sequence[CommitRun]) -> Sequence[CommitRunResult]:
+        """Commits runs of blocks, in order; see CommitRunResult for lost races (I2)."""
+        request = kvnode_pb2.CommitRequest(epoch=epoch, runs=runs)
         reply: kvnode_pb2.CommitReply = await call_unary(self._stub.Commit, request)
-        return [CommitResult(tuple(result.slots), result.refusal) for result in reply.results]
+        return reply.results
 
     async def prefetch(
         self,

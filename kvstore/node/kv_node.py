@@ -34,8 +34,8 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.attach import AttachHello, AttachReply
-from pillion.wire.kvnode import NodeStatus
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")

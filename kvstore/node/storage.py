@@ -30,9 +30,9 @@ from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_factory import choose_plane
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
-from pillion.wire.kvnode import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
 

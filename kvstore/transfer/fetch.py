@@ -28,8 +28,8 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.tiers import Tier, load_into
+from pillion.v1.kvnode_pb2 import CommitRun, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from pillion.wire.kvnode import CommitRun, PrefetchReply
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -286,7 +286,7 @@ class Fetcher:
         ledger, count = self._ledger, 0
         back: list[int] = [] if fetch.lingering else list(slots[good:])
         if good:
-            run = CommitRun(fetch.ticket_id, slots[:good], b"".join(hashes[:good]))
+            run = CommitRun(ticket_id=fetch.ticket_id, slots=slots[:good], block_hashes=b"".join(hashes[:good]))
             (result,) = ledger.commit(fetch.epoch, [run])
             # Refused, or another committer was first: no step reads the own slot, so it goes back at once.
             back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]

@@ -16,8 +16,8 @@ from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client import node_client as client
-from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
-from tests.gateway.test_request import hold, kinds, machine, planned
+from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
+from tests.gateway.request.test_request import hold, kinds, machine, planned
 from tests.support.fake_components import FakeCluster, knows, running_fake_cluster, until
 
 BOTH = "kvnode prefill decode far-kvnode"

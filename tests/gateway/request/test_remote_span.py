@@ -11,7 +11,7 @@ from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionErro
 from pillion.gateway.request import remote_span
 from pillion.kvstore.hashing import chain_hashes, request_root
 from testbed.toy_tokenizer import byte_tokenizer
-from tests.gateway.test_faults import PROMPT, SCRIPT, read, whole
+from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
 from tests.support.fake_components import BLOCK, NAMESPACE, FakeCluster, knows, running_fake_cluster, until
 
 APART = "kvnode decode far-kvnode far-prefill"

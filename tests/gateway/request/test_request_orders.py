@@ -11,7 +11,7 @@ from pillion.errors import NotFound, Overloaded
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason
-from tests.gateway.test_request import GONE, ack, hold, machine, planned
+from tests.gateway.request.test_request import GONE, ack, hold, machine, planned
 
 
 def token_at(position: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from pillion import InvalidRequest, Overloaded
 from pillion.wire.registry import ComponentRecord
-from tests.gateway.test_faults import start_decode_again
+from tests.gateway.request.test_faults import start_decode_again
 from tests.support.fake_components import FakeCluster, record, running_fake_cluster, until
 
 PROMPT = "What is the capital of France?"

@@ -23,7 +23,7 @@ from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Sh
 from testbed.redis import RedisServer, running_redis
 from tests.support.fake_components import until
 
-LUA = pathlib.Path(__file__).resolve().parents[2] / "kvstore" / "index" / "lua"
+LUA = pathlib.Path(__file__).resolve().parents[3] / "kvstore" / "index" / "lua"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
 from pillion.gateway.tokens.detokenizer import new_detokenizer
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
 from testbed.toy_tokenizer import byte_tokenizer
-from tests.gateway.test_request import EOS, GONE, ack, hold, planned
+from tests.gateway.request.test_request import EOS, GONE, ack, hold, planned
 
 CODEC = byte_tokenizer()
 PROMPT = tuple(range(100, 121))
