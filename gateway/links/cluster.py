@@ -21,7 +21,7 @@ from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.observability import telemetry
-from pillion.wire.kvnode import PrefetchReply
+from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")

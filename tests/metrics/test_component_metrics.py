@@ -23,7 +23,7 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
 from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
 from pillion.types import Timings, Usage
-from tests.scheduler.test_drafts import OracleDrafter
+from tests.engine.scheduling.test_drafts import OracleDrafter
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 

@@ -20,10 +20,10 @@ from pillion.net.rpc import open_channel
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.kvnode_pb2 import OpenTicketReply
 from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
-from pillion.wire.kvnode import OpenTicketReply
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4

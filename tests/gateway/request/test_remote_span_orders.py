@@ -21,8 +21,8 @@ from pillion.gateway.request.job import BlockHashChain, GatewayOptions, Job
 from pillion.gateway.request.remote_span import RemoteSpan
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.types import SamplingParams
+from pillion.v1.kvnode_pb2 import OpenTicketReply, PrefetchReply
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
-from pillion.wire.kvnode import OpenTicketReply, PrefetchReply
 from pillion.wire.registry import ComponentRecord
 
 BLOCK = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from pillion.v1 import gateway_pb2
 from pillion.wire.public import status_from_pb, status_to_pb
 from pillion.wire.registry import ComponentRecord
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 GATEWAY = ComponentStatus(component_id="gateway-0", role="gateway", running_requests=4, heartbeat_age_ms=200)
 PREFILL = ComponentStatus(
     component_id="prefill-0", role="prefill", node_id="kvnode-0", queued_tokens=2048, free_seqs=253

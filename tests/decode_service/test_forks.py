@@ -12,8 +12,8 @@ from opentelemetry.context import Context
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.prefill_service.span import SpanRun
 from pillion.types import FinishReason, SamplingParams
+from pillion.v1.kvnode_pb2 import OpenTicketReply
 from pillion.wire.decode import Fork
-from pillion.wire.kvnode import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 

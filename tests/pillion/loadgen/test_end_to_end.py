@@ -16,7 +16,7 @@ from benchmarks.load_test import complaints, idle_complaints, load_test
 from testbed.cluster import free_port, served
 from testbed.tiny_model import save_model
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 # The tiny model's vocabulary ends at 258.
 TOKENS = ("--token-range", "2,250")
 

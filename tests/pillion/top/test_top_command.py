@@ -32,7 +32,7 @@ from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
 from tests.support.processes import started
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 STATUS = ClusterStatus(
     version="1",
     components=(

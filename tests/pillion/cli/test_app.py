@@ -21,7 +21,7 @@ from pillion.supervisor import component_process
 from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
 from tests.support.processes import started
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def pillion(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
