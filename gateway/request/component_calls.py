@@ -196,7 +196,7 @@ class ComponentCalls:
         root = request_root(served.namespace, cache_salt=job.cache_salt)
         self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
-        known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
+        known = self._chain.hashes and (job.options.prefix_caching or action.attempt > 1)
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
@@ -205,9 +205,9 @@ class ComponentCalls:
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
             components=served.holding(len(job.prompt) + job.resolved.max_tokens),
-            policy=job.policy,
+            policy=job.options.policy,
             block_size=served.block_size,
-            chunk_tokens=job.chunk_tokens,
+            chunk_tokens=job.options.chunk_tokens,
             own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.fetch_pace.block_s,

@@ -126,7 +126,7 @@ class RequestMachine:
                 return self._decoding(event, now) if event.attempt == self.attempt else []
             case ev.LeaderSubmitted() | ev.LeaderRetried() | ev.LeaderStarted():
                 return self._follow(event, now) if self.state is RequestState.FOLLOWING else []
-            case _ if event.attempt != self.attempt:
+            case ev.AttemptEvent() if event.attempt != self.attempt:
                 return []
             case ev.TokensSampled() | ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.FOLLOWING:
                 return self._following(event, now)

@@ -24,8 +24,7 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import IndexFilter
+from pillion.kvstore.tiers.spill import IndexFilter, Spiller
 from pillion.kvstore.tiers.tiers import BlockName, Tier
 from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
 from pillion.kvstore.transfer.peers import Peers

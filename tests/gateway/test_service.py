@@ -126,7 +126,7 @@ async def sized(fakes, blocks: int) -> None:
     """The pool has ``blocks`` blocks, as its node's heartbeat says."""
     node = next(component for component in fakes.gateway.cluster.view.records() if component.role == "kvnode")
     await fakes.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
-    await until(lambda: fakes.gateway.cluster.capacity_tokens("toy") == (blocks * BLOCK or None))
+    await until(lambda: fakes.gateway.cluster.pools_tokens("toy") == [blocks * BLOCK])
 
 
 async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
@@ -162,7 +162,7 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another()
         worker = record("decode-1", "decode", "unix:nowhere", node_id="kv-1")
         view = fakes.gateway.cluster.view
         view.update([*view.records(), big, worker], time.monotonic())
-        assert fakes.gateway.cluster.capacity_tokens("toy") == 256
+        assert max(fakes.gateway.cluster.pools_tokens("toy")) == 256
         served = replace(nodes, components=(*nodes.components, big, worker))
         assert {component.node_id for component in served.holding(17)} == {"kv-1"}
         with pytest.raises(Unavailable, match="no KV node lives whose pool holds 17 tokens of model 'toy'"):

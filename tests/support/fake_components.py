@@ -325,7 +325,7 @@ class FakeCluster:
         for node in (self.node, self.far_node):
             await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
         await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
-        assert core.active_tokens == 0
+        assert core.admission.tokens == 0
         assert not self.gateway.cluster.load.by_component
 
 
