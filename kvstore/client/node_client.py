@@ -125,8 +125,7 @@ class NodeClient:
             raise
 
     async def release(self, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()) -> None:
-        """Drops the epoch's hold on tickets, and on those that calls with these nonces may still be granted.
-        Idempotent."""
+        """Drops the hold on tickets, and on those that calls with these nonces may still be granted. Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request)
 
@@ -191,8 +190,7 @@ class NodeClient:
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
     async def reattach(self, epoch: int) -> int:
-        """Ends a fenced epoch and returns a new one; the caller promises that no step uses the old one's slots any
-        more.
+        """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more.
 
         Raises Conflict for an epoch that is not fenced, NotFound for a void one.
         """

@@ -40,8 +40,7 @@ class Shortage:
 
 
 class SharedBuckets:
-    """Token buckets by owner. An owner has a few, always named in the same order. Raises ConfigError for what is no URL
-    of Redis."""
+    """Token buckets by owner. An owner has a few, always in the same order. Raises ConfigError for a bad URL."""
 
     def __init__(self, redis_url: str) -> None:
         self._link = RedisLink(redis_url, "take_tokens")

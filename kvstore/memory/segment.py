@@ -46,8 +46,7 @@ class Segment:
 
 
 def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
-    """Maps a descriptor, writable and shared with other processes. Raises ConfigError if the file is shorter, or cannot
-    be mapped."""
+    """Maps a descriptor, writable and shared. Raises ConfigError if the file is shorter, or cannot be mapped."""
     have_bytes = os.fstat(fd).st_size
     if have_bytes < size_bytes:
         raise ConfigError(f"the KV pool has {have_bytes} bytes, {size_bytes} were promised")

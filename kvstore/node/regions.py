@@ -87,8 +87,7 @@ class Regions:
         return actions
 
     def filled(self, user: int) -> list[Action]:
-        """Marks the region that ``user`` fills as filled: everybody who waits gets it now. Raises Conflict for another
-        user."""
+        """Gives the region that ``user`` has filled to all who wait. Raises Conflict for another user."""
         key = self._key_of.get(user, "")
         region = self._regions.get(key)
         if region is None or region.filler != user:

@@ -147,8 +147,7 @@ class Spiller:
                 await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Waits until nothing here reads the pool and evicted blocks are in their tiers. ``run`` has ended before.
-        Idempotent."""
+        """Waits until evicted blocks are in their tiers and nothing reads the pool. ``run`` has ended. Idempotent."""
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
 
@@ -225,8 +224,7 @@ class Spiller:
                 self._blocks_lost(list(dict.fromkeys(gone)))
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        """Returns copies and checksums, in a tier's own buffers as far as there are some, so that it need not copy
-        again."""
+        """Returns copies and checksums, as far as possible in a tier's own buffers, which need no second copy."""
         acquired = [] if self._buffers is None else self._buffers.acquire_empty(len(blocks))
         fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(acquired))]
         targets = acquired + fresh
