@@ -88,9 +88,7 @@ def attach(
     socket_path: str, *, component_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
-
-    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist.
-    """
+    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist."""
     hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
     with _asked(f"cannot attach to the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
         reply = attach_reply_from_line(line)

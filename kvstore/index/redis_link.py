@@ -74,10 +74,8 @@ class Breaker:
 
 
 class RedisLink:
-    """A connection to Redis that runs scripts, each named without its suffix.
-
-    Raises ConfigError for a URL that cannot be one (:mod:`pillion.kvstore.index.redis_url`).
-    """
+    """A connection to Redis that runs scripts, each named without its suffix. Raises ConfigError for a URL that cannot
+    be one (:mod:`pillion.kvstore.index.redis_url`)."""
 
     def __init__(self, url: str, *scripts: str) -> None:
         self._client = connect(parse(url))
@@ -265,10 +263,7 @@ def _text(name: str) -> bytes:
 
 
 def _cancels() -> int:
-    """Returns how often the caller's task was cancelled.
-
-    redis-py loses a cancel that comes while it reads an answer. asyncio still counts it, and a task that nobody can
-    cancel would never end.
-    """
+    """Returns how often the caller's task was cancelled. redis-py loses a cancel that comes while it reads an answer.
+    asyncio still counts it, and a task that nobody can cancel would never end."""
     task = asyncio.current_task()
     return task.cancelling() if task is not None else 0

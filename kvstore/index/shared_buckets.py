@@ -47,9 +47,7 @@ class SharedBuckets:
 
     async def take(self, owner: str, demands: Sequence[BucketDemand]) -> Shortage | None:
         """Takes what is wanted, bucket by bucket, up to the first one that has too little, and returns that. One call.
-
-        Raises Unavailable when Redis does not answer in time; it may have taken all the same.
-        """
+        Raises Unavailable when Redis does not answer in time; it may have taken all the same."""
         args: list[Argument] = []
         for demand in demands:
             args += [demand.per_minute, demand.spent, -1 if demand.wanted is None else demand.wanted]

@@ -187,9 +187,7 @@ class Ledger:
 
     def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
-
-        Returns None, with nothing changed, where memory is short.
-        """
+        Returns None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
         # The chain is walked only where it can matter: the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
@@ -223,9 +221,7 @@ class Ledger:
 
     def lease_some(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
         """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and makes the epoch a holder.
-
-        Raises NotFound if there is no such ticket.
-        """
+        Raises NotFound if there is no such ticket."""
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
         most = min(promised + self._leasable(holder), self.available)

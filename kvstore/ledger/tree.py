@@ -37,10 +37,8 @@ class Match:
 
 
 class BlockTree:
-    """All committed blocks of a pool by hash. Only the ledger changes it, on the node's loop, so it has no lock.
-
-    It feeds ``policy`` with every block that loses or regains its protection.
-    """
+    """All committed blocks of a pool by hash. Only the ledger changes it, on the node's loop, so it has no lock. It
+    feeds ``policy`` with every block that loses or regains its protection."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.by_hash: dict[bytes, Block] = {}

@@ -57,10 +57,8 @@ class DeviceMapping:
 
 
 def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") -> DeviceMapping:
-    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's.
-
-    ``library``: another driver than the system's. Raises ConfigError.
-    """
+    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's. ``library``:
+    another driver than the system's. Raises ConfigError."""
     device = CudaDriver(library).device_of(device_uuid)
     handle = device.import_fd(fd)
     try:
@@ -71,10 +69,8 @@ def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") ->
 
 
 class DeviceSegment:
-    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping.
-
-    Raises ConfigError if the device has not so much left.
-    """
+    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping. Raises ConfigError if
+    the device has not so much left."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         if size_bytes <= 0:

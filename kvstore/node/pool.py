@@ -110,9 +110,7 @@ class Pool:
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
         """Makes an epoch for a worker; returns it and the number of slots. The first worker decides the pool's shape.
-
-        Raises Conflict for another block size or namespace, InvalidRequest for a block that does not fit.
-        """
+        Raises Conflict for another block size or namespace, InvalidRequest for a block that does not fit."""
         if hello.block_bytes <= 0:
             raise InvalidRequest("a block needs at least one byte")
         if self._block_bytes and hello.block_bytes != self._block_bytes:
@@ -153,9 +151,7 @@ class Pool:
 
     def reattach(self, epoch: int) -> int:
         """Frees everything of a fenced epoch, whose worker woke and uses nothing of it any more; returns its new epoch.
-
-        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
-        """
+        Raises Conflict for an epoch that is not fenced, NotFound for a void one."""
         # This call is no sign of life: an epoch that is not fenced is refused, and is fenced if it stays silent.
         old = self.ledger.holders.get(epoch)
         if old is None:
@@ -175,10 +171,8 @@ class Pool:
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> None:
-        """Fences workers that were silent for too long. Called every ``interval_s``.
-
-        If the last call was much longer ago, this process itself slept, and nobody is judged by that time.
-        """
+        """Fences workers that were silent for too long. Called every ``interval_s``. If the last call was much longer
+        ago, this process itself slept, and nobody is judged by that time."""
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
@@ -391,9 +385,7 @@ class Pool:
 
     def _worker(self, epoch: int) -> None:
         """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
-
-        Hashes are no secret, and a caller that never wrote a slot must not name what is in it.
-        """
+        Hashes are no secret, and a caller that never wrote a slot must not name what is in it."""
         if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH):
             raise InvalidRequest("only a worker that has attached may do this")
 

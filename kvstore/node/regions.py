@@ -63,10 +63,8 @@ class Regions:
         self._key_of: dict[int, str] = {}
 
     def ask(self, user: int, key: str, size_bytes: int) -> list[Action]:
-        """Requests a region for ``user``, who gets it now or later.
-
-        Raises Conflict where a region of that name has another size, Overloaded where too many are kept or wait.
-        """
+        """Requests a region for ``user``, who gets it now or later. Raises Conflict where a region of that name has
+        another size, Overloaded where too many are kept or wait."""
         actions: list[Action] = []
         region = self._regions.get(key)
         if region is not None and region.size_bytes != size_bytes:

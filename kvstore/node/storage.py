@@ -100,10 +100,8 @@ class Storage:
         )
 
     async def run(self) -> None:
-        """Opens the tiers, then evicts ahead of need until it is cancelled.
-
-        Raises ConfigError for a bad disk, or if the host has not enough memory.
-        """
+        """Opens the tiers, then evicts ahead of need until it is cancelled. Raises ConfigError for a bad disk, or if
+        the host has not enough memory."""
         if self._flags.host_bytes:
             pinned = await until_over(asyncio.to_thread(self._pinned, self._flags.host_bytes))
             host = HostTier(pinned.view, self._shape.block_bytes, pinned.close, verify=self._flags.verify_blocks)

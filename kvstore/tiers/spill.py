@@ -39,10 +39,8 @@ MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off.
-
-    Raises ConfigError for shares that make no sense.
-    """
+    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off. Raises
+    ConfigError for shares that make no sense."""
 
     low_percent: int
     high_percent: int
@@ -175,10 +173,8 @@ class Spiller:
         return evicted > 0
 
     def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
-        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went.
-
-        Used copies are removed from ``copies``.
-        """
+        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went. Used
+        copies are removed from ``copies``."""
         moved: list[tuple[BlockName, memoryview]] = []
         stayed: list[bytes] = []
         evicted = 0

@@ -124,9 +124,7 @@ class Fetcher:
         max_bytes: int = 0,
     ) -> PrefetchReply:
         """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
-
-        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain.
-        """
+        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain."""
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
