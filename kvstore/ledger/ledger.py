@@ -24,7 +24,6 @@ the reservation, so an admitted prompt can always finish, whichever process dies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
@@ -42,7 +41,7 @@ from pillion.kvstore.ledger.records import (
     TicketState,
 )
 from pillion.kvstore.ledger.tree import BlockTree, Match
-from pillion.wire.kvnode import AdoptedTicket, CommitResult, CommitRun, NodeStatus
+from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
 
 
 class Ledger:
@@ -235,7 +234,7 @@ class Ledger:
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
         most = min(promised + self._leasable(holder), self.available)
-        return self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots
+        return tuple(self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots)
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
         """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed.
@@ -267,10 +266,10 @@ class Ledger:
             raise NotFound("no such ticket: it was released, or the node restarted")
         return ticket
 
-    def chain_of(self, ticket: TicketState) -> AdoptedTicket:
+    def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
         """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
-        chain = tuple(block.slot for block in self.tree.chain(ticket.tail))
-        return AdoptedTicket(chain, (), ticket.tail.hash if ticket.tail else b"")
+        chain = [block.slot for block in self.tree.chain(ticket.tail)]
+        return AdoptTicketReply(chain_slots=chain, tail_hash=ticket.tail.hash if ticket.tail else b"")
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent."""
@@ -280,7 +279,7 @@ class Ledger:
             if ticket is not None and epoch in ticket.holders:
                 self._let_go(holder, ticket)
 
-    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Makes a worker a holder of a ticket and leases ``lease_blocks`` slots to it, reserved ones first.
 
         Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are not enough slots
@@ -299,7 +298,9 @@ class Ledger:
         ticket.reserved -= promised
         self.reserved -= promised
         leased = (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
-        return replace(self.chain_of(ticket), leased_slots=leased)
+        adopted = self.chain_of(ticket)
+        adopted.leased_slots.extend(leased)
+        return adopted
 
     # -- slots
 
@@ -316,7 +317,7 @@ class Ledger:
             raise InvalidRequest("a slot that is given back must be leased to the epoch that gives it, once")
         self._free(holder, wanted)
 
-    def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitResult]:
+    def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitRunResult]:
         """Seals runs in order. Each run is judged before anything changes: it succeeds or is refused as a whole."""
         holder = self.active(epoch)
         return [self._commit_run(holder, run) for run in runs]
@@ -390,12 +391,13 @@ class Ledger:
 
     # -- commits
 
-    def _commit_run(self, holder: Holder, run: CommitRun) -> CommitResult:
+    def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
             ticket, hashes = self._judge_run(holder, run)
         except InvalidRequest as error:
-            return CommitResult(refusal=error.message)
-        return CommitResult(tuple(self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)))
+            return CommitRunResult(refusal=error.message)
+        slots = [self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)]
+        return CommitRunResult(slots=slots)
 
     def _judge_run(self, holder: Holder, run: CommitRun) -> tuple[TicketState, list[bytes]]:
         ticket = self.tickets.get(run.ticket_id)

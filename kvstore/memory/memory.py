@@ -98,12 +98,18 @@ class HostMemory:
         """Returns a slot's bytes."""
         return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
-    def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
+    @asynccontextmanager
+    async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
         """See :class:`PoolMemory`; the targets are the slots themselves."""
-        return self._views(slots)
+        views = [self.block(slot) for slot in slots]
+        try:
+            yield views
+        finally:
+            for view in views:
+                view.release()
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        async with self._views(slots) as blocks:
+        async with self.writing(slots) as blocks:
             for block in blocks:
                 for piece in cut(block, piece_bytes):
                     yield piece
@@ -142,15 +148,6 @@ class HostMemory:
             self._view.release()
             if isinstance(self._memory, mmap.mmap):
                 self._memory.close()
-
-    @asynccontextmanager
-    async def _views(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        views = [self.block(slot) for slot in slots]
-        try:
-            yield views
-        finally:
-            for view in views:
-                view.release()
 
 
 def address_of(view: memoryview) -> int:

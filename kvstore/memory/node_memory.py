@@ -57,7 +57,7 @@ class NodeMemory:
                 self.pool = await until_over(asyncio.to_thread(self._make, self.domain, block_bytes))
 
     def unshape(self) -> None:
-        """Undoes :meth:`shape` after its worker was refused: the next worker may need another block size."""
+        """Undoes :meth:`shape` if it failed or its worker was refused: the next one may need another block size."""
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.close()
@@ -99,10 +99,4 @@ class NodeMemory:
             return None
         if self._segment is None:
             self._segment = domain.segment(num_slots * block_bytes)
-        try:
-            return domain.memory(self._segment, num_slots, block_bytes)
-        except BaseException:
-            if domain.kind != HOST:
-                self._segment.close()
-                self._segment = None
-            raise
+        return domain.memory(self._segment, num_slots, block_bytes)

@@ -11,8 +11,8 @@ import grpc
 from pillion.kvstore.node.pool import Pool
 from pillion.priority import bounded
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import NodeStatus, adopted_to_pb, results_to_pb, runs_from_pb
 
 SERVICE_NAME = kvnode_pb2.DESCRIPTOR.services_by_name["KVNode"].full_name
 
@@ -65,7 +65,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def AdoptTicket(  # noqa: N802
         self, request: kvnode_pb2.AdoptTicketRequest, context: Context
     ) -> kvnode_pb2.AdoptTicketReply:
-        return adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
+        return self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks)
 
     async def AwaitChain(  # noqa: N802
         self, request: kvnode_pb2.AwaitChainRequest, context: Context
@@ -88,7 +88,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(  # noqa: N802
         self, request: kvnode_pb2.CommitRequest, context: Context
     ) -> kvnode_pb2.CommitReply:
-        return results_to_pb(self._pool.commit(request.epoch, runs_from_pb(request)))
+        return kvnode_pb2.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
     async def Heartbeat(  # noqa: N802
         self, request: kvnode_pb2.HeartbeatRequest, context: Context

@@ -23,16 +23,16 @@ from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
-from pillion.wire.attach import AttachHello
-from pillion.wire.kvnode import (
-    AdoptedTicket,
-    CommitResult,
+from pillion.v1.kvnode_pb2 import (
+    AdoptTicketReply,
     CommitRun,
+    CommitRunResult,
     HeartbeatReply,
     NodeStatus,
     OpenTicketReply,
     PrefetchReply,
 )
+from pillion.wire.attach import AttachHello
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -294,13 +294,13 @@ class Pool:
         self.ledger.release(epoch, ticket_ids, nonces)
         self.changed()
 
-    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         self._worker(epoch)
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
         self.changed()
         return adopted
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptedTicket:
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptTicketReply:
         """Waits until the chain of a ticket has ``blocks`` blocks or ``timeout_s`` is over, and returns the chain.
 
         No slot is leased and nothing changes, so the caller may go away at any time. Raises NotFound if the epoch does
@@ -324,7 +324,7 @@ class Pool:
         self.ledger.give_back(epoch, slots)
         self.changed()
 
-    def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
+    def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitRunResult]:
         self._worker(epoch)
         results = self.ledger.commit(epoch, runs)
         for run in runs:

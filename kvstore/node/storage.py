@@ -24,16 +24,15 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import IndexFilter
+from pillion.kvstore.tiers.spill import IndexFilter, Spiller
 from pillion.kvstore.tiers.tiers import BlockName, Tier
 from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_factory import choose_plane
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
-from pillion.wire.kvnode import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from pillion.errors import ConfigError
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import Block
+from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.spill_plan import Watermarks, evict_still_unused, next_victims
 from pillion.kvstore.tiers.tiers import BlockName, BufferTier, Tier
 
 log = logging.getLogger("pillion.kvnode")
@@ -33,6 +35,57 @@ BATCH_BYTES = 16 * 2**20
 BATCH_BLOCKS = 512
 # Bytes that are copied, and not yet written or refused.
 MAX_UNDER_WAY_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off.
+
+    Raises ConfigError for shares that make no sense.
+    """
+
+    low_percent: int
+    high_percent: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low_percent <= self.high_percent <= 90:
+            raise ConfigError(
+                f"--low-watermark-percent {self.low_percent} and --high-watermark-percent {self.high_percent}: "
+                "choose 0 to 90, the low one not above the high one"
+            )
+
+    def reached(self, ledger: Ledger) -> bool:
+        """Whether evicting should begin. O(1)."""
+        return len(ledger.free) * 100 < self.low_percent * ledger.num_slots
+
+    def missing(self, ledger: Ledger) -> int:
+        """Returns how many slots should become free before evicting ends."""
+        return max(0, -(-self.high_percent * ledger.num_slots // 100) - len(ledger.free))
+
+
+class IndexFilter:
+    """Keeps a block in the index as long as the pool or a lower tier has it, or is about to have it.
+
+    Args:
+        in_pool: whether a hash is in the pool.
+        in_tier: whether a hash is in a tier or on its way there.
+    """
+
+    def __init__(self, in_pool: Callable[[bytes], bool], in_tier: Callable[[bytes], bool]) -> None:
+        self._in_pool = in_pool
+        self._in_tier = in_tier
+
+    def pool_changed(self, events: Iterable[IndexEvent]) -> list[IndexEvent]:
+        """Returns the pool's events without those of blocks that only moved to a tier."""
+        return [event for event in events if event.here or not self._in_tier(event.block_hash)]
+
+    def blocks_lost(self, names: Iterable[BlockName]) -> list[IndexEvent]:
+        """Returns events for blocks that a tier no longer keeps, without those that the pool or another tier has."""
+        return [
+            IndexEvent(name.hash, here=False, segment=name.segment)
+            for name in names
+            if not self._in_pool(name.hash) and not self._in_tier(name.hash)
+        ]
 
 
 class Spiller:
@@ -103,7 +156,8 @@ class Spiller:
 
     async def _evict_some(self, missing: int) -> bool:
         """Evicts a batch of victims. Returns False if there was none, or if none of them could go."""
-        victims = next_victims(self._ledger, min(missing, BATCH_BLOCKS))
+        # Of a chain the tail before its head.
+        victims = list(islice(self._ledger.tree.policy, min(missing, BATCH_BLOCKS)))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0
         while self._under_way_bytes >= MAX_UNDER_WAY_BYTES:
@@ -130,8 +184,9 @@ class Spiller:
         stayed: list[bytes] = []
         evicted = 0
         for block in victims:
-            if not evict_still_unused(self._ledger, block):
+            if self._ledger.tree.by_hash.get(block.hash) is not block or block.holds or block.children:
                 continue
+            self._ledger.evict_block(block)
             evicted += 1
             if block in copies:
                 data, checksum = copies.pop(block)

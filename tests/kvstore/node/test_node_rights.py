@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pillion.errors import Cancelled, InvalidRequest
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun
 from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
 
 
@@ -17,7 +17,7 @@ async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:
         await cluster.worker()
         epoch, client = cluster.session.epoch, cluster.client
         ticket = await client.open_ticket(epoch, hashes(1, 2), 3)
-        run = CommitRun(ticket.ticket_id, (0,), hashes(1))
+        run = CommitRun(ticket_id=ticket.ticket_id, slots=(0,), block_hashes=hashes(1))
         calls = (
             client.adopt(epoch, ticket.ticket_id, 1),
             client.lease(epoch, 1),

@@ -18,8 +18,7 @@ from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers import spill
 from pillion.kvstore.tiers.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
-from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import IndexFilter, Watermarks
+from pillion.kvstore.tiers.spill import IndexFilter, Spiller, Watermarks
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 

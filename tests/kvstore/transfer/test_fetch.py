@@ -20,8 +20,8 @@ from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module
 from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.v1.kvnode_pb2 import CommitRun
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from pillion.wire.kvnode import CommitRun
 
 BLOCK_BYTES = 64
 NUM_SLOTS = 24
@@ -334,7 +334,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     slots = node.ledger.adopt(worker, other, 5).leased_slots
     for slot, block_hash in zip(slots, PROMPT[:5], strict=True):
         node.memory.block(slot)[:] = content(block_hash)
-    node.ledger.commit(worker, [CommitRun(other, slots, b"".join(PROMPT[:5]))])
+    node.ledger.commit(worker, [CommitRun(ticket_id=other, slots=slots, block_hashes=b"".join(PROMPT[:5]))])
     source.gate.set()
     assert await call == 10
     node.ledger.gone(worker)

@@ -16,7 +16,7 @@ from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
-from pillion.wire.kvnode import HeartbeatReply
+from pillion.v1.kvnode_pb2 import HeartbeatReply
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy

@@ -9,7 +9,7 @@ import pytest
 from pillion.engine.worker import tickets
 from pillion.errors import Cancelled, NotFound, Overloaded
 from pillion.kvstore.node import pool
-from pillion.wire.kvnode import OpenTicketReply
+from pillion.v1.kvnode_pb2 import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 

@@ -12,7 +12,7 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
-from pillion.wire.kvnode import OpenTicketReply
+from pillion.v1.kvnode_pb2 import OpenTicketReply
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 

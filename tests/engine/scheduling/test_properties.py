@@ -9,7 +9,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.test_drafts import OracleDrafter
+from tests.engine.scheduling.test_drafts import OracleDrafter
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 ARRIVE = st.tuples(

@@ -18,9 +18,9 @@ from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, 
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
-from tests.scheduler.test_drafts import OracleDrafter
-from tests.scheduler.test_properties import ANSWER, CANCEL, STEP
-from tests.scheduler.test_step_cost import decodes
+from tests.engine.scheduling.test_drafts import OracleDrafter
+from tests.engine.scheduling.test_properties import ANSWER, CANCEL, STEP
+from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
 
