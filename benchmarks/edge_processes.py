@@ -27,8 +27,9 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1.decode_pb2 import Submit
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, Submit, batch_to_pb, submit_from_pb
+from pillion.wire.decode import DecodeDelta, batch_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
@@ -106,8 +107,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     async def _read(self, commands: Any) -> None:
         async for command in commands:
             if command.HasField("submit"):
-                submit = submit_from_pb(command.submit)
-                self._streams[submit.key] = submit
+                self._streams[command.submit.key] = command.submit
                 if len(self._streams) == self._wanted:
                     self._ready.set()
 

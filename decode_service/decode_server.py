@@ -20,7 +20,7 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import InvalidRequest
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.wire.common import check_hello
-from pillion.wire.decode import batch_to_pb, submit_from_pb
+from pillion.wire.decode import batch_to_pb
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
@@ -93,7 +93,7 @@ async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: Deco
                 check_hello(command.hello)
                 greeted = True
             elif kind == "submit":
-                await session.submit(submit_from_pb(command.submit))
+                await session.submit(command.submit)
             elif kind == "cancel":
                 session.cancel(command.cancel.key)
     finally:

@@ -45,7 +45,9 @@ from pillion.errors import (
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.types import FinishReason, TokenLogprob
-from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.v1.decode_pb2 import DecodeError, DecodeTimings, Submit
+from pillion.wire.decode import DecodeDelta
+from pillion.wire.public import sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
 
@@ -141,7 +143,7 @@ class DecodeSession:
         except PillionError as error:
             self._fail(submit.key, error)
             return
-        stream = self._open(submit, submit.key, submit.sampling.seed or 0)
+        stream = self._open(submit, submit.key, submit.sampling.seed)
         forks = [self._open(submit, fork.key, fork.seed) for fork in submit.forks]
         stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
@@ -302,10 +304,10 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
     submit = stream.submit
     return SequenceSpec(
         seq_id=stream.seq_id,
-        token_ids=np.array(submit.token_ids, dtype=np.int32),
+        token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
         parent_hash=submit.root_hash,
         prompt_tokens=submit.prompt_tokens,
-        sampling=submit.sampling,
+        sampling=sampling_from_pb(submit.sampling),
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
         max_model_len=max_model_len,
@@ -315,7 +317,7 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    return DecodeError(error.code, error.message, isinstance(error, _RETRYABLE))
+    return DecodeError(code=error.code, message=error.message, retryable=isinstance(error, _RETRYABLE))
 
 
 def _timings_of(progress: SequenceProgress) -> DecodeTimings:

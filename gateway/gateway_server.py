@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -22,11 +22,12 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.gateway import Gateway, GatewayOptions, ModelEntry
+from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.cluster_snapshot import parse_policy
+from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
@@ -122,14 +123,8 @@ class GatewayServer:
 
     async def _beat(self, heartbeat_s: float) -> None:
         while True:
-            prompts, cached, completions = self.gateway.totals()
-            now = msgspec.structs.replace(
-                self._record,
-                running_requests=self.gateway.active_requests,
-                prompt_tokens=prompts,
-                cached_tokens=cached,
-                completion_tokens=completions,
-            )
+            running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
+            now = msgspec.structs.replace(self._record, running_requests=running, **totals)
             try:
                 await self._registry.heartbeat(now)
             except PillionError as error:

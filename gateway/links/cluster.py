@@ -208,17 +208,7 @@ class Cluster:
         every, shared = self._demand.per_s(time.monotonic())
         return gateways * every, gateways * shared
 
-    def capacity_tokens(self, model: str) -> int | None:
-        """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
-        with workers of the model."""
-        found = self._pools_tokens(model)
-        return max(found) if found and all(found) else None
-
-    def common_tokens(self, model: str) -> int | None:
-        """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
-        return min(filter(None, self._pools_tokens(model)), default=None)
-
-    def _pools_tokens(self, model: str) -> list[int]:
+    def pools_tokens(self, model: str) -> list[int]:
         """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
         records = self.view.records()
         blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}

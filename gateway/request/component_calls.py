@@ -32,8 +32,10 @@ from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
+from pillion.v1.decode_pb2 import Fork, Submit
 from pillion.v1.prefill_pb2 import ChunkAck
-from pillion.wire.decode import DecodeDelta, Fork, Submit
+from pillion.wire.decode import DecodeDelta
+from pillion.wire.public import sampling_to_pb
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -109,20 +111,19 @@ class ComponentCalls:
         job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
         left_s = job.left_s()
         submit = Submit(
-            key=0,
             request_id=job.request_id,
             attempt=attempt,
             ticket_id=action.hold.ticket_id,
             root_hash=self._chain.root,
             token_ids=action.token_ids,
             prompt_tokens=len(job.prompt),
-            sampling=replace(job.resolved.sampling, seed=self._seed),
+            sampling=sampling_to_pb(replace(job.resolved.sampling, seed=self._seed)),
             stop_token_ids=job.resolved.stop_token_ids,
             max_tokens=job.resolved.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(self._context),
             priority=job.priority,
-            forks=tuple(Fork(0, follower._seed) for follower in followers),
+            forks=[Fork(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
         )
         streams = (self, *followers)
@@ -195,7 +196,7 @@ class ComponentCalls:
         root = request_root(served.namespace, cache_salt=job.cache_salt)
         self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
-        known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
+        known = self._chain.hashes and (job.options.prefix_caching or action.attempt > 1)
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
@@ -204,9 +205,9 @@ class ComponentCalls:
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
             components=served.holding(len(job.prompt) + job.resolved.max_tokens),
-            policy=job.policy,
+            policy=job.options.policy,
             block_size=served.block_size,
-            chunk_tokens=job.chunk_tokens,
+            chunk_tokens=job.options.chunk_tokens,
             own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.fetch_pace.block_s,

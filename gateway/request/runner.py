@@ -278,10 +278,8 @@ class Generation:
 
     def _new_machine(self, index: int) -> RequestMachine:
         job, resolved = self.job, self.job.resolved
-        stop_ids = frozenset(resolved.stop_token_ids)
-        return RequestMachine(
-            job.prompt, resolved.max_tokens, stop_ids, job.max_attempts, job.arrived, follows=index > 0
-        )
+        stop_ids, attempts = frozenset(resolved.stop_token_ids), job.options.max_attempts
+        return RequestMachine(job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived, follows=index > 0)
 
     def _new_calls(self, index: int, cluster: Cluster) -> ComponentCalls:
         seed = answer_seed(self.job.resolved.sampling.seed or 0, index)

@@ -213,9 +213,10 @@ def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecor
 async def _start_gateway(
     flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
 ) -> Any:
-    from pillion.gateway.gateway import Gateway, GatewayOptions
+    from pillion.gateway.gateway import Gateway
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.cluster_snapshot import parse_policy
+    from pillion.gateway.request.job import GatewayOptions
 
     cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(

@@ -84,6 +84,7 @@ def test_behind_the_first_token_each_tries_again_by_itself() -> None:
     c.handle(0, ev.TokensSampled(1, (6,)), 2.0)
     for index, emitted in enumerate([(6,), (), ()]):
         *_, (at, look_up) = c.handle(index, ev.DecodeLost(1, GONE, True), 2.0)
+        assert isinstance(look_up, ev.LookUp)
         assert (at, look_up.token_ids, look_up.attempt) == (index, PROMPT + emitted, 2)
 
 
@@ -107,6 +108,7 @@ def test_what_happens_to_the_request_happens_to_all() -> None:
     c.handle(1, ev.TokensSampled(1, (6,)), 2.0)
     *others, last = c.handle_all(ev.RequestCancelled(), 3.0)
     assert told(others) == [(0, "CancelDecode"), (0, "ReleaseTicket"), (1, "CancelDecode"), (2, "CancelDecode")]
+    assert isinstance(last[1], ev.Fail)
     assert isinstance(last[1].error, Cancelled)
 
 

@@ -33,7 +33,10 @@ def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> No
     assert isinstance(fetch, ev.Fetch)
     assert (fetch.hold, fetch.wanted, m.state) == (hold(), FetchPlan(5, ("kv-1",)), RequestState.FETCHING)
     after, *rest = m.handle(ev.BlocksFetched(1, brought), 2.0)
-    assert [after, *rest][-1].awaited_blocks == (0 if cached == 20 else 5)
+    last = [after, *rest][-1]
+    assert isinstance(after, ev.TicketAction)
+    assert isinstance(last, ev.SubmitDecode)
+    assert last.awaited_blocks == (0 if cached == 20 else 5)
     assert kinds([after, *rest]) == (["SubmitDecode"] if cached == 20 else ["RunSpan", "SubmitDecode"])
     assert (after.plan.cached_tokens, m.usage().cached_tokens, m.timings(2.0).admission_ms) == (cached, cached, 500.0)
     assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []

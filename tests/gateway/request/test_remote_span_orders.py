@@ -17,7 +17,7 @@ from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_pol
 from pillion.gateway.planning.plan_cost import FetchPace
 from pillion.gateway.planning.planner import RequestPlan, make_plan, replan
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.job import BlockHashChain, Job
+from pillion.gateway.request.job import BlockHashChain, GatewayOptions, Job
 from pillion.gateway.request.remote_span import RemoteSpan
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.types import SamplingParams
@@ -136,10 +136,14 @@ def planned(tokens: int, cached: int) -> RequestPlan:
     return replan(make_plan(snapshot), cached)
 
 
+OPTIONS = GatewayOptions(
+    policy=parse_policy("disaggregated"), chunk_tokens=8, max_attempts=1, max_inflight_requests=1,
+    max_inflight_tokens=1, prefix_caching=True,
+)  # fmt: skip
 JOB = Job(
     request_id="r", model="toy", fingerprint="", prompt=(),
     resolved=ResolvedSampling(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1), cache_salt="",
-    policy=parse_policy("disaggregated"), chunk_tokens=8, max_attempts=1, arrived=0.0, deadline=None, spread=0,
+    options=OPTIONS, arrived=0.0, deadline=None, spread=0,
 )  # fmt: skip
 
 

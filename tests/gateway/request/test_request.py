@@ -12,8 +12,8 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason, TokenLogprob
+from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
-from pillion.wire.decode import DecodeTimings
 from pillion.wire.registry import ComponentRecord
 
 PARTS = tuple(
@@ -150,6 +150,7 @@ def test_a_lost_span_is_replanned_without_its_worker() -> None:
     m.handle(ev.ChunkAcked(1, ack(0, 8)), 1.0)
     actions = m.handle(ev.SpanLost(1, GONE, True), 1.0)
     assert kinds(actions) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+    assert isinstance(actions[2], ev.LookUp)
     assert actions[2].avoid == frozenset({"prefill-0"})
     assert plan_is_colocated(m, actions[2])
 
@@ -199,6 +200,7 @@ def test_a_stream_lost_before_its_chain_is_there_ends_the_span_too() -> None:
     m = prefilling()
     actions = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
     assert kinds(actions) == ["StopWork", "ReleaseTicket", "LookUp"]
+    assert isinstance(actions[2], ev.LookUp)
     assert actions[2].avoid == frozenset({"decode-0"})
 
 
@@ -232,6 +234,7 @@ def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
     (again,) = m.handle(ev.PlanFailed(2, GONE), 20.0)
+    assert isinstance(again, ev.LookUp)
     assert (again.attempt, again.after_ms) == (2, module.COMPONENT_POLL_MS)
     last = m.handle(ev.PlanFailed(2, GONE), 10.0 + module.MAX_COMPONENT_WAIT_S)
     assert last == [ev.StopWork(2), ev.Fail(GONE)]
