@@ -110,12 +110,11 @@ class LLM:
     def status(self) -> ClusterStatus:
         """The components, their load, and totals, as :meth:`pillion.Client.status` gives them. Raises PillionError."""
 
-        async def read() -> Any:
-            assert self._thread.cluster is not None
-            return self._thread.cluster.gateway.status()
+        async def read() -> ClusterStatus:
+            found: ClusterStatus = self._thread.cluster.gateway.status()
+            return found
 
-        found: ClusterStatus = self._thread.submit(read()).result()
-        return found
+        return self._thread.submit(read()).result()
 
     def close(self) -> None:
         """Cancels all calls, ends all threads, processes and sockets, and frees the memory. Idempotent."""
@@ -144,7 +143,7 @@ class LLM:
             for request, each, urgency in zip(requests, one_each(sampling, len(requests)), priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        work = self._thread.submit(_answer_all(self._thread, complete, done))
+        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done))
         work.add_done_callback(lambda _: done.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -162,37 +161,28 @@ class LLM:
 
 
 async def _answer_all(
-    thread: OfflineThread,
+    cluster: OfflineCluster,
     requests: Sequence[GenerateRequest],
     done: queue.SimpleQueue[tuple[int, RequestOutput] | None],
 ) -> None:
     """Answers all requests, as many at once as the limit allows. The first error ends the others and is raised."""
-    cluster = thread.cluster
-    assert cluster is not None
-    running: set[asyncio.Task[None]] = set()
 
-    async def answer(index: int, request: GenerateRequest, held: contextlib.AsyncExitStack) -> None:
-        async with held:
-            try:
-                done.put((index, await _answer(cluster, request)))
-            except Exception as error:
-                error.add_note(f"prompt {index} of {len(requests)}")
-                raise
+    async def answer(index: int, request: GenerateRequest) -> None:
+        try:
+            done.put((index, await _answer(cluster, request)))
+        except Exception as error:
+            error.add_note(f"prompt {index} of {len(requests)}")
+            raise
 
     try:
-        for index, request in enumerate(requests):
-            async with contextlib.AsyncExitStack() as held:
-                await held.enter_async_context(cluster.limit.holding(_answers(request)))
-                running.add(asyncio.create_task(answer(index, request, held.pop_all())))
-            ended = {task for task in running if task.done()}
-            running -= ended
-            for task in ended:
-                task.result()
-        await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                answers = request.sampling.best_of or request.sampling.n or 1
+                await cluster.limit.take(answers)
+                task = group.create_task(answer(index, request))
+                task.add_done_callback(lambda _, answers=answers: cluster.limit.give_back(answers))  # type: ignore[misc]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _answer(cluster: OfflineCluster, request: GenerateRequest) -> RequestOutput:
@@ -256,10 +246,6 @@ def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> Gener
     """The request as a gateway would read it from the wire: the same types, roundings and refusals."""
     chosen = RequestOptions(sampling=sampling).of_prompt(()).sampling
     return request_from_pb(to_pb(replace(request, sampling=chosen)))
-
-
-def _answers(request: GenerateRequest) -> int:
-    return request.sampling.best_of or request.sampling.n or 1
 
 
 @contextlib.contextmanager
