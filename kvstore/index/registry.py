@@ -67,10 +67,6 @@ class NodeTable:
         """Returns the entries of all live nodes."""
         return frozenset(self._nodes)
 
-    def entry(self, node_id: str) -> bytes | None:
-        """Returns a node's entry, None for a node that is not alive."""
-        return next((entry for entry, (name, _) in self._nodes.items() if name == node_id), None)
-
     def node_id(self, entry: bytes) -> str | None:
         """Returns the node of an entry, None if the entry is void."""
         found = self._nodes.get(entry)

@@ -89,7 +89,6 @@ class Fetcher:
     def __init__(
         self,
         ledger: Ledger,
-        block_bytes: int,
         limits: FetchLimits,
         *,
         memory: PoolMemory,
@@ -105,9 +104,8 @@ class Fetcher:
         self._changed = changed
         self._source = source
         self._tiers = tiers
-        self._batch_blocks = max(1, BATCH_BYTES // block_bytes)
-        self._most_blocks = max(1, limits.max_bytes // block_bytes)
-        self._block_bytes = block_bytes
+        self._batch_blocks = max(1, BATCH_BYTES // memory.block_bytes)
+        self._most_blocks = max(1, limits.max_bytes // memory.block_bytes)
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = 0
@@ -130,7 +128,7 @@ class Fetcher:
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
             return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._limits.timeout_s) if timeout_s > 0 else self._limits.timeout_s
-        most_blocks = min(max_bytes // self._block_bytes, self._most_blocks) if max_bytes else self._most_blocks
+        most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
         fetch = _Fetch(
             epoch=self._ledger.attach("fetch", FETCH),
             caller=epoch,
