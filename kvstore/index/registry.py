@@ -34,24 +34,15 @@ REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """The answer to a heartbeat.
-
-    Attributes:
-        known: whether the component was registered until now; False after a silence longer than its time to live, or
-            when Redis has lost its memory.
-        node_number: a KV node's number for entries (4 bytes), empty for others.
-    """
+    """The answer to a heartbeat: whether the component was registered until now, which it is not after too long a
+    silence or when Redis lost its memory; and a KV node's number for entries (4 bytes), empty for others."""
 
     known: bool
     node_number: bytes
 
 
 class NodeTable:
-    """Entry -> node id of every KV node that lived when Redis was asked.
-
-    Attributes:
-        read_s: when Redis was asked, on this machine's monotonic clock.
-    """
+    """Entry -> node id of every KV node that lived when Redis was asked, at ``read_s`` on the monotonic clock."""
 
     def __init__(self, raw: Any = (0,), read_s: float = float("-inf")) -> None:
         now_ms, *rows = raw

@@ -25,13 +25,10 @@ log = logging.getLogger("pillion.kvnode")
 
 
 class HostTier:
-    """A :class:`pillion.kvstore.tiers.tiers.BufferTier`.
-
-    Raises ConfigError if not even one block fits.
+    """A :class:`pillion.kvstore.tiers.tiers.BufferTier`. Raises ConfigError if not even one block fits.
 
     Args:
-        memory: holds the buffers.
-        release: called when the tier is closed and uses the memory no more.
+        release: called when the tier is closed and uses ``memory`` no more.
         verify: whether blocks that are read are checked against their checksum.
     """
 

@@ -80,7 +80,6 @@ class Fetcher:
     """All fetches into one pool that has its shape. The node's loop makes all calls.
 
     Args:
-        memory: the pool's memory.
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
@@ -233,8 +232,7 @@ class Fetcher:
         return count
 
     async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any]) -> bool:
-        """Whether ``work``, which writes to slots, ended in time. If not, or if the caller went away, it goes on, and
-        the fetch keeps its slots until it has ended."""
+        """Whether ``work``, which writes to slots, ended in time. If not, it goes on, and its slots are kept."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)
