@@ -211,7 +211,7 @@ class ComponentCalls:
         )
         decided = make_plan(snapshot)
         if action.attempt == 1:
-            cluster.note_plan(bool(decided.chunks))
+            cluster.demand.note(time.monotonic(), bool(decided.chunks))
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
             cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(
