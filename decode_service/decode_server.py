@@ -20,7 +20,6 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import InvalidRequest
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.wire.common import check_hello
-from pillion.wire.decode import batch_to_pb, submit_from_pb
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
@@ -71,8 +70,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         await context.send_initial_metadata(())
         reader = asyncio.create_task(_read(request_iterator, session))
         try:
-            async for deltas in session.deltas():
-                yield batch_to_pb(deltas)
+            async for batch in session.deltas():
+                yield batch
             if reader.done():
                 await reader
         finally:
@@ -93,7 +92,7 @@ async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: Deco
                 check_hello(command.hello)
                 greeted = True
             elif kind == "submit":
-                await session.submit(submit_from_pb(command.submit))
+                await session.submit(command.submit)
             elif kind == "cancel":
                 session.cancel(command.cancel.key)
     finally:

@@ -32,8 +32,10 @@ from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
+from pillion.v1.decode_pb2 import Fork, Submit
 from pillion.v1.prefill_pb2 import ChunkAck
-from pillion.wire.decode import DecodeDelta, Fork, Submit
+from pillion.wire.decode import DecodeDelta
+from pillion.wire.public import sampling_to_pb
 
 log = logging.getLogger("pillion.gateway")
 
@@ -115,20 +117,19 @@ class ComponentCalls:
         job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
         left_s = job.left_s()
         submit = Submit(
-            key=0,
             request_id=job.request_id,
             attempt=attempt,
             ticket_id=action.hold.ticket_id,
             root_hash=self._chain.root,
             token_ids=action.token_ids,
             prompt_tokens=len(job.prompt),
-            sampling=replace(job.resolved.sampling, seed=self._seed),
+            sampling=sampling_to_pb(replace(job.resolved.sampling, seed=self._seed)),
             stop_token_ids=job.resolved.stop_token_ids,
             max_tokens=job.resolved.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
             priority=job.priority,
-            forks=tuple(Fork(0, follower._seed) for follower in followers),
+            forks=[Fork(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
         )
         streams = (self, *followers)

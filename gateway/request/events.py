@@ -12,8 +12,8 @@ from msgspec import Struct
 from pillion.errors import PillionError
 from pillion.gateway.planning.planner import FetchPlan, RequestPlan
 from pillion.types import FinishReason, TokenLogprob
+from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
-from pillion.wire.decode import DecodeTimings
 
 
 class TicketHold(Struct, frozen=True):

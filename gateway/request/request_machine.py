@@ -46,7 +46,7 @@ from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, sh
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
-from pillion.wire.decode import DecodeTimings
+from pillion.v1.decode_pb2 import DecodeTimings
 
 # Delay before the second attempt; each further one waits four times as long. The planner leaves a lost component out
 # at once, the pause is for what has not been noticed yet.

@@ -125,16 +125,13 @@ class NodeClient:
             raise
 
     async def release(self, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()) -> None:
-        """Drops the epoch's hold on tickets, and on those that calls with these nonces may still be granted.
-        Idempotent."""
+        """Drops the hold on tickets, and on those that calls with these nonces may still be granted. Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request)
 
     async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
-
-        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots.
-        """
+        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots."""
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
         return await call_unary(self._stub.AdoptTicket, request)
 
@@ -175,10 +172,8 @@ class NodeClient:
         timeout_s: float,
         max_bytes: int = 0,
     ) -> PrefetchReply:
-        """Makes the node bring what it can of the chain into its pool, under a ticket that the epoch holds.
-
-        Raises NotFound if it holds no such ticket. A failure between nodes only brings fewer blocks (I1).
-        """
+        """Makes the node bring what it can of the chain into its pool, under a ticket that the epoch holds. Raises
+        NotFound if it holds no such ticket. A failure between nodes only brings fewer blocks (I1)."""
         request = kvnode_pb2.PrefetchRequest(
             epoch=epoch,
             ticket_id=ticket_id,
@@ -191,11 +186,8 @@ class NodeClient:
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
     async def reattach(self, epoch: int) -> int:
-        """Ends a fenced epoch and returns a new one; the caller promises that no step uses the old one's slots any
-        more.
-
-        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
-        """
+        """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more. Raises Conflict for an
+        epoch that is not fenced, NotFound for a void one."""
         return int((await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch))).epoch)
 
     async def heartbeat(self, epoch: int) -> HeartbeatReply:

@@ -149,8 +149,8 @@ class Index:
         return {node_id: blocks for node_id, blocks in named if node_id is not None}
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Returns entry -> blocks. One server is asked once. A Cluster is asked about segments, in two rounds: some
-        that are evenly spread, and then those between two of them where a node's chain ends."""
+        """Returns entry -> blocks. A Cluster is asked about segments, in two rounds: some that are evenly spread, and
+        then those between two of them where a node's chain ends."""
         parts = list(_chain_parts(block_hashes, SEGMENT_BLOCKS if self._link.cluster else 0))
         reached: dict[int, dict[bytes, int]] = {}
 
@@ -180,8 +180,7 @@ class Index:
         return ends
 
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
-        """Reads the table of nodes unless that was tried within ``max_age_ms``. If Redis is silent, the old table
-        stays: it may name dead nodes, as any hint may."""
+        """Reads the table of nodes unless that was tried within ``max_age_ms``; the old one stays if that fails."""
         async with self._refreshing:
             now = time.monotonic()
             if now - self._asked_s <= max_age_ms / 1000:

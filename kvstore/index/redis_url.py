@@ -81,8 +81,7 @@ def parse(url: str) -> RedisPlace:
 
 
 def connect(place: RedisPlace) -> Client:
-    """Makes a client that opens its connections when it is first used. Raises ConfigError for settings that cannot
-    be."""
+    """Makes a client, which connects when it is first used. Raises ConfigError for settings that cannot be."""
     # The deadline of a call is ours; a library that tries again would only use it up.
     limits: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,

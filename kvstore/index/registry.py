@@ -83,10 +83,8 @@ class NodeTable:
 
 
 class Registry:
-    """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost.
-
-    Every call raises Unavailable when Redis does not answer.
-    """
+    """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost. Every call
+    raises Unavailable when Redis does not answer."""
 
     def __init__(self, redis_url: str, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms

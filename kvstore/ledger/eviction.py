@@ -26,10 +26,8 @@ MAX_USES = 15
 
 
 class EvictionPolicy(Protocol):
-    """The committed blocks that no ticket protects, in the order in which they are evicted.
-
-    It is called by the block tree on the node's loop and has no lock.
-    """
+    """The committed blocks that no ticket protects, in the order in which they are evicted. It is called by the block
+    tree on the node's loop and has no lock."""
 
     def add(self, block: Block) -> None:
         """Adds a block that lost its last protection. Its unprotected descendants were added before it."""

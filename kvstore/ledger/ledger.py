@@ -144,8 +144,7 @@ class Ledger:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Returns workers that were silent for longer than ``timeout_s`` and are not fenced yet. A gateway's session is
-        never one of them: it ends with its stream."""
+        """Returns workers that are not fenced and were silent for longer; a gateway's session ends with its stream."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -156,8 +155,7 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Takes from an epoch the right to change anything. Its leases and pins stay until :meth:`gone` or
-        :meth:`drained` (I4)."""
+        """Takes an epoch's right to change anything. Leases and pins stay until :meth:`gone` or :meth:`drained`."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return
@@ -166,15 +164,13 @@ class Ledger:
             self._settle(self.tickets[ticket_id])
 
     def drained(self, epoch: int) -> None:
-        """Frees everything of a fenced epoch: its worker woke and reports that no step uses it any more. Raises
-        Conflict for an epoch that is not fenced."""
+        """Frees everything of a fenced epoch, which no step uses any more. Raises Conflict if it is not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch drains")
         self.gone(epoch)
 
     def gone(self, epoch: int) -> None:
-        """Frees everything that an epoch held, because its holder's death or its session's end is proven.
-        Idempotent."""
+        """Frees everything that an epoch held, because its holder's end is proven. Idempotent."""
         holder = self.holders.pop(epoch, None)
         if holder is None:
             return
@@ -186,14 +182,12 @@ class Ledger:
 
     def shortage(self, hashes: Sequence[bytes], total_blocks: int) -> int:
         """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The decode reserve is
-        left alone, unless nothing else is admitted: then the prompt gets in if it fits at all (I5)."""
+        left alone, unless nothing else is admitted: then a prompt gets in if it fits at all (I5)."""
         return self._missing(self.tree.longest_prefix(hashes), total_blocks)
 
     def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
-
-        Returns None, with nothing changed, where memory is short.
-        """
+        Returns None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
         # The chain is walked only where it can matter: the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
@@ -218,8 +212,7 @@ class Ledger:
         return max(0, floor - left)
 
     def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
-        """Opens a ticket for a reader: it pins the committed prefix of a chain and reserves nothing. Raises
-        InvalidRequest for a nonce that is in use."""
+        """Pins a chain's committed prefix for a reader. Raises InvalidRequest for a nonce that is in use."""
         holder = self.active(epoch)
         if (epoch, nonce) in self.by_opener:
             raise InvalidRequest("the nonce is in use")
@@ -228,9 +221,7 @@ class Ledger:
 
     def lease_some(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
         """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and makes the epoch a holder.
-
-        Raises NotFound if there is no such ticket.
-        """
+        Raises NotFound if there is no such ticket."""
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
         most = min(promised + self._leasable(holder), self.available)
@@ -305,8 +296,7 @@ class Ledger:
     # -- slots
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` slots that no admitted prompt counts on. A prefill worker or a fetch gets none of the
-        decode reserve (I5)."""
+        """Leases up to ``blocks`` unpromised slots. Prefill and fetches get none of the decode reserve (I5)."""
         holder = self.active(epoch)
         return self._lease(holder, min(blocks, self._leasable(holder)), NO_TICKET)
 
@@ -330,8 +320,7 @@ class Ledger:
     # -- inside
 
     def active(self, epoch: int) -> Holder:
-        """Returns the holder of an epoch that may change things. Raises NotFound for a void epoch, Conflict for a
-        fenced one."""
+        """Returns an epoch's holder. Raises NotFound for a void epoch, Conflict for a fenced one."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")

@@ -309,10 +309,8 @@ class CudaDevice:
 
 
 class CudaStream:
-    """A stream: it makes copies in the order of the calls, concurrently with other streams.
-
-    Addresses are plain numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned.
-    """
+    """A stream: it makes copies in the order of the calls, concurrently with other streams. Addresses are plain
+    numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device

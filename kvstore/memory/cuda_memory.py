@@ -82,9 +82,7 @@ class _Stage:
 
 class CudaMemory:
     """See :class:`pillion.kvstore.memory.memory.PoolMemory`. Making one pins memory: not on the event loop's thread.
-
-    Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned.
-    """
+    Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned."""
 
     kind = CUDA
 

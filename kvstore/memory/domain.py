@@ -68,8 +68,7 @@ class Domain(Protocol):
 
 
 def open_domain(flags: KVNodeFlags) -> Domain:
-    """Opens the domain that ``--kv-device`` names. Raises ConfigError if there is none, or if the flags do not fit
-    it."""
+    """Opens the domain that ``--kv-device`` names. Raises ConfigError if there is none, or the flags do not fit."""
     index = device_index(flags.kv_device)
     if index is None:
         if flags.host_bytes:
@@ -109,7 +108,6 @@ class HostDomain:
         return self._flags.kv_pool_bytes or DEFAULT_HOST_POOL_BYTES
 
     def segment(self, size_bytes: int) -> AnySegment:
-        """See :class:`Domain`. Pages cost memory only once somebody writes to them."""
         return Segment(size_bytes)
 
     def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
@@ -134,8 +132,7 @@ class CudaDomain:
         self.device_index, self.device_uuid = index, self._device.uuid
 
     def pool_bytes(self) -> int:
-        """See :class:`Domain`. Without a flag this is the share of the device that may be used, less all that is in use
-        now."""
+        """Without a flag this is the share of the device that may be used, less all that is in use now."""
         free, total = self._device.memory_info()
         log.info("CUDA device %d has %d bytes, %d of them free", self.device_index, total, free)
         if self._flags.kv_pool_bytes:

@@ -167,10 +167,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 def block_checksum(block: bytes | memoryview) -> int:
     """Returns XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". It finds damage, not
-    malice.
-
-    One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile.
-    """
+    malice. One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile."""
     return xxhash.xxh3_64_intdigest(block) or 1
 
 

@@ -61,9 +61,8 @@ class NodeMemory:
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.close()
-        if self._opened is not None and self._opened.kind != HOST and self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        if self._opened is not None and self._opened.kind != HOST:
+            self._close_segment()
 
     def fileno(self) -> int:
         """Returns the pool's descriptor. Raises Conflict before it has a shape."""
@@ -84,12 +83,15 @@ class NodeMemory:
     def close(self) -> None:
         """Gives up the node's hold on everything; workers keep the memory that they map. Idempotent."""
         self.unshape()
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        self._close_segment()
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+    def _close_segment(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
 
     def _make(self, domain: Domain, block_bytes: int) -> PoolMemory | None:
         if domain.kind != HOST:

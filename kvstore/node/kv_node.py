@@ -82,7 +82,12 @@ class KVNode:
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
         self._attach = AttachServer(
-            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve, self._on_gpu
+            flags.attach_socket,
+            self._memory.fileno,
+            self._admit,
+            self.pool.ended,
+            self.regions.serve,
+            exit_is_proof=lambda: self._memory.domain.kind != HOST,
         )
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
@@ -169,9 +174,6 @@ class KVNode:
         return status
 
     # -- inside
-
-    def _on_gpu(self) -> bool:
-        return self._memory.domain.kind != HOST
 
     async def _admit(self, hello: AttachHello) -> AttachReply:
         async with self._shaping:

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from pillion.kvstore.node.pool import Pool
-from pillion.priority import bounded
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.common import check_hello, hello_to_pb
@@ -46,15 +45,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def OpenTicket(  # noqa: N802
         self, request: kvnode_pb2.OpenTicketRequest, context: Context
     ) -> kvnode_pb2.OpenTicketReply:
-        return await self._pool.open_ticket(
-            request.epoch,
-            request.nonce,
-            request.block_hashes,
-            request.total_blocks,
-            resume=request.resume,
-            priority=bounded(request.priority),
-            expected_blocks=request.expected_blocks,
-        )
+        return await self._pool.open_ticket(request)
 
     async def ReleaseTicket(  # noqa: N802
         self, request: kvnode_pb2.ReleaseTicketRequest, context: Context
@@ -103,14 +94,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Prefetch(  # noqa: N802
         self, request: kvnode_pb2.PrefetchRequest, context: Context
     ) -> kvnode_pb2.PrefetchReply:
-        return await self._pool.prefetch(
-            request.epoch,
-            request.ticket_id,
-            request.block_hashes,
-            tuple(request.source_node_ids),
-            timeout_s=request.timeout_ms / 1000,
-            max_bytes=request.max_bytes,
-        )
+        return await self._pool.prefetch(request)
 
     async def GetNodeStatus(  # noqa: N802
         self, request: kvnode_pb2.GetNodeStatusRequest, context: Context

@@ -242,10 +242,7 @@ class DiskTier:
         self, surplus: list[BlockName], old: list[bytes], jobs: list[tuple[BlockName, memoryview, int]]
     ) -> list[str | None]:
         """Writes ``jobs``, reusing the files of ``old``, of which there are no more; returns each job's failure or
-        None.
-
-        When the disk is full, the remaining jobs are not tried.
-        """
+        None. When the disk is full, the remaining jobs are not tried."""
         self._remove_files(surplus)
         failures: list[str | None] = []
         full = ""

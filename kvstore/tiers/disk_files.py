@@ -90,10 +90,8 @@ class BlockFileLayout:
 
 
 class DiskFolder:
-    """A folder that this process alone uses; it is made if it is missing.
-
-    Raises ConfigError if it cannot be written to, or if another node has it.
-    """
+    """A folder that this process alone uses; it is made if it is missing. Raises ConfigError if it cannot be written
+    to, or if another node has it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -66,7 +66,7 @@ class HostTier:
         return block_hash in self._kept
 
     def room_bytes(self) -> int:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`: any buffer without a user can be had."""
+        """Counts all buffers without a user."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
     def touch(self, hashes: Sequence[bytes]) -> None:
@@ -78,7 +78,7 @@ class HostTier:
         return heads_first(self._kept)
 
     def acquire_empty(self, count: int) -> list[memoryview]:
-        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`. The least recently used blocks make room."""
+        """Returns buffers; the least recently used blocks make room."""
         buffers: list[memoryview] = []
         while len(buffers) < count and (place := self._acquire()) is not None:
             buffers.append(self._buffers[place])
@@ -92,8 +92,7 @@ class HostTier:
                 self._free_if_unused(place)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A block in one of this tier's buffers is kept there,
-        uncopied."""
+        """Stores; a block in one of this tier's own buffers is kept there, uncopied."""
         refused = []
         for name, payload in blocks:
             place = self._place_of.get(id(payload))
@@ -146,7 +145,7 @@ class HostTier:
         return buffers[:good]
 
     async def close(self) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`: everything is forgotten. No buffer has a user any more."""
+        """Forgets everything. No buffer has a user any more."""
         if not self._closed:
             self._closed = True
             for buffer in self._buffers:

@@ -39,10 +39,8 @@ MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off.
-
-    Raises ConfigError for shares that make no sense.
-    """
+    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off. Raises
+    ConfigError for shares that make no sense."""
 
     low_percent: int
     high_percent: int
@@ -147,8 +145,7 @@ class Spiller:
                 await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Waits until nothing here reads the pool and evicted blocks are in their tiers. ``run`` has ended before.
-        Idempotent."""
+        """Waits until evicted blocks are in their tiers and nothing reads the pool. ``run`` has ended. Idempotent."""
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
 
@@ -176,10 +173,8 @@ class Spiller:
         return evicted > 0
 
     def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
-        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went.
-
-        Used copies are removed from ``copies``.
-        """
+        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went. Used
+        copies are removed from ``copies``."""
         moved: list[tuple[BlockName, memoryview]] = []
         stayed: list[bytes] = []
         evicted = 0
@@ -225,8 +220,7 @@ class Spiller:
                 self._blocks_lost(list(dict.fromkeys(gone)))
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        """Returns copies and checksums, in a tier's own buffers as far as there are some, so that it need not copy
-        again."""
+        """Returns copies and checksums, as far as possible in a tier's own buffers, which need no second copy."""
         acquired = [] if self._buffers is None else self._buffers.acquire_empty(len(blocks))
         fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(acquired))]
         targets = acquired + fresh

@@ -73,10 +73,8 @@ class Tier(Protocol):
         """Keeps whole blocks. Returns those not kept any more: older ones that made room, and those that failed."""
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole.
-
-        When it ends, however it ends, nobody writes to the targets any more.
-        """
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. When it
+        ends, however it ends, nobody writes to the targets any more."""
 
     def names(self) -> Iterable[BlockName]:
         """Returns all blocks that are kept, each after its parent if that is kept too."""
@@ -87,10 +85,8 @@ class Tier(Protocol):
 
 @runtime_checkable
 class BufferTier(Tier, Protocol):
-    """A tier in memory: copies can be made straight into it and out of it.
-
-    A buffer stays its user's, and its bytes stay what they are, until it is released.
-    """
+    """A tier in memory: copies can be made straight into it and out of it. A buffer stays its user's, and its bytes
+    stay what they are, until it is released."""
 
     def acquire_empty(self, count: int) -> list[memoryview]:
         """Returns up to ``count`` buffers of one block each, to be filled, passed to :meth:`store` or not, and

@@ -28,7 +28,7 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.tiers import Tier, load_into
-from pillion.v1.kvnode_pb2 import CommitRun, PrefetchReply
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 
 log = logging.getLogger("pillion.kvnode")
@@ -47,16 +47,6 @@ class BlockSource(Protocol):
     async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply: ...
     def release(self, ticket_id: int) -> None: ...
     async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None: ...
-
-
-@dataclass(slots=True)
-class FetchCounts:
-    """Counts since the node started; see NodeStatus."""
-
-    fetched_blocks: int = 0
-    restored_blocks: int = 0
-    corrupt_blocks: int = 0
-    short_fetches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +97,8 @@ class Fetcher:
         source: Callable[[str], BlockSource],
         tiers: Sequence[Tier] = (),
     ) -> None:
-        self.counts = FetchCounts()
+        # Counts since the node started.
+        self.counts = NodeStatus()
         self._ledger = ledger
         self._limits = limits
         self._memory = memory
@@ -133,9 +124,7 @@ class Fetcher:
         max_bytes: int = 0,
     ) -> PrefetchReply:
         """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
-
-        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain.
-        """
+        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain."""
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:

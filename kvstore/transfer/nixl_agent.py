@@ -68,10 +68,8 @@ def nixl_trouble() -> str:
 
 
 class NixlAgent:
-    """One agent and its pool, which may be on a GPU.
-
-    Raises ConfigError if NIXL does not import, or cannot register the memory.
-    """
+    """One agent and its pool, which may be on a GPU. Raises ConfigError if NIXL does not import, or cannot register the
+    memory."""
 
     def __init__(self, memory: PoolMemory) -> None:
         for name, value in _ENVIRONMENT.items():

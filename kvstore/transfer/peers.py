@@ -111,10 +111,8 @@ class Peer:
             raise Unavailable(f"the session at {self.node_id} ended during the read")
 
     async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
-        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more.
-
-        Raises Unavailable if the source is silent for STREAM_STALL_S or ends early, and the source's errors.
-        """
+        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more. Raises
+        Unavailable if the source is silent for STREAM_STALL_S or ends early, and the source's errors."""
         for start in range(0, len(slots), MAX_SLOTS_PER_STREAM):
             part = slots[start : start + MAX_SLOTS_PER_STREAM]
             request = ReadBlocksRequest(epoch=self._session.epoch, ticket_id=ticket_id, slots=part)
@@ -259,10 +257,8 @@ class Peers:
         self._avoided_until_s[node_id] = now + AVOID_S
 
     async def get(self, node_id: str, timeout_s: float = CALL_TIMEOUT_S) -> Peer:
-        """Returns a connected peer; several callers share one meeting.
-
-        Raises Unavailable for a node that is unknown or does not answer in time, Conflict where the pools do not fit.
-        """
+        """Returns a connected peer; several callers share one meeting. Raises Unavailable for a node that is unknown or
+        does not answer in time, Conflict where the pools do not fit."""
         peer = self._peers.get(node_id)
         if peer is not None and peer.alive:
             peer.used_s = time.monotonic()

@@ -12,8 +12,8 @@ from opentelemetry.context import Context
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.prefill_service.span import SpanRun
 from pillion.types import FinishReason, SamplingParams
+from pillion.v1.decode_pb2 import Fork
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from pillion.wire.decode import Fork
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
 
@@ -39,7 +39,7 @@ async def over(answers: Sequence[Answer]) -> None:
 
 async def test_each_answer_is_what_its_seed_says_alone() -> None:
     async with running_workers() as workers, connected(workers) as connection:
-        answers = await ask(workers, connection, [Fork(5, 12), Fork(6, 13)])
+        answers = await ask(workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13)])
         await over(answers)
         together = sum(workers.decode_backend.steps)
         await workers.quiet()
@@ -58,7 +58,7 @@ async def test_each_answer_is_what_its_seed_says_alone() -> None:
 
 async def test_each_token_comes_with_its_log_probability() -> None:
     async with running_workers() as workers, connected(workers) as connection:
-        answers = await ask(workers, connection, [Fork(5, 12)])
+        answers = await ask(workers, connection, [Fork(key=5, seed=12)])
         await over(answers)
         for answer in answers:
             assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
@@ -71,13 +71,13 @@ async def test_a_submit_that_fails_speaks_for_its_forks() -> None:
         connection.answers[5] = Answer()
         ticket = await workers.ticket(PROMPT)
         await workers.release(ticket)
-        first = await connection.submit(submit_of(1, ticket, PROMPT, forks=(Fork(5, 12),)))
+        first = await connection.submit(submit_of(1, ticket, PROMPT, forks=(Fork(key=5, seed=12),)))
         await over([first])
         assert first.last is not None
         assert first.last.error is not None
         assert connection.answers[5].last is None
         # The keys are free again.
-        await over(await ask(workers, connection, [Fork(5, 12)]))
+        await over(await ask(workers, connection, [Fork(key=5, seed=12)]))
         await workers.quiet()
 
 
@@ -86,7 +86,7 @@ async def test_a_cancelled_fork_leaves_the_others_alone(before_the_first_token: 
     async with running_workers() as workers, connected(workers) as connection:
         if before_the_first_token:
             workers.decode_backend.gate.clear()
-        answers = await ask(workers, connection, [Fork(5, 12), Fork(6, 13)], max_tokens=40)
+        answers = await ask(workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13)], max_tokens=40)
         if not before_the_first_token:
             await until(lambda: answers[1].token_ids, "the fork's first token")
         await connection.cancel(5)
@@ -103,7 +103,7 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
         async with connected(workers) as connection:
             if held:
                 workers.decode_backend.gate.clear()
-            answers = await ask(workers, connection, [Fork(5, 12), Fork(6, 13)], max_tokens=900)
+            answers = await ask(workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13)], max_tokens=900)
             if not held:
                 await until(lambda: all(answer.token_ids for answer in answers), "all first tokens")
         workers.decode_backend.gate.set()
@@ -113,7 +113,9 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
 
 async def test_forks_in_a_pool_too_small_for_all() -> None:
     async with running_workers(slots=24) as workers, connected(workers) as connection:
-        answers = await ask(workers, connection, [Fork(5, 12), Fork(6, 13), Fork(7, 14)], max_tokens=40)
+        answers = await ask(
+            workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13), Fork(key=7, seed=14)], max_tokens=40
+        )
         await over(answers)
         for answer in answers:
             assert answer.last is not None
@@ -125,7 +127,7 @@ async def test_forks_in_a_pool_too_small_for_all() -> None:
 async def test_an_answer_that_has_begun_does_not_fork() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(PROMPT)
-        first = await connection.submit(submit_of(1, ticket, PROMPT, prompt_tokens=28, forks=(Fork(5, 12),)))
+        first = await connection.submit(submit_of(1, ticket, PROMPT, prompt_tokens=28, forks=(Fork(key=5, seed=12),)))
         await over([first])
         assert first.last is not None
         assert first.last.error is not None
@@ -162,7 +164,7 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
-        first = await connection.submit(submit_of(1, tickets[0], PROMPT, 40, forks=(Fork(5, 12),)))
+        first = await connection.submit(submit_of(1, tickets[0], PROMPT, 40, forks=(Fork(key=5, seed=12),)))
         second = await connection.submit(submit_of(2, tickets[1], PROMPT, 40))
         await until(lambda: len(workers.decode.worker.epoch.listeners) == 3, "all three")
         workers.decode.worker.fail("a test says so")
@@ -178,7 +180,7 @@ async def test_streams_are_bounded_with_their_forks() -> None:
         tickets = [await workers.ticket(PROMPT) for _ in range(6)]
         answers = []
         for number, ticket in enumerate(tickets):
-            forks = tuple(Fork(100 * (number + 1) + fork, fork) for fork in range(4))
+            forks = tuple(Fork(key=100 * (number + 1) + fork, seed=fork) for fork in range(4))
             for fork in forks:
                 connection.answers[fork.key] = Answer()
             answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, forks=forks)))

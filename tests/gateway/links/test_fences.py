@@ -17,10 +17,11 @@ from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
-from pillion.types import SamplingParams
 from pillion.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.common_pb2 import SamplingParams
+from pillion.v1.decode_pb2 import Submit
 from pillion.v1.prefill_pb2 import RunSpanRequest
-from pillion.wire.decode import DecodeDelta, Submit
+from pillion.wire.decode import DecodeDelta
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from tests.support.fake_components import FakeDecode

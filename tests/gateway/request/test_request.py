@@ -12,8 +12,8 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason, TokenLogprob
+from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
-from pillion.wire.decode import DecodeTimings
 from pillion.wire.registry import ComponentRecord
 
 PARTS = tuple(

@@ -28,7 +28,7 @@ from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.kvstore.node.pool import Pool
 from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.v1.kvnode_pb2 import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from pillion.wire.attach import AttachHello
 
 NUM_SLOTS = 20
@@ -204,9 +204,9 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     pool = Pool(pool_bytes=20, decode_reserve_percent=0, max_waiting=9, heartbeat_timeout_s=5.0)
     pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = pool.open_session("g")
-    ticket = await pool.open_ticket(epoch, 1, b"", 15, resume=False)
-    waiter = asyncio.create_task(pool.open_ticket(epoch, 2, b"", 15, resume=False))
-    behind = asyncio.create_task(pool.open_ticket(epoch, 3, b"", 14, resume=False))
+    ticket = await pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=1, total_blocks=15))
+    waiter = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=2, total_blocks=15)))
+    behind = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=3, total_blocks=14)))
     await asyncio.sleep(0)
     assert pool.status().waiting_tickets == 2
     if first == "granted":
