@@ -27,9 +27,9 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
-from pillion.v1.decode_pb2 import Submit
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, Submit
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, batch_to_pb
+from pillion.wire.public import finish_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
@@ -82,7 +82,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 await self._ready.wait()
                 self._ready.clear()
                 streams, self._streams = self._streams, {}
-                yield batch_to_pb([DecodeDelta(key=key) for key in streams])
+                yield DecodeBatch(deltas=[DecodeDelta(key=key) for key in streams])
                 async for batch in self._steps(streams):
                     yield batch
         finally:
@@ -93,8 +93,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         sent: list[float] = []
         begun = time.monotonic()
         # The messages are made once, because the worker shares its core with the clients.
-        batches = [batch_to_pb([DecodeDelta(key, (token,)) for key in keys]) for token in TEXT]
-        last = batch_to_pb([DecodeDelta(key, (TEXT[0],), FinishReason.LENGTH) for key in keys])
+        batches = [DecodeBatch(deltas=[DecodeDelta(key=key, token_ids=(token,)) for key in keys]) for token in TEXT]
+        last = DecodeBatch()
+        last.CopyFrom(batches[0])
+        for delta in last.deltas:
+            delta.finish_reason = finish_to_pb(FinishReason.LENGTH)
         for step in range(count):
             if self._step_s:
                 await asyncio.sleep(max(0.0, begun + step * self._step_s - time.monotonic()))

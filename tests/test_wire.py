@@ -34,15 +34,13 @@ from pillion.types import (
 )
 from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import (
-    DecodeDelta,
-    batch_from_pb,
-    batch_to_pb,
-)
+from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import (
     DeltaWriter,
     delta_from_pb,
     delta_to_pb,
+    finish_to_pb,
+    logprob_to_pb,
     request_from_pb,
     request_to_pb,
     sampling_from_pb,
@@ -140,7 +138,20 @@ def test_the_sampling_of_submits(sampling: SamplingParams) -> None:
 
 @given(st.lists(DECODE_DELTAS, max_size=4))
 def test_batches(deltas: list[DecodeDelta]) -> None:
-    assert batch_from_pb(batch_to_pb(deltas)) == deltas
+    batch = decode_pb2.DecodeBatch(
+        deltas=[
+            decode_pb2.DecodeDelta(
+                key=delta.key,
+                token_ids=delta.token_ids,
+                finish_reason=finish_to_pb(delta.finish_reason),
+                error=delta.error,
+                timings=delta.timings,
+                logprobs=map(logprob_to_pb, delta.logprobs),
+            )
+            for delta in deltas
+        ]
+    )
+    assert batch_from_pb(decode_pb2.DecodeBatch.FromString(batch.SerializeToString())) == deltas
 
 
 COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)

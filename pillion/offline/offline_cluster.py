@@ -162,14 +162,7 @@ async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
     check_flags(worker_flags)
     model = await asyncio.to_thread(prepare, flags, log.info)
     if flags.kv_pool_bytes:
-        fit_pool(
-            kv_pool_bytes=flags.kv_pool_bytes,
-            block_bytes=kv_layout(model, flags.block_size).block_bytes,
-            block_size_tokens=flags.block_size,
-            max_model_len_tokens=model.max_model_len,
-            decode_reserve_percent=flags.decode_reserve_percent,
-            decode_workers=1,
-        )
+        fit_pool(flags, kv_layout(model, flags.block_size).block_bytes, model.max_model_len, decode_workers=1)
     entry = await asyncio.to_thread(model_entry, model)
     async with contextlib.AsyncExitStack() as stack:
         node = await start_kvnode(node_flags)

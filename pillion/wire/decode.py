@@ -1,21 +1,20 @@
-"""The deltas of the decode service's steps, and their converters (protos/pillion/v1/decode.proto)."""
+"""The deltas of the decode service's steps, as gateways read them (protos/pillion/v1/decode.proto)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2
 from pillion.v1.decode_pb2 import DecodeError, DecodeTimings
-from pillion.wire.public import finish_from_pb, finish_to_pb, logprob_from_pb, logprob_to_pb
+from pillion.wire.public import finish_from_pb, logprob_from_pb
 
 
 class DecodeDelta(NamedTuple):
     """Tokens of one stream since its last delta; the last one has a finish reason or an error.
 
-    One is made for every token of the whole cluster, on both sides, and a tuple is made in a quarter of the time that a
-    frozen dataclass takes.
+    One is made for every token of the whole cluster, and a tuple is made in a quarter of the time that a frozen
+    dataclass takes.
     """
 
     key: int
@@ -37,18 +36,6 @@ def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
     ]
 
 
-def batch_to_pb(deltas: Sequence[DecodeDelta]) -> decode_pb2.DecodeBatch:
-    """Writes the deltas of one step."""
-    messages = [
-        _rich_delta_to_pb(delta)
-        if any(delta[2:])
-        # Nearly all of them; fields that are not named are not looked at.
-        else decode_pb2.DecodeDelta(key=delta.key, token_ids=delta.token_ids)
-        for delta in deltas
-    ]
-    return decode_pb2.DecodeBatch(deltas=messages)
-
-
 def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
     return DecodeDelta(
         key=message.key,
@@ -57,15 +44,4 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         error=message.error if message.HasField("error") else None,
         timings=message.timings if message.HasField("timings") else None,
         logprobs=tuple(map(logprob_from_pb, message.logprobs)),
-    )
-
-
-def _rich_delta_to_pb(delta: DecodeDelta) -> decode_pb2.DecodeDelta:
-    return decode_pb2.DecodeDelta(
-        key=delta.key,
-        token_ids=delta.token_ids,
-        finish_reason=finish_to_pb(delta.finish_reason),
-        error=delta.error,
-        timings=delta.timings,
-        logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
     )

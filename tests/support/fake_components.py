@@ -27,10 +27,10 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
-from pillion.v1.decode_pb2 import DecodeError, DecodeTimings, Submit
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, batch_to_pb
+from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
@@ -208,7 +208,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         reader = asyncio.create_task(self._read(commands, streams, out))
         try:
             while (delta := await out.get()) is not None:
-                yield batch_to_pb([delta])
+                yield DecodeBatch(deltas=[delta])
             await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
         finally:
             for task in (reader, *streams.values()):
@@ -276,11 +276,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 ids, reason = ids[: ended[0] + 1], FinishReason.STOP
             elif at >= submit.max_tokens:
                 reason = FinishReason.LENGTH
-            logprobs: tuple[TokenLogprob, ...] = ()
+            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=finish_to_pb(reason))
             if submit.sampling.HasField("logprobs"):
-                logprobs = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
-            timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25) if reason else None
-            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=logprobs)
+                delta.logprobs.extend(logprob_to_pb(self.logprob(submit, begun + n, one)) for n, one in enumerate(ids))
+            if reason:
+                delta.timings.CopyFrom(DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25))
             out.put_nowait(delta)
 
 

@@ -18,10 +18,11 @@ from pillion import config
 from pillion.cli.app import cli
 from pillion.cli.flags import OTHER_VARIABLES, check_variables, env_name, flag_options, known_names, option_name
 from pillion.config import ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
+from pillion.engine.backends.devices import resolved
 from pillion.errors import ConfigError
 from pillion.supervisor import serve
 from pillion.supervisor.component_process import STOP_GRACE_S
-from pillion.supervisor.local_cluster import process_specs, resolved_flags
+from pillion.supervisor.local_cluster import process_specs
 
 COMPONENTS: dict[str, Any] = {
     "kvnode": KVNodeFlags,
@@ -127,7 +128,7 @@ def test_every_flag_of_a_component_reaches_its_process(
     flags = served(monkeypatch, argv, environ)
     if field.name != "device":
         monkeypatch.setattr("pillion.engine.backends.devices.resolve_device", lambda flags: "cpu")
-    specs = process_specs(resolved_flags(flags), pathlib.Path("/run/x"), None)
+    specs = process_specs(resolved(flags), pathlib.Path("/run/x"), None)
     spec = next(spec for spec in specs if spec.component_id == f"{role}-0")
     received = getattr(parsed(COMPONENTS[role], spec.argv[4:], dict(spec.environ)), field.name)
     kind = field.metadata["kind"]

@@ -10,21 +10,22 @@ import pytest
 
 from pillion.cli.flags import env_name
 from pillion.config import ServeFlags
+from pillion.engine.backends.devices import resolved
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster
-from pillion.supervisor.child_command import child_environ
-from pillion.supervisor.local_cluster import process_specs, resolved_flags, threads_per_worker
+from pillion.supervisor.child_process import child_environ
+from pillion.supervisor.local_cluster import process_specs, threads_per_worker
 
 
 def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
     monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
-    flags = resolved_flags(ServeFlags(model="m"))
+    flags = resolved(ServeFlags(model="m"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
     assert "--kv-device=cuda" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
-    flags = resolved_flags(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
+    flags = resolved(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
     assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
-    flags = resolved_flags(ServeFlags(model="m", device="cpu"))
+    flags = resolved(ServeFlags(model="m", device="cpu"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
     assert "--kv-device=cpu" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
 
@@ -43,12 +44,12 @@ def test_what_needs_a_gpu_is_refused_without_one(
     monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=words):
-        resolved_flags(ServeFlags(**flags))
+        resolved(ServeFlags(**flags))
 
 
 def on_cpu(**flags: Any) -> ServeFlags:
     """The settled flags of a cluster on a machine without a GPU."""
-    return resolved_flags(ServeFlags(device="cpu", **flags))
+    return resolved(ServeFlags(device="cpu", **flags))
 
 
 def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
