@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Message, RequestOptions, to_pb
+from pillion.client.client_requests import Message, chat_request, prompt_request, sampling_of, to_pb
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
@@ -104,7 +104,7 @@ class LLM:
         """
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
-        requests = [RequestOptions().of_chat(conversation) for conversation in conversations]
+        requests = [chat_request(conversation) for conversation in conversations]
         return self._run(requests, sampling_params, use_tqdm, priority)
 
     def status(self) -> ClusterStatus:
@@ -231,21 +231,19 @@ def _listed(prompts: Any) -> Sequence[Any]:
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     """The request of one prompt. Raises InvalidRequest, naming ``where``."""
     if not isinstance(prompt, Mapping):
-        return RequestOptions().of_prompt(prompt)
+        return prompt_request(prompt)
     unknown = sorted(set(prompt) - _PROMPT_KEYS)
     if unknown:
         raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
-    options = RequestOptions(cache_salt=prompt.get("cache_salt") or "")
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if (ids is None) == (text is None):
         raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
-    return options.of_prompt(list(ids) if ids is not None else str(text))
+    return prompt_request(list(ids) if ids is not None else str(text), cache_salt=prompt.get("cache_salt") or "")
 
 
 def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> GenerateRequest:
     """The request as a gateway would read it from the wire: the same types, roundings and refusals."""
-    chosen = RequestOptions(sampling=sampling).of_prompt(()).sampling
-    return request_from_pb(to_pb(replace(request, sampling=chosen)))
+    return request_from_pb(to_pb(replace(request, sampling=sampling_of(sampling, {}))))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,10 +37,6 @@ from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.net.in_process import SCHEME as IN_PROCESS
 from pillion.wire.registry import ComponentRecord
-
-if TYPE_CHECKING:
-    from pillion.engine.worker.worker import Worker
-    from pillion.kvstore.node.kv_node import KVNode
 
 log = logging.getLogger("pillion.llm")
 
@@ -66,7 +62,7 @@ T = TypeVar("T")
 class LocalRegistry:
     """The registry of a process that holds all components: they live as long as the process does."""
 
-    def __init__(self, node: KVNode, worker: Worker) -> None:
+    def __init__(self, node: Any, worker: Any) -> None:
         self._node = node
         self._worker = worker
 
