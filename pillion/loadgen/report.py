@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from pillion._version import VERSION
-from pillion.loadgen.drive import Run
-from pillion.loadgen.figures import bottleneck, client_figures, summarize
+from pillion.loadgen.figures import Run, bottleneck, client_figures, summarize
 from pillion.loadgen.slo import Objective, good
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
     if config["load"]["concurrency"]:
         # In a closed loop the server's pace is the load's.
         summary["offered_requests_per_s"] = None
-    client = client_figures(run.records, run.cpu_s, run.duration_s, run.stalls_s)
+    client = client_figures(run)
     met = good(objectives, run.records)
     attainment = sum(met) / len(met) if met else 0.0
     why = bottleneck(client, summary["ttft_ms"])

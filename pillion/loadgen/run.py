@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
-from pillion.loadgen.drive import LoadDriver, Run
-from pillion.loadgen.figures import Record
+from pillion.loadgen.drive import LoadDriver
+from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.report import SCHEMA, result_of
 from pillion.loadgen.slo import Objective
