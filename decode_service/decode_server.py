@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,7 +37,8 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
         backend_factory=backend_factory,
     )
     servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)
-    return await serve(worker, flags.listen, SERVICE_NAME, servicer)
+    add_to = partial(decode_pb2_grpc.add_DecodeServicer_to_server, servicer)
+    return await serve(worker, SERVICE_NAME, add_to, servicer.finish)
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -52,10 +54,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Let every connection end once its last deltas are out."""
         for session in self._sessions:
             session.finish()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     async def Connect(  # noqa: N802
         self,

@@ -274,8 +274,8 @@ class WorkerEpoch:
 
     # The step thread's side.
 
-    def _on_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> None:
-        tokens = self._meter.count_step(plan, seconds, ok=ok)
+    def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
+        tokens = self._meter.count_step(plan, seconds, ok)
         if self._traced and carried_prompt(plan):
             now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
             with contextlib.suppress(RuntimeError):

@@ -87,7 +87,8 @@ class Generation:
             left_s = max(0.0, self.job.deadline - time.monotonic())
             self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
         self._watch_silence()
-        self._act(self._choices.start())
+        for index, action in self._choices.start():
+            self._perform(index, action)
 
     def cancel(self) -> None:
         """The client went away."""
@@ -128,7 +129,8 @@ class Generation:
         self._handling = True
         try:
             while self._inbox:
-                self._act(self._handle(*self._inbox.popleft()))
+                for answer, action in self._handle(*self._inbox.popleft()):
+                    self._perform(answer, action)
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the gateway)
             self._handling = False
             self._fail_by_defect(error)
@@ -150,39 +152,23 @@ class Generation:
             self._post(None, ev.RequestCancelled())
         self._fail(self._defect)
 
-    def _act(self, todos: Sequence[AnswerAction]) -> None:
-        for index, action in todos:
-            self._perform(index, action)
-
     def _perform(self, index: int, action: Action) -> None:
         calls = self._calls[index]
         match action:
             case ev.Emit():
                 # Nearly all actions are these.
                 self._emit(index, action)
-            case ev.LookUp():
-                if action.attempt > 1:
-                    # The request is replayed, on another worker or on the same one.
-                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
-                calls.look_up(action)
-            case ev.OpenTicket():
-                calls.open_ticket(action)
-            case ev.Fetch():
-                calls.fetch(action)
-            case ev.RunSpan():
-                calls.run_span(action)
             case ev.SubmitDecode():
                 calls.submit(action, [self._calls[fork] for fork in action.forks])
-            case ev.StopWork():
-                calls.stop_work()
-            case ev.CancelDecode():
-                calls.cancel_decode()
-            case ev.ReleaseTicket():
-                calls.release(action.hold)
             case ev.Finish():
                 self._finish(index, action.reason)
             case ev.Fail():
                 self._fail(self._defect or action.error)
+            case _:
+                if isinstance(action, ev.LookUp) and action.attempt > 1:
+                    # The request is replayed, on another worker or on the same one.
+                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
+                calls.perform(action)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
         """Every token of the request passes here once, over all answers and attempts."""

@@ -12,6 +12,7 @@ from pillion.engine.backends.host_backend import FinishedStep
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
+from testbed.conditions import loop_turns, until
 
 
 class Counting:
@@ -31,21 +32,36 @@ class Counting:
         return Outcome(updates=[Update(seq_id=self.steps)])
 
 
-async def test_what_may_not_be_published_is_kept_in_order_and_bounded() -> None:
-    scheduler, published, allowed = Counting(), [], [False]
-    loop: Any = StepLoop(
-        scheduler,  # type: ignore[arg-type]
-        lambda plan: FinishedStep(Sampled()),
-        on_outcome=lambda outcome: published.append(outcome.updates[0].seq_id),
-        on_death=lambda reason: None,
-        may_publish=lambda: allowed[0],
-    )
+def step_loop(scheduler: Counting, launch: Any = lambda plan: FinishedStep(Sampled()), **changes: Any) -> Any:
+    """A started loop over ``scheduler``, which has its first event."""
+    options: dict[str, Any] = {
+        "ahead": False,
+        "on_outcome": lambda outcome: None,
+        "on_death": lambda reason: None,
+        "on_step": lambda plan, seconds, ok: None,
+        "may_publish": lambda: True,
+    }
+    loop = StepLoop(scheduler, launch, **{**options, **changes})  # type: ignore[arg-type]
     loop.start()
     loop.post_event(lambda scheduler, now: None)
-    async with asyncio.timeout(10):
-        while loop.held_back < MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    return loop
+
+
+async def all_that_may_be_unread(scheduler: Counting) -> None:
+    """Returns when the thread has run the step behind those that may wait, and waits with its outcome."""
+    await until("the last step", lambda: scheduler.steps == MAX_UNREAD_OUTCOMES + 1)
+
+
+async def test_what_may_not_be_published_is_kept_in_order_and_bounded() -> None:
+    scheduler, published, allowed = Counting(), [], [False]
+    loop = step_loop(
+        scheduler,
+        on_outcome=lambda outcome: published.append(outcome.updates[0].seq_id),
+        may_publish=lambda: allowed[0],
+    )
+    await all_that_may_be_unread(scheduler)
+    await until("what is held back", lambda: loop.held_back == MAX_UNREAD_OUTCOMES)
+    await loop_turns()
     assert scheduler.steps <= MAX_UNREAD_OUTCOMES + 1
     assert not published
     loop.publish()
@@ -53,25 +69,15 @@ async def test_what_may_not_be_published_is_kept_in_order_and_bounded() -> None:
     allowed[0] = True
     loop.publish()
     assert published == list(range(1, MAX_UNREAD_OUTCOMES + 1))
-    async with asyncio.timeout(10):
-        while len(published) < 3 * MAX_UNREAD_OUTCOMES:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until("more outcomes", lambda: len(published) >= 3 * MAX_UNREAD_OUTCOMES)
     await loop.stop()
     assert published == list(range(1, len(published) + 1))
 
 
 async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     scheduler = Counting()
-    loop: Any = StepLoop(
-        scheduler,  # type: ignore[arg-type]
-        lambda plan: FinishedStep(Sampled()),
-        on_outcome=lambda outcome: None,
-        on_death=lambda reason: None,
-        may_publish=lambda: False,
-    )
-    loop.start()
-    loop.post_event(lambda scheduler, now: None)
-    await asyncio.sleep(0.1)
+    loop = step_loop(scheduler, may_publish=lambda: False)
+    await all_that_may_be_unread(scheduler)
     await asyncio.wait_for(loop.stop(), 10)
     assert not loop.running
 
@@ -89,13 +95,6 @@ async def test_a_device_that_is_lost_ends_the_thread(at_launch: bool) -> None:
     def launch(plan: StepPlan) -> _Lost:
         return _Lost().wait() if at_launch else _Lost()  # type: ignore[return-value]
 
-    loop: Any = StepLoop(
-        Counting(),  # type: ignore[arg-type]
-        launch,
-        on_outcome=lambda outcome: None,
-        on_death=died.set_result,
-    )
-    loop.start()
-    loop.post_event(lambda scheduler, now: None)
+    loop = step_loop(Counting(), launch, on_death=died.set_result)
     assert "no device" in await asyncio.wait_for(died, 10)
     await asyncio.wait_for(loop.stop(), 10)
