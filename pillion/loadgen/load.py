@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.loadgen.traces import PromptMaker, TraceRequest, read_trace
+from pillion.loadgen.traces import PromptMaker, read_trace
 
 PROCESSES = ("poisson", "constant", "gamma")
 MIN_BURSTINESS = 1e-3
@@ -172,7 +172,9 @@ def _chats(config: LoadConfig) -> Iterator[LoadSession]:
 def _from_trace(config: LoadConfig) -> list[LoadSession]:
     if not config.trace:
         raise ValueError("the workload trace needs --trace FILE")
-    rows = [row for row in read_trace(Path(config.trace)) if fits(row, config.max_model_len)][: config.requests]
+    most = math.inf if config.max_model_len is None else config.max_model_len
+    rows = [row for row in read_trace(Path(config.trace)) if row.input_length + row.output_length <= most]
+    rows = rows[: config.requests]
     if not rows:
         raise ValueError(f"{config.trace} has no request that fits")
     times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
@@ -189,11 +191,6 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
         at_s = 0.0 if config.concurrency else at_s
         sessions.append(LoadSession(at_s, (Turn(row.output_length, maker.prompt_of(number, row)),)))
     return sessions
-
-
-def fits(row: TraceRequest, max_model_len: int | None) -> bool:
-    """Whether prompt and answer are within ``max_model_len`` tokens; None for no limit."""
-    return max_model_len is None or row.input_length + row.output_length <= max_model_len
 
 
 def burstiness_of(process: str, burstiness: float) -> float:

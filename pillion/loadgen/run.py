@@ -17,7 +17,6 @@ from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
-BACKENDS = ("pillion", "openai")
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
 # Offsets that keep the seeds of warm-ups and of a sweep's runs apart.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
@@ -64,12 +63,7 @@ class BenchPlan:
 
     def described(self) -> dict[str, Any]:
         """The plan as the report shows it."""
-        return {
-            "server": asdict(self.server),
-            "load": asdict(self.load),
-            "max_concurrency": self.max_concurrency,
-            "warm_up_requests": self.warm_up_requests,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "objectives"}
 
 
 @asynccontextmanager

@@ -16,17 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.live import Live
 
 from pillion.client.client import Client
 from pillion.client.connection import connect
 from pillion.errors import ConfigError, PillionError
 from pillion.top.top_figures import ClusterReading
 from pillion.top.top_pages import ComponentPage, locate, parse
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from pillion.top.top_view import FrameStyle, frame
 
 # Rates are taken over this time, or over one interval where that is longer.
 WINDOW_S = 10.0
@@ -126,8 +127,6 @@ def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, onc
         interval_s: time between frames.
         once: print one frame, with the rates of one interval.
     """
-    from rich.console import Console
-
     target = reach["target"]
     pages, console, history = _page_reader(reach, places), Console(highlight=False), History()
     with Client(**reach) as client:
@@ -166,8 +165,6 @@ def _next(read: Callable[[], ClusterReading], history: History) -> tuple[Cluster
 
 
 def _frame(console: Console, before: ClusterReading | None, now: ClusterReading, target: str, *, screen: bool) -> Any:
-    from pillion.top.top_view import FrameStyle, frame
-
     style = FrameStyle(console.size.height if screen else None, console.options.ascii_only)
     return frame(before, now, target, time.strftime("%H:%M:%S"), style)
 
@@ -185,8 +182,6 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
 
         yield show
         return
-    from rich.live import Live
-
     # `kill` must leave the terminal as it was, too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
