@@ -7,28 +7,21 @@ of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers fro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from llvmlite import ir
 
 from pillion.kernels.cpu.attention.kv_layout import group_bytes
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import norm_factor, row_factor
 
-ROTATE_WRITE = RecordLayout(
-    "rotate_write",
-    pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
-    numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
-    reals=("eps",),
-)
 _HALF = LANES // 2
 
 
 @dataclass(frozen=True, slots=True)
-class RotateWrite:
+class RotateWrite(KernelSpec):
     """Runs over the step's T rows of ``qkv`` [T, heads + 2 * kv_heads, head_dim] float32, ``qkv_stride`` bytes each.
 
     queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
@@ -44,7 +37,12 @@ class RotateWrite:
     the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
     """
 
-    layout: ClassVar[RecordLayout] = ROTATE_WRITE
+    layout = RecordLayout(
+        "rotate_write",
+        pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
+        numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
+        reals=("eps",),
+    )
 
     head_dim: int
     heads: int
@@ -54,19 +52,12 @@ class RotateWrite:
     rope: bool = True
     qk_norm: str = ""
 
-    @property
-    def name(self) -> str:
-        shape = f"{self.head_dim}x{self.heads}x{self.kv_heads}_{self.block_size}"
-        options = ("_rope" if self.rope else "") + (f"_{self.qk_norm}_norm" if self.qk_norm else "")
-        return f"rotate_write_{shape}_{'bf16' if self.bf16 else 'f32'}{options}"
-
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
         # projection needs the whole row.
         items = 1 if self.qk_norm == "projection" else self.kv_heads
         k, writer = call.k, _RowWriter(self, call)
-        begin, end = call.even_range(call.step.number("num_tokens") * items)
-        with k.range(end, begin) as item:
+        with call.even_share(call.step.number("num_tokens") * items) as item:
             row, first = writer.row(item // items), item % items
             with k.range(first + self.kv_heads // items, first) as head:
                 writer.write_queries(row, head)
