@@ -92,7 +92,9 @@ class _BoundPool:
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
         )
-        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, self.attention.max_record_words, model.device)
+        self.record = GpuStepRecord(
+            limits.max_tokens, layout.block_size, self.attention.planner.max_record_words, model.device
+        )
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
             self.decoder.run,
@@ -235,7 +237,7 @@ class GpuBackend:
         rows, places = batch.sample_rows, None
         if len(set(rows.tolist())) < len(rows):
             rows, places = np.unique(rows, return_inverse=True)
-        plan = bound.attention.plan(batch)
+        plan = bound.attention.planner.plan(batch)
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
         with torch.inference_mode():
             bound.record.send(batch, rows, shape, plan)

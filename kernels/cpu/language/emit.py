@@ -508,10 +508,10 @@ class Kernel:
             builder.ret_void()
         self.builder.call(function, [value.ir for value in values])
 
-    def function(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    def function(self, name: str, result: Any, arguments: Sequence[Any], var_arg: bool = False) -> Any:
         """An external function: an LLVM intrinsic or a function of libc."""
         found = self._module.globals.get(name)
-        return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
+        return found or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
 
     def _rotated(self, value: Vec, distance: Count) -> Vec:
         order = ir.Constant(_VI, [(lane + distance) % LANES for lane in range(LANES)])

@@ -73,7 +73,7 @@ class _Row:
         index: the row's number in the step.
         source: the row of ``qkv`` with its queries, keys and values.
         angles: bytes from the tables' start to the cosines, and sines, of the row's position.
-        factors: factors of its queries and its keys by norms over a whole projection.
+        factors: factors of its queries and its keys by norms over a whole projection, else None.
         piece: K of the row's block in this layer, of the first KV head.
         offset: the row's place in the block.
         clears: whether the row zeroes V behind it.
@@ -82,7 +82,7 @@ class _Row:
     index: Int
     source: Ptr
     angles: Int
-    factors: tuple[Vec, Vec] | None
+    factors: tuple[Vec | None, ...]
     piece: Ptr
     offset: Int
     clears: Bool
@@ -119,14 +119,10 @@ class _RowWriter:
         first, behind = (k.load_int(self._arrays["query_starts"] + (seq + i) * 4, 32) for i in (0, 1))
         offset = position % spec.block_size
         slot = k.load_int(self._tables + (seq * self._table_stride + position // spec.block_size) * 4, 32)
-        factors = None
+        factors: tuple[Vec | None, ...] = None, None
         if spec.qk_norm == "projection":
-            counts = k.int(spec.heads * spec.head_dim), k.int(spec.kv_heads * spec.head_dim)
-            places = source, source + self._keys_at
-            of_queries, of_keys = (
-                row_factor(k, at, count, self._eps) for at, count in zip(places, counts, strict=True)
-            )
-            factors = of_queries, of_keys
+            both = (source, spec.heads), (source + self._keys_at, spec.kv_heads)
+            factors = tuple(row_factor(k, at, k.int(heads * spec.head_dim), self._eps) for at, heads in both)
         return _Row(
             index=index,
             source=source,
@@ -143,8 +139,7 @@ class _RowWriter:
         target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
         with k.range(self._group) as i:
             head = kv_head * self._group + i
-            factor = row.factors[0] if row.factors else None
-            values = self._turned(row, self._normed(row.source, head, self._q_norm, factor))
+            values = self._turned(row, self._normed(row.source, head, self._q_norm, row.factors[0]))
             for vector, value in enumerate(values):
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
@@ -153,8 +148,7 @@ class _RowWriter:
         k = self._k
         group = row.offset // LANES * group_bytes(self._spec.head_dim, self._spec.bf16)
         target = row.piece + kv_head * self._piece + group + row.offset % LANES * 4
-        factor = row.factors[1] if row.factors else None
-        keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, factor))
+        keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, row.factors[1]))
         parts_each = LANES * self._size // 4
         for vector, value in enumerate(keys):
             raw = k.to_bf16(value) if self._spec.bf16 else value.ir
