@@ -21,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from opentelemetry.context import Context
@@ -44,8 +44,8 @@ from pillion.errors import (
 )
 from pillion.observability import telemetry
 from pillion.priority import bounded
-from pillion.types import FinishReason, TokenLogprob
-from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
 
@@ -54,17 +54,6 @@ MAX_AWAITING = 4096
 # Refusals that nobody has read yet; with more of them, no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
-
-
-@dataclass(slots=True)
-class _PendingDelta:
-    """The next delta of one stream."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: DecodeError | None = None
-    timings: DecodeTimings | None = None
 
 
 class _DecodeStream:
@@ -110,7 +99,8 @@ class DecodeSession:
         self._max_streams = max_streams
         self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
-        self._pending: dict[int, _PendingDelta] = {}
+        # The next delta of each stream that has one.
+        self._pending: dict[int, DecodeDelta] = {}
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -141,7 +131,7 @@ class DecodeSession:
         except PillionError as error:
             self._fail(submit.key, error)
             return
-        stream = self._open(submit, submit.key, submit.sampling.seed or 0)
+        stream = self._open(submit, submit.key, submit.sampling.seed)
         forks = [self._open(submit, fork.key, fork.seed) for fork in submit.forks]
         stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
@@ -174,7 +164,7 @@ class DecodeSession:
 
     # Deltas.
 
-    async def deltas(self) -> AsyncIterator[list[DecodeDelta]]:
+    async def deltas(self) -> AsyncIterator[DecodeBatch]:
         """Batches of deltas, one per step that had updates; ends with :meth:`close` or :meth:`finish`."""
         while not self._closed:
             await self._awake.wait()
@@ -182,17 +172,7 @@ class DecodeSession:
             pending, self._pending = self._pending, {}
             self._room.set()
             if pending:
-                yield [
-                    DecodeDelta(
-                        key=key,
-                        token_ids=tuple(delta.token_ids),
-                        logprobs=tuple(delta.logprobs),
-                        finish_reason=delta.finish_reason,
-                        error=delta.error,
-                        timings=delta.timings,
-                    )
-                    for key, delta in pending.items()
-                ]
+                yield DecodeBatch(deltas=pending.values())
             if self._finishing and not self._pending:
                 return
 
@@ -200,17 +180,20 @@ class DecodeSession:
         """Merge an update of a stream into its pending delta."""
         delta = self._pending_delta(key)
         delta.token_ids.extend(update.token_ids)
-        delta.logprobs.extend(update.logprobs)
+        if update.logprobs:
+            delta.logprobs.extend(map(logprob_to_pb, update.logprobs))
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
             if stream is not None and stream.progress is not None and stream.generated == len(update.token_ids):
                 # With the first token, because a stream that the gateway ends has no last delta.
-                delta.timings = _timings_of(stream.progress)
+                delta.timings.CopyFrom(_timings_of(stream.progress))
             return
         self._drop(key)
-        delta.finish_reason = ending.reason
-        delta.error = None if ending.error is None else _error_of(ending.error)
-        delta.timings = None if update.progress is None else _timings_of(update.progress)
+        delta.finish_reason = finish_to_pb(ending.reason)
+        if ending.error is not None:
+            delta.error.CopyFrom(_error_of(ending.error))
+        if update.progress is not None:
+            delta.timings.CopyFrom(_timings_of(update.progress))
 
     # Inside.
 
@@ -289,23 +272,26 @@ class DecodeSession:
             self._fail(key, DeadlineExceeded("the request's time is over"))
 
     def _fail(self, key: int, error: PillionError) -> None:
-        self._pending_delta(key).error = _error_of(error)
+        self._pending_delta(key).error.CopyFrom(_error_of(error))
         if len(self._pending) >= MAX_UNREAD_REFUSALS:
             self._room.clear()
 
-    def _pending_delta(self, key: int) -> _PendingDelta:
+    def _pending_delta(self, key: int) -> DecodeDelta:
         self._awake.set()
-        return self._pending.setdefault(key, _PendingDelta())
+        delta = self._pending.get(key)
+        if delta is None:
+            delta = self._pending[key] = DecodeDelta(key=key)
+        return delta
 
 
 def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
     submit = stream.submit
     return SequenceSpec(
         seq_id=stream.seq_id,
-        token_ids=np.array(submit.token_ids, dtype=np.int32),
+        token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
         parent_hash=submit.root_hash,
         prompt_tokens=submit.prompt_tokens,
-        sampling=submit.sampling,
+        sampling=sampling_from_pb(submit.sampling),
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
         max_model_len=max_model_len,
@@ -315,7 +301,7 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    return DecodeError(error.code, error.message, isinstance(error, _RETRYABLE))
+    return DecodeError(code=error.code, message=error.message, retryable=isinstance(error, _RETRYABLE))
 
 
 def _timings_of(progress: SequenceProgress) -> DecodeTimings:

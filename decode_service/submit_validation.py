@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.sampling_ranges import range_violations
-from pillion.wire.decode import Submit
+from pillion.v1.decode_pb2 import Submit
+from pillion.wire.public import sampling_from_pb
 
 ROOT_HASH_BYTES = 32
 MAX_STOP_TOKEN_IDS = 1024
@@ -40,7 +41,7 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
 
 def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
     """Violations of the sampling fields. A field that an older gateway does not know is unset and does nothing."""
-    params = submit.sampling
+    params = sampling_from_pb(submit.sampling)
     if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
         yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
         return

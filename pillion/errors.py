@@ -137,18 +137,5 @@ class ConfigError(PillionError):
     """A flag, model or machine that cannot work. Raised at start only, printed as one line."""
 
 
-BY_CODE: dict[int, type[PillionError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidRequest,
-        NotFound,
-        Conflict,
-        Overloaded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
-        PermissionDenied,
-        Unauthenticated,
-        Internal,
-    )
-}
+# ConfigError is not in here: it never leaves its process.
+BY_CODE = {cls.code: cls for cls in PillionError.__subclasses__() if cls is not ConfigError}

@@ -32,20 +32,20 @@ from pillion.types import (
     TokenLogprob,
     Usage,
 )
-from pillion.v1 import common_pb2, gateway_pb2
+from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import (
-    DecodeDelta,
-    DecodeError,
-    DecodeTimings,
-    Fork,
-    Submit,
-    batch_from_pb,
-    batch_to_pb,
-    submit_from_pb,
-    submit_to_pb,
+from pillion.wire.decode import DecodeDelta, batch_from_pb
+from pillion.wire.public import (
+    DeltaWriter,
+    delta_from_pb,
+    delta_to_pb,
+    finish_to_pb,
+    logprob_to_pb,
+    request_from_pb,
+    request_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
 )
-from pillion.wire.public import DeltaWriter, delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
 from pillion.wire.registry import STEP_COSTS, ComponentRecord
 
 U32 = st.integers(0, 2**32 - 1)
@@ -54,7 +54,6 @@ TEXT = st.text(max_size=8)
 FLOAT32 = st.floats(width=32, allow_nan=False)
 I32 = st.integers(-(2**31), 2**31 - 1)
 IDS = st.lists(U32, max_size=5).map(tuple)
-HASH = st.binary(min_size=32, max_size=32)
 
 
 def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
@@ -99,26 +98,17 @@ DELTAS = built(
     timings=st.none() | built(Timings),
     logprobs=LOGPROBS,
 )
-FORKS = st.lists(st.builds(Fork, U64, st.integers(-(2**63), 2**63 - 1)), max_size=3).map(tuple)
-SUBMITS = built(
-    Submit,
-    key=U64,
-    ticket_id=U64,
-    root_hash=HASH,
-    token_ids=IDS,
-    sampling=SAMPLING,
-    stop_token_ids=IDS,
-    priority=I32,
-    forks=FORKS,
+ERRORS = st.builds(decode_pb2.DecodeError, code=st.integers(0, 16), message=TEXT, retryable=st.booleans())
+TIMINGS = st.builds(
+    decode_pb2.DecodeTimings, tail_tokens=U32, tail_steps=U32, queue_ms=st.floats(allow_nan=False), preemptions=U32
 )
-ERRORS = st.builds(DecodeError, st.integers(0, 16), TEXT, st.booleans())
 DECODE_DELTAS = st.builds(
     DecodeDelta,
     key=U64,
     token_ids=IDS,
     finish_reason=REASON,
     error=st.none() | ERRORS,
-    timings=st.none() | built(DecodeTimings),
+    timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
 )
 
@@ -141,14 +131,27 @@ def test_deltas_of_one_stream(deltas: list[Delta]) -> None:
     assert [delta_from_pb(message) for message in sent] == deltas_sent
 
 
-@given(SUBMITS)
-def test_submits(submit: Submit) -> None:
-    assert submit_from_pb(submit_to_pb(submit)) == submit
+@given(SAMPLING)
+def test_the_sampling_of_submits(sampling: SamplingParams) -> None:
+    assert sampling_from_pb(sampling_to_pb(sampling)) == sampling
 
 
 @given(st.lists(DECODE_DELTAS, max_size=4))
 def test_batches(deltas: list[DecodeDelta]) -> None:
-    assert batch_from_pb(batch_to_pb(deltas)) == deltas
+    batch = decode_pb2.DecodeBatch(
+        deltas=[
+            decode_pb2.DecodeDelta(
+                key=delta.key,
+                token_ids=delta.token_ids,
+                finish_reason=finish_to_pb(delta.finish_reason),
+                error=delta.error,
+                timings=delta.timings,
+                logprobs=map(logprob_to_pb, delta.logprobs),
+            )
+            for delta in deltas
+        ]
+    )
+    assert batch_from_pb(decode_pb2.DecodeBatch.FromString(batch.SerializeToString())) == deltas
 
 
 COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)

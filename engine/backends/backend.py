@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rope_config import served_variant
@@ -100,6 +101,18 @@ def warm_up_batches(max_tokens: int, block_size: int) -> Iterator[StepBatch]:
         )
 
 
+def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]:
+    """Returns the rows whose logits a step computes, and the place among them of each of ``batch.sample_rows``.
+
+    Several answers to one prompt sample the same row, whose logits are computed once. The places are None where no row
+    occurs twice.
+    """
+    rows = batch.sample_rows
+    if len(set(rows.tolist())) == len(rows):
+        return rows, None
+    return np.unique(rows, return_inverse=True)
+
+
 def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
     """Pairs up slots to copy. Raises Internal for lists of different length and for slots that the pool lacks."""
     copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
@@ -145,8 +158,7 @@ class Backend(Protocol):
         schedule --> launch(step k) = copy_blocks, forward, sample --> wait --> commit --> ...   it does not
 
     A backend that runs ahead queues at most two steps on its device. Each step sees what earlier steps wrote, and the
-    host waits only for sampled ids. Backends that do not run ahead are ``HostBackend``s and have ``copy_blocks`` and
-    ``forward``, too.
+    host waits only for sampled ids. Backends that do not run ahead are ``HostBackend``s.
 
     Threads: every call of a backend and of its in-flight steps comes from the step loop's thread. What changes: only
     the pool's slots that a batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape;

@@ -89,13 +89,13 @@ class SchedulerQueues:
         waiting_tokens = sum(s.left_to_compute for s in queued)
         contexts = [s.num_computed for s in self.running if s.decoding]
         return SchedulerLoad(
-            running=len(self.running),
-            waiting=len(queued),
+            running_requests=len(self.running),
+            waiting_requests=len(queued),
             waiting_tokens=waiting_tokens,
             queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
-            decoding=len(contexts),
+            decoding_requests=len(contexts),
             context_tokens=sum(contexts),
-            cost_s=budget.cost.weights_s(),
+            step_cost_s=budget.cost.weights_s(),
             largest_step_tokens=budget.largest_step_tokens,
         )
 

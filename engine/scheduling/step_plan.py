@@ -102,22 +102,22 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """A scheduler's load, for the registry and so for the planner; the fields as in ComponentRecord.
+    """A scheduler's load, for the registry and so for the planner: fields of a ComponentRecord.
 
     Attributes:
-        running, waiting: sequences that run, and those that do not.
+        running_requests, waiting_requests: sequences that run, and those that do not.
         queued_tokens: tokens of prompts, begun or not, that are yet to be computed.
-        context_tokens: KV tokens that the ``decoding`` streams read in a step.
-        cost_s: see StepCost.weights_s.
+        context_tokens: KV tokens that the ``decoding_requests`` streams read in a step.
+        step_cost_s: see StepCost.weights_s.
     """
 
-    running: int = 0
-    waiting: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
     waiting_tokens: int = 0
     queued_tokens: int = 0
-    decoding: int = 0
+    decoding_requests: int = 0
     context_tokens: int = 0
-    cost_s: tuple[float, ...] = ()
+    step_cost_s: tuple[float, ...] = ()
     largest_step_tokens: int = 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.wire.kvnode import CommitResult, CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
 
 class NodeUpdates:
@@ -36,7 +36,7 @@ class NodeUpdates:
         node: NodeClient,
         epoch: int,
         *,
-        on_committed: Callable[[CommitOrder, CommitResult], None],
+        on_committed: Callable[[CommitOrder, CommitRunResult], None],
         on_released: Callable[[Sequence[int]], None],
         on_granted: Callable[[tuple[int, ...]], None],
         on_resume: Callable[[ResumeOrder], None],
@@ -76,7 +76,10 @@ class NodeUpdates:
 
     async def _send(self, batch: Outcome) -> None:
         if batch.commits:
-            runs = [CommitRun(order.ticket_id, order.slots, order.block_hashes) for order in batch.commits]
+            runs = [
+                CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)
+                for order in batch.commits
+            ]
             results = await self._node.commit(self._epoch, runs)
             for order, result in zip(batch.commits, results, strict=True):
                 self._on_committed(order, result)

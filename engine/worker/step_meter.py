@@ -23,7 +23,7 @@ class StepMeter:
         self._preemptions = meters.counter(names.PREEMPTIONS)
         self._accepted = meters.counter(names.ACCEPTED)
 
-    def count_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> dict[str, int]:
+    def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
         """Count a step that has run and is not committed yet. Returns its tokens by use."""
         self._duration.observe(seconds)
         self._steps[ok].add()
@@ -57,7 +57,7 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
 
 def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
     """The gauges of a worker's queues."""
-    for state, count in (("running", load.running), ("decoding", load.decoding), ("waiting", load.waiting)):
-        yield names.SEQUENCES, (state,), count
-    yield names.SEATS, (), max(0, max_num_seqs - load.running)
+    for state in ("running", "decoding", "waiting"):
+        yield names.SEQUENCES, (state,), getattr(load, f"{state}_requests")
+    yield names.SEATS, (), max(0, max_num_seqs - load.running_requests)
     yield names.QUEUED_TOKENS, (), load.queued_tokens

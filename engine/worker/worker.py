@@ -22,6 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from pillion.config import WorkerFlags
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
@@ -55,13 +56,14 @@ class Worker:
         self,
         flags: WorkerFlags,
         role: str,
+        component_id: str,
         model: LoadedModel,
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
     ) -> None:
         self.flags = flags
         self.role = role
-        self.component_id = flags.component_id or f"{role}-{os.getpid()}"
+        self.component_id = component_id
         self.model = model
         self.block_size = flags.block_size
         self.draining = False
@@ -90,7 +92,7 @@ class Worker:
         num_speculative_tokens: int = 0,
         backend_factory: BackendFactory = load_model,
     ) -> Worker:
-        """SchedulerLoad, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
+        """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
 
@@ -106,16 +108,17 @@ class Worker:
 
         # Flags that it refuses are refused before anything is held.
         make_scheduler()
+        component_id = flags.component_id or f"{role}-{os.getpid()}"
         attachment = await asyncio.to_thread(
             attach,
             flags.attach_socket,
-            component_id=flags.component_id or f"{role}-{os.getpid()}",
+            component_id=component_id,
             role=role,
             block_bytes=model.backend.layout.block_bytes,
             namespace=model.namespace().hex(),
             timeout_s=ATTACH_TIMEOUT_S,
         )
-        worker = cls(flags, role, model, attachment, make_scheduler)
+        worker = cls(flags, role, component_id, model, attachment, make_scheduler)
         try:
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
@@ -164,17 +167,10 @@ class Worker:
             vocab_size=self.model.backend.vocab_size,
             node_id=self.attachment.node_id,
             kernels=self.model.operators,
-            running_requests=load.running,
-            waiting_requests=load.waiting,
-            waiting_tokens=load.waiting_tokens,
-            queued_tokens=load.queued_tokens,
-            decoding_requests=load.decoding,
-            context_tokens=load.context_tokens,
-            free_seqs=max(0, epoch.max_num_seqs - load.running - load.waiting),
+            free_seqs=max(0, epoch.max_num_seqs - load.running_requests - load.waiting_requests),
             max_step_tokens=epoch.max_step_tokens,
             target_itl_ms=epoch.target_s * 1000,
-            step_cost_s=load.cost_s,
-            largest_step_tokens=load.largest_step_tokens,
+            **asdict(load),
             block_bytes=self.model.backend.layout.block_bytes,
         )
 

@@ -45,7 +45,7 @@ from pillion.engine.worker.tickets import Tickets
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
-from pillion.wire.kvnode import CommitResult
+from pillion.v1.kvnode_pb2 import CommitRunResult
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -274,8 +274,8 @@ class WorkerEpoch:
 
     # The step thread's side.
 
-    def _on_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> None:
-        tokens = self._meter.count_step(plan, seconds, ok=ok)
+    def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
+        tokens = self._meter.count_step(plan, seconds, ok)
         if self._traced and carried_prompt(plan):
             now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
             with contextlib.suppress(RuntimeError):
@@ -325,7 +325,7 @@ class WorkerEpoch:
         except PillionError as error:
             self._judge(error)
 
-    def _on_committed(self, order: CommitOrder, result: CommitResult) -> None:
+    def _on_committed(self, order: CommitOrder, result: CommitRunResult) -> None:
         listener = self.listeners.get(order.seq_id)
         if listener is not None:
             attributes: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}

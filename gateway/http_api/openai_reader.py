@@ -47,12 +47,7 @@ class DeltaReader:
 
     def usage(self) -> Usage:
         """Tokens of all prompts so far."""
-        usages = [generation.usage() for generation in self._generations]
-        return Usage(
-            sum(one.prompt_tokens for one in usages),
-            sum(one.cached_tokens for one in usages),
-            sum(one.completion_tokens for one in usages),
-        )
+        return sum((generation.usage() for generation in self._generations), Usage(0, 0, 0))
 
     async def _read_several(self) -> DeltaBatch:
         if not self._pumps:

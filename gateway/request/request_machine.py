@@ -46,7 +46,7 @@ from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, sh
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
-from pillion.wire.decode import DecodeTimings
+from pillion.v1.decode_pb2 import DecodeTimings
 
 # Delay before the second attempt; each further one waits four times as long. The planner leaves a lost component out
 # at once, the pause is for what has not been noticed yet.
@@ -126,7 +126,7 @@ class RequestMachine:
                 return self._decoding(event, now) if event.attempt == self.attempt else []
             case ev.LeaderSubmitted() | ev.LeaderRetried() | ev.LeaderStarted():
                 return self._follow(event, now) if self.state is RequestState.FOLLOWING else []
-            case _ if event.attempt != self.attempt:
+            case ev.AttemptEvent() if event.attempt != self.attempt:
                 return []
             case ev.TokensSampled() | ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.FOLLOWING:
                 return self._following(event, now)

@@ -79,10 +79,8 @@ class AnnounceQueue:
         self._bound()
 
     def repeat_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
-        """Starts a repetition of all blocks that are here now, (hash, segment) each, after the updates.
-
-        ``blocks`` is read lazily. Updates about blocks that went stay: Redis may still have entries for them.
-        """
+        """Starts a repetition of all blocks that are here now, (hash, segment) each, after the updates. ``blocks`` is
+        read lazily. Updates about blocks that went stay: Redis may still have entries for them."""
         self._updates = {block_hash: event for block_hash, event in self._updates.items() if not event.here}
         self._rest, self.repeating = iter(blocks), True
         self._went_meanwhile.clear()
@@ -237,9 +235,7 @@ class Announcer:
 
     async def _announce(self, until_s: float) -> float:
         """Sends all updates, then a batch of the repetition, but nothing after ``until_s``, when a heartbeat is due.
-
-        Returns for how many seconds the rest may wait.
-        """
+        Returns for how many seconds the rest may wait."""
         self._changed.clear()
         loop = asyncio.get_running_loop()
         while len(self._queue):

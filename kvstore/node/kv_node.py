@@ -34,8 +34,8 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.attach import AttachHello, AttachReply
-from pillion.wire.kvnode import NodeStatus
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
@@ -58,7 +58,6 @@ class KVNode:
     Attributes:
         address: where others reach its gRPC service.
         pool, regions: for tests.
-        meters: the node's metrics.
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
@@ -82,7 +81,12 @@ class KVNode:
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
         self._attach = AttachServer(
-            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve, self._on_gpu
+            flags.attach_socket,
+            self._memory.fileno,
+            self._admit,
+            self.pool.ended,
+            self.regions.serve,
+            exit_is_proof=lambda: self._memory.domain.kind != HOST,
         )
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
@@ -170,15 +174,12 @@ class KVNode:
 
     # -- inside
 
-    def _on_gpu(self) -> bool:
-        return self._memory.domain.kind != HOST
-
     async def _admit(self, hello: AttachHello) -> AttachReply:
         async with self._shaping:
-            if not self.pool.shaped:
-                await self._memory.shape(hello.block_bytes)
-                self.pool.pool_bytes = self._memory.pool_bytes
             try:
+                if not self.pool.shaped:
+                    await self._memory.shape(hello.block_bytes)
+                    self.pool.pool_bytes = self._memory.pool_bytes
                 epoch, num_slots = self.pool.attach(hello)
             finally:
                 if not self.pool.shaped:
@@ -276,14 +277,8 @@ class KVNode:
 
 def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     """Yields the metrics of a status. The four states of blocks add up to the pool."""
-    states = {
-        "free": status.free_blocks,
-        "leased": status.leased_blocks,
-        "committed": status.committed_blocks,
-        "quarantined": status.quarantined_blocks,
-    }
-    for state, blocks in states.items():
-        yield names.KV_BLOCKS, (state,), blocks
+    for state in ("free", "leased", "committed", "quarantined"):
+        yield names.KV_BLOCKS, (state,), getattr(status, f"{state}_blocks")
     held = status.leased_blocks + status.quarantined_blocks + status.pinned_blocks + status.reserved_blocks
     yield names.KV_HELD, ("pinned",), status.pinned_blocks
     yield names.KV_HELD, ("reserved",), status.reserved_blocks
@@ -295,14 +290,8 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_FENCED, (), len(status.fenced_components)
     yield names.KV_COMMITTED, (), status.committed_blocks_ever
     yield names.KV_EVICTED, (), status.evicted_blocks
-    moved = {
-        "fetched": status.fetched_blocks,
-        "served": status.served_blocks,
-        "restored": status.restored_blocks,
-        "spilled": status.spilled_blocks,
-    }
-    for direction, blocks in moved.items():
-        yield names.KV_MOVED, (direction,), blocks
+    for direction in ("fetched", "served", "restored", "spilled"):
+        yield names.KV_MOVED, (direction,), getattr(status, f"{direction}_blocks")
     yield names.KV_FETCH_BYTES, ("node",), status.fetched_blocks * status.block_bytes
     yield names.KV_FETCH_BYTES, ("disk",), status.restored_blocks * status.block_bytes
     yield names.KV_CORRUPT, (), status.corrupt_blocks

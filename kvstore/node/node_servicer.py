@@ -9,10 +9,9 @@ from typing import Any
 import grpc
 
 from pillion.kvstore.node.pool import Pool
-from pillion.priority import bounded
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import NodeStatus, adopted_to_pb, results_to_pb, runs_from_pb
 
 SERVICE_NAME = kvnode_pb2.DESCRIPTOR.services_by_name["KVNode"].full_name
 
@@ -20,12 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """Serves kvnode.proto.
-
-    Args:
-        status: returns the node's whole status.
-        stopping: ends the sessions.
-    """
+    """Serves kvnode.proto. ``status`` returns the node's whole status, and ``stopping`` ends the sessions."""
 
     def __init__(self, pool: Pool, node_id: str, status: Callable[[], NodeStatus], stopping: asyncio.Event) -> None:
         self._pool = pool
@@ -46,15 +40,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def OpenTicket(  # noqa: N802
         self, request: kvnode_pb2.OpenTicketRequest, context: Context
     ) -> kvnode_pb2.OpenTicketReply:
-        return await self._pool.open_ticket(
-            request.epoch,
-            request.nonce,
-            request.block_hashes,
-            request.total_blocks,
-            resume=request.resume,
-            priority=bounded(request.priority),
-            expected_blocks=request.expected_blocks,
-        )
+        return await self._pool.open_ticket(request)
 
     async def ReleaseTicket(  # noqa: N802
         self, request: kvnode_pb2.ReleaseTicketRequest, context: Context
@@ -65,7 +51,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def AdoptTicket(  # noqa: N802
         self, request: kvnode_pb2.AdoptTicketRequest, context: Context
     ) -> kvnode_pb2.AdoptTicketReply:
-        return adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
+        return self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks)
 
     async def AwaitChain(  # noqa: N802
         self, request: kvnode_pb2.AwaitChainRequest, context: Context
@@ -88,7 +74,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(  # noqa: N802
         self, request: kvnode_pb2.CommitRequest, context: Context
     ) -> kvnode_pb2.CommitReply:
-        return results_to_pb(self._pool.commit(request.epoch, runs_from_pb(request)))
+        return kvnode_pb2.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
     async def Heartbeat(  # noqa: N802
         self, request: kvnode_pb2.HeartbeatRequest, context: Context
@@ -103,14 +89,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Prefetch(  # noqa: N802
         self, request: kvnode_pb2.PrefetchRequest, context: Context
     ) -> kvnode_pb2.PrefetchReply:
-        return await self._pool.prefetch(
-            request.epoch,
-            request.ticket_id,
-            request.block_hashes,
-            tuple(request.source_node_ids),
-            timeout_s=request.timeout_ms / 1000,
-            max_bytes=request.max_bytes,
-        )
+        return await self._pool.prefetch(request)
 
     async def GetNodeStatus(  # noqa: N802
         self, request: kvnode_pb2.GetNodeStatusRequest, context: Context

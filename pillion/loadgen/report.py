@@ -69,15 +69,11 @@ def environment() -> dict[str, Any]:
     }
 
 
-def records_of(run: Run) -> list[dict[str, Any]]:
-    """One object for each request, with times in seconds since the run's begin."""
-    return [asdict(record) for record in run.records]
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Writes the result as JSON. Raises OSError."""
+def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> None:
+    """Writes the result with the client's environment and the server's description of itself. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    whole = result | {"environment": environment(), "server": server}
+    path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
 def tables(result: dict[str, Any]) -> Group:

@@ -12,7 +12,7 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.loadgen.drive import LoadDriver, Run
 from pillion.loadgen.figures import Record
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
-from pillion.loadgen.report import SCHEMA, environment, result_of
+from pillion.loadgen.report import SCHEMA, result_of
 from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
@@ -173,8 +173,3 @@ async def run_sweep(
         "best_rate": best_rate(tried),
         "runs": rows,
     }
-
-
-def with_environment(result: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
-    """The result with the environment of the client and the server's description."""
-    return {**result, "environment": environment(), "server": description}

@@ -116,26 +116,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
+        many = handler.request_streaming
         if handler.response_streaming:
-            many = handler.request_streaming
             make = grpc.stream_stream_rpc_method_handler if many else grpc.unary_stream_rpc_method_handler
             wrapped: Any = _stream_guard(handler.stream_stream if many else handler.unary_stream, method)
         else:
-            many = handler.request_streaming
             make = grpc.stream_unary_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
             wrapped = _unary_guard(handler.stream_unary if many else handler.unary_unary, method)
         read = handler.request_deserializer if many else _reading(handler.request_deserializer)
         return make(wrapped, read, handler.response_serializer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    """Stands for a message that cannot be parsed, which gRPC itself would report as a defect of the server."""
-
-    reason: str
-
-
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Reads a message; for one that cannot be parsed, which gRPC would report as a defect of the server, an error."""
     if deserialize is None:
         return None
 
@@ -143,14 +136,14 @@ def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
         try:
             return deserialize(raw)
         except Exception as error:  # noqa: BLE001
-            return _Unreadable(str(error))
+            return InvalidRequest(f"the message cannot be read: {str(error)[:200]}")
 
     return read
 
 
 def _readable(request: Any) -> Any:
-    if isinstance(request, _Unreadable):
-        raise InvalidRequest(f"the message cannot be read: {request.reason[:200]}")
+    if isinstance(request, InvalidRequest):
+        raise request
     return request
 
 

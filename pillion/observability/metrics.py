@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -93,6 +94,12 @@ class Snapshot:
     def count(self) -> int:
         """The number of observed values."""
         return sum(self.counts)
+
+    def __add__(self, other: Snapshot) -> Snapshot:
+        """Both together; they have the same bounds."""
+        counts = tuple(map(operator.add, self.counts, other.counts))
+        smallest, largest = min(self.smallest, other.smallest), max(self.largest, other.largest)
+        return Snapshot(self.bounds, counts, self.total + other.total, smallest, largest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,7 @@
     scrape (thread of the page's server, or the gateway's own HTTP) --+
     every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> families
 
-Both read the same cells (:mod:`pillion.observability.metrics`). Names on the page follow OpenTelemetry's rules for
-Prometheus; beside them stand vLLM's names (:mod:`pillion.observability.metrics_prometheus`), which autoscalers and
-dashboards already know.
+Both read the same cells (:mod:`pillion.observability.metrics`).
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ log = logging.getLogger("pillion.observability.metrics")
 
 # Longest wait for the component's loop; a component that is busier misses a scrape, which is a sign too.
 COLLECT_TIMEOUT_S = 2.0
-# The specification turns the push on where one of these names an endpoint.
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 Collect = Callable[[], list[MetricFamily]]
 
@@ -113,14 +109,12 @@ class Exports:
 
 def push_wanted() -> bool:
     """Whether the environment asks for OTLP metrics."""
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    off = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").lower() == "none"
-    return not disabled and not off and any(os.environ.get(name) for name in ENDPOINTS)
+    return telemetry.wanted("METRICS") and os.environ.get("OTEL_METRICS_EXPORTER", "").lower() != "none"
 
 
 def push(collect: Collect, resource: Any) -> Any:
     """The SDK's periodic reader over an OTLP exporter; ``shutdown()`` sends the last state."""
-    from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     began_ns = time.time_ns()
 
@@ -131,16 +125,7 @@ def push(collect: Collect, resource: Any) -> Any:
             log.debug("no metrics are sent: %s", error)
             return None
 
-    exporter: MetricExporter
-    if telemetry.protocol("METRICS") == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
-
-        exporter = GrpcExporter()
-    else:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
-
-        exporter = HttpExporter()
-    reader = PeriodicExportingMetricReader(exporter)
+    reader = PeriodicExportingMetricReader(telemetry.exporter("METRICS"))
     # A MeterProvider would set this callback, for its instruments.
     reader._set_collect_callback(read)
     return reader
@@ -148,26 +133,15 @@ def push(collect: Collect, resource: Any) -> Any:
 
 def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> Any:
     """The families in the SDK's data model, cumulative since ``began_ns``."""
-    from opentelemetry.sdk.metrics.export import (
-        AggregationTemporality,
-        Gauge,
-        Histogram,
-        HistogramDataPoint,
-        MetricsData,
-        NumberDataPoint,
-        ResourceMetrics,
-        ScopeMetrics,
-        Sum,
-    )
-    from opentelemetry.sdk.metrics.export import Metric as OtlpMetric
+    from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-    now_ns, cumulative = time.time_ns(), AggregationTemporality.CUMULATIVE
+    now_ns, cumulative = time.time_ns(), sdk.AggregationTemporality.CUMULATIVE
 
     def point_of(labels: tuple[str, ...], metric: metrics.Metric, value: float | Snapshot) -> Any:
         attributes = dict(zip(metric.labels, labels, strict=True))
         if isinstance(value, Snapshot):
-            return HistogramDataPoint(
+            return sdk.HistogramDataPoint(
                 attributes=attributes,
                 start_time_unix_nano=began_ns,
                 time_unix_nano=now_ns,
@@ -178,7 +152,7 @@ def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> A
                 min=value.smallest,
                 max=value.largest,
             )
-        return NumberDataPoint(attributes, began_ns, now_ns, value)
+        return sdk.NumberDataPoint(attributes, began_ns, now_ns, value)
 
     made = []
     for family in families:
@@ -186,11 +160,11 @@ def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> A
         points = [point_of(point.labels, metric, point.value) for point in family.points]
         data: Any
         if metric.kind == "histogram":
-            data = Histogram(points, cumulative)
+            data = sdk.Histogram(points, cumulative)
         elif metric.kind == "counter":
-            data = Sum(points, cumulative, is_monotonic=True)
+            data = sdk.Sum(points, cumulative, is_monotonic=True)
         else:
-            data = Gauge(points)
-        made.append(OtlpMetric(metric.name, metric.help, metric.unit, data))
-    scope = ScopeMetrics(InstrumentationScope("pillion"), made, "")
-    return MetricsData([ResourceMetrics(resource, [scope], "")])
+            data = sdk.Gauge(points)
+        made.append(sdk.Metric(metric.name, metric.help, metric.unit, data))
+    scope = sdk.ScopeMetrics(InstrumentationScope("pillion"), made, "")
+    return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])

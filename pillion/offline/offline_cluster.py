@@ -162,14 +162,7 @@ async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
     check_flags(worker_flags)
     model = await asyncio.to_thread(prepare, flags, log.info)
     if flags.kv_pool_bytes:
-        fit_pool(
-            kv_pool_bytes=flags.kv_pool_bytes,
-            block_bytes=kv_layout(model, flags.block_size).block_bytes,
-            block_size_tokens=flags.block_size,
-            max_model_len_tokens=model.max_model_len,
-            decode_reserve_percent=flags.decode_reserve_percent,
-            decode_workers=1,
-        )
+        fit_pool(flags, kv_layout(model, flags.block_size).block_bytes, model.max_model_len, decode_workers=1)
     entry = await asyncio.to_thread(model_entry, model)
     async with contextlib.AsyncExitStack() as stack:
         node = await start_kvnode(node_flags)
@@ -213,9 +206,10 @@ def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecor
 async def _start_gateway(
     flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
 ) -> Any:
-    from pillion.gateway.gateway import Gateway, GatewayOptions
+    from pillion.gateway.gateway import Gateway
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.cluster_snapshot import parse_policy
+    from pillion.gateway.request.job import GatewayOptions
 
     cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(

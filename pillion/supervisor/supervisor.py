@@ -103,12 +103,11 @@ class Supervisor:
             for component in self._components
         ]
         ready = asyncio.create_task(self._ready(lambda component: True))
-        waits: set[asyncio.Task[Any]] = {ready, asyncio.create_task(self.failed())}
+        waits: set[asyncio.Future[Any]] = {ready, self._failure}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for wait in waits:
-                wait.cancel()
+            ready.cancel()
         if self._failure.done():
             raise Unavailable(self._failure.result())
         self._was_ready = True
@@ -144,7 +143,7 @@ class Supervisor:
     def pid_of(self, component_id: str) -> int | None:
         """The process id of a running component, None while it does not run."""
         child = self._running(component_id)
-        return child.pid if child is not None else None
+        return child.pid if child else None
 
     def _running(self, component_id: str) -> ChildProcess | None:
         children = [component.child for component in self._components if component.spec.component_id == component_id]

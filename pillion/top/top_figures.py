@@ -212,9 +212,8 @@ def _together(found: Iterable[Snapshot | None]) -> Snapshot | None:
         if made is None or made.bounds != one.bounds:
             # Other bounds are another version's. Such histograms cannot be added up: the last one is kept.
             made = one
-            continue
-        counts = tuple(a + b for a, b in zip(made.counts, one.counts, strict=True))
-        made = Snapshot(made.bounds, counts, made.total + one.total, 0.0, 0.0)
+        else:
+            made += one
     return made
 
 

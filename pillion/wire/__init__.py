@@ -2,7 +2,6 @@
 
     public.py     the public service: requests, deltas and status, as messages and as the SDK's frozen values
     decode.py     Submit and the deltas of a step; plain tuples, because one is made for every token
-    kvnode.py     the KV node's messages; plain records for what workers exchange in every step
     attach.py     the JSON lines of a KV node's attach socket
     registry.py   the record that a component's heartbeat writes to Redis
     common.py     the hello between two components, with the rule for different versions

@@ -20,7 +20,7 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.net.rpc import open_channel
 from testbed.conditions import until
 from testbed.tiny_model import save_model
-from tests.gateway.test_http_fuzz import BODIES, KINDS, PATHS
+from tests.gateway.http_api.test_http_fuzz import BODIES, KINDS, PATHS
 from tests.support.components import Components, running_components
 from tests.support.fuzz import malformed, send
 from tests.support.http import call

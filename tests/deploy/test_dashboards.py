@@ -24,7 +24,7 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_prometheus import ALIASES, prometheus_name, sample_names
 from pillion.types import FinishReason
-from pillion.wire.kvnode import NodeStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
 from tests.support.compose import ROOT
 from tests.support.promql import QueryError, Sample, labels_of
 

@@ -172,7 +172,7 @@ async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
                     await ask(client, "x" * 30)
         await fakes.settled()
         quotas = fakes.gateway.gateway._quotas
-        await quotas.take_prompt(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
+        await quotas.confirm(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
 
 
 async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:
@@ -248,13 +248,13 @@ async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
         fakes.decode.gate.clear()
         async with client_of(fakes, "acme") as flood, client_of(fakes, "other") as other:
             tasks = [asyncio.create_task(ask(flood, request_id=f"acme-{n}")) for n in range(6)]
-            await until(lambda: core.waiting_requests == 5)
+            await until(lambda: core.admission.waiting == 5)
             late = asyncio.create_task(ask(other, request_id="other-0"))
-            await until(lambda: core.waiting_requests == 6)
+            await until(lambda: core.admission.waiting == 6)
             gone = asyncio.create_task(ask(other, request_id="other-1"))
-            await until(lambda: core.waiting_requests == 7)
+            await until(lambda: core.admission.waiting == 7)
             gone.cancel()
-            await until(lambda: core.waiting_requests == 6)
+            await until(lambda: core.admission.waiting == 6)
             fakes.decode.gate.set()
             assert await asyncio.gather(late, *tasks) == ["abc"] * 7
         order = [submit.request_id for submit in fakes.decode.submits]

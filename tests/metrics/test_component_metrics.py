@@ -16,14 +16,14 @@ from pillion import errors
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.engine.worker.step_meter import IDLE, StepMeter, load_readings
-from pillion.gateway.request.request_telemetry import CHAT, GatewayMeter, RequestMeter
+from pillion.gateway.request.request_telemetry import CHAT, RequestMeter, count_refused
 from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kvstore.node.kv_node import metric_readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
 from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
 from pillion.types import Timings, Usage
-from tests.scheduler.test_drafts import OracleDrafter
+from tests.engine.scheduling.test_drafts import OracleDrafter
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
@@ -142,7 +142,7 @@ def test_a_pools_states_add_up() -> None:
 
 def metered(answers: int = 1) -> tuple[Meters, RequestMeter]:
     meters = Meters()
-    return meters, GatewayMeter(meters).request("demo", CHAT, 100.0, answers)
+    return meters, RequestMeter(meters, "demo", CHAT, 100.0, answers)
 
 
 def test_tokens_that_come_together_share_their_time() -> None:
@@ -214,10 +214,11 @@ def test_sources_add_up_to_the_prompt(tokens: tuple[int, ...]) -> None:
 
 def test_refusals_name_the_bound_and_not_the_tenant() -> None:
     meters = Meters()
-    meter = GatewayMeter(meters)
-    meter.refused(errors.Overloaded("too much", 100, (errors.QuotaViolation("acme/requests_per_minute", "60"),)))
-    meter.refused(errors.Overloaded("full", 100, (errors.QuotaViolation("max_inflight_requests", "512"),)))
-    meter.refused(errors.NotFound("no such model"))
+    count_refused(
+        meters, errors.Overloaded("too much", 100, (errors.QuotaViolation("acme/requests_per_minute", "60"),))
+    )
+    count_refused(meters, errors.Overloaded("full", 100, (errors.QuotaViolation("max_inflight_requests", "512"),)))
+    count_refused(meters, errors.NotFound("no such model"))
     assert set(values(meters, names.REJECTED)) == {
         ("Overloaded: requests_per_minute",),
         ("Overloaded: max_inflight_requests",),

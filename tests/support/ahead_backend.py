@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_backend import run_at_once
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
@@ -100,7 +99,7 @@ class AheadBackend(FakeBackend):
                 ids[unknown] = [before.token_ids[-1 - token] for token in ids[unknown]]
                 self.resolved += len(unknown)
                 batch = replace(flight.batch, token_ids=ids)
-                before = flight.sampled = run_at_once(self, batch, flight.copies, flight.rows).sampled
+                before = flight.sampled = super().launch(batch, flight.copies, flight.rows).sampled
             except Exception as error:
                 # What such a step chose is anything, but it is there.
                 before = Sampled((0,) * len(flight.rows))

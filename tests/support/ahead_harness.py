@@ -17,7 +17,7 @@ from pillion.engine.backends.batching import build_batch
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
-from pillion.wire.kvnode import CommitResult
+from pillion.v1.kvnode_pb2 import CommitRunResult
 from tests.support.fake_backend import Int64, copy_blocks, run
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, chosen, shifts
 
@@ -155,10 +155,10 @@ class AheadHarness(SchedulerHarness):
         self._check_in_flight()
         self.ledger.give_back(self.rival, slots)
 
-    def _commit(self, order: CommitOrder) -> CommitResult:
+    def _commit(self, order: CommitOrder) -> CommitRunResult:
         if self.refuse_commits:
             self.refuse_commits -= 1
-            return CommitResult((), "refused by the test")
+            return CommitRunResult(refusal="refused by the test")
         return super()._commit(order)
 
     def _check_in_flight(self) -> None:

@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -27,9 +27,10 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
+from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.redis import running_redis
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
@@ -195,7 +196,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
         """Of the token at position ``at`` of the answer: falling with the position, exact in 32 bits. ``worth`` of the
         seed is added, so that answers can be ranked."""
-        value, count = self.worth.get(submit.sampling.seed or 0, 0.0) - (at + 1) / 64, submit.sampling.logprobs or 0
+        value, count = self.worth.get(submit.sampling.seed, 0.0) - (at + 1) / 64, submit.sampling.logprobs
         tops = range(token_id, token_id + count)
         return TokenLogprob(token_id, value, tuple(tops), tuple(value - n for n in range(count)))
 
@@ -207,7 +208,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         reader = asyncio.create_task(self._read(commands, streams, out))
         try:
             while (delta := await out.get()) is not None:
-                yield batch_to_pb([delta])
+                yield DecodeBatch(deltas=[delta])
             await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
         finally:
             for task in (reader, *streams.values()):
@@ -216,13 +217,15 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def _read(self, commands: Any, streams: dict[int, asyncio.Task[None]], out: asyncio.Queue[Any]) -> None:
         async for command in commands:
             if command.HasField("submit"):
-                submit = submit_from_pb(command.submit)
+                submit = command.submit
                 self.submits.append(submit)
                 # Set with the first token; a fork of a submit that is refused never moves.
                 computed = asyncio.Event()
                 works = {submit.key: self._lead(submit, computed, out)}
                 for fork in submit.forks:
-                    own = replace(submit, key=fork.key, sampling=replace(submit.sampling, seed=fork.seed))
+                    own = Submit()
+                    own.CopyFrom(submit)
+                    own.key, own.sampling.seed = fork.key, fork.seed
                     works[fork.key] = self._follow(own, computed, out)
                 for key, work in works.items():
                     assert key not in streams, "a key is used once"
@@ -236,7 +239,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def _lead(self, submit: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         if self.refusals:
             code, retryable = self.refusals.pop(0)
-            out.put_nowait(DecodeDelta(key=submit.key, error=DecodeError(code, "refused by the script", retryable)))
+            out.put_nowait(
+                DecodeDelta(
+                    key=submit.key, error=DecodeError(code=code, message="refused by the script", retryable=retryable)
+                )
+            )
             return
         if submit.awaited_blocks:
             await self.prefill.through[submit.ticket_id].wait()
@@ -251,7 +258,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         await self._stream(fork, out)
 
     async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
-        script = self.scripts.get(submit.sampling.seed or 0, self.script)
+        script = self.scripts.get(submit.sampling.seed, self.script)
         at, reason = len(submit.token_ids) - submit.prompt_tokens, None
         while reason is None:
             await self.gate.wait()
@@ -269,11 +276,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 ids, reason = ids[: ended[0] + 1], FinishReason.STOP
             elif at >= submit.max_tokens:
                 reason = FinishReason.LENGTH
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if submit.sampling.logprobs is not None:
-                logprobs = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
-            timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25) if reason else None
-            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=logprobs)
+            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=finish_to_pb(reason))
+            if submit.sampling.HasField("logprobs"):
+                delta.logprobs.extend(logprob_to_pb(self.logprob(submit, begun + n, one)) for n, one in enumerate(ids))
+            if reason:
+                delta.timings.CopyFrom(DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25))
             out.put_nowait(delta)
 
 
@@ -318,7 +325,7 @@ class FakeCluster:
         for node in (self.node, self.far_node):
             await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
         await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
-        assert core.active_tokens == 0
+        assert core.admission.tokens == 0
         assert not self.gateway.cluster.load.by_component
 
 

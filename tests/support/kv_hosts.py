@@ -17,7 +17,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.wire.kvnode import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
 from testbed.fake_cuda import DeviceBytes
 from testbed.redis import RedisServer
 
@@ -137,7 +137,7 @@ class KVHost:
             slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, len(left))).leased_slots
             for slot, block_hash in zip(slots, left, strict=True):
                 self.write(slot, content(block_hash))
-            run = CommitRun(ticket.ticket_id, slots, b"".join(left))
+            run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
             (result,) = await self.client.commit(self.worker.epoch, [run])
             assert not result.refusal
             lost = [slot for slot, stays in zip(slots, result.slots, strict=True) if slot != stays]

@@ -27,7 +27,7 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.types import FinishReason, SamplingParams
-from pillion.wire.kvnode import CommitResult, CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run
 
 BLOCK = 4
@@ -127,7 +127,7 @@ class SchedulerHarness:
             priority=priority,
             forks=forks,
         )
-        holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
+        holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
         for name, own_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
             parent = 0 if name == seq_id else seq_id
             record = SequenceRecord(prompt, max_tokens, seed=own_seed, stop=stop, penalized=penalty != 0, parent=parent)
@@ -242,8 +242,10 @@ class SchedulerHarness:
         check_integrity(self.ledger)
         return True
 
-    def _commit(self, order: CommitOrder) -> CommitResult:
-        (result,) = self.ledger.commit(self.worker, [CommitRun(order.ticket_id, order.slots, order.block_hashes)])
+    def _commit(self, order: CommitOrder) -> CommitRunResult:
+        (result,) = self.ledger.commit(
+            self.worker, [CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)]
+        )
         self.swaps += sum(own != slot for own, slot in zip(order.slots, result.slots, strict=False))
         return result
 
@@ -259,7 +261,7 @@ class SchedulerHarness:
                 if ticket is None:
                     return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
-                holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
+                holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
                 self.scheduler.resumed(order.seq_id, holding, self.now)
             self.resumes.pop(0)
 

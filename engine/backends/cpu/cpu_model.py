@@ -20,14 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rope import make_ropes
+from pillion.engine.models.rope import CosSin, rope_tables
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
@@ -52,7 +50,7 @@ class ModelPlan:
 
     operations: tuple[Operation, ...]
     logits: Buffer
-    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    ropes: tuple[CosSin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class OperationBuilder:
     config: ModelConfig
     weights: CpuWeights
     layout: KVLayout
-    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    ropes: tuple[CosSin, ...]
     rows_of: str = "tokens"
 
     @property
@@ -177,7 +175,7 @@ class OperationBuilder:
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
     """The operations of a step of this model."""
-    builder = OperationBuilder(config, weights, layout, _rope_tables(config, max_model_len))
+    builder = OperationBuilder(config, weights, layout, rope_tables(config, max_model_len))
     sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
     operations = [_embed(builder)]
     for index in range(config.num_layers):
@@ -381,10 +379,3 @@ def _combine(
         "factor": builder.config.residual_scale if adds else 1.0,
     }
     return Operation(Combine(chosen, adds, builder.rows_of), values, builder.when)
-
-
-def _rope_tables(config: ModelConfig, max_model_len: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Cosines and sines [max_model_len, head_dim / 2] float32 of every rotary embedding of the model."""
-    positions = torch.arange(max_model_len, dtype=torch.float32)[:, None]
-    angles = [(positions * rope.frequencies, rope.scales) for rope in make_ropes(config, max_model_len)]
-    return tuple((angle.cos() * scales, angle.sin() * scales) for angle, scales in angles)

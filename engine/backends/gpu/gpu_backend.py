@@ -29,6 +29,7 @@ from pillion.engine.backends.backend import (
     KVLayout,
     checked_copies,
     checked_memory,
+    distinct_rows,
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
@@ -233,10 +234,7 @@ class GpuBackend:
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
-        # Several answers to one prompt sample the same row, whose logits are computed once.
-        rows, places = batch.sample_rows, None
-        if len(set(rows.tolist())) < len(rows):
-            rows, places = np.unique(rows, return_inverse=True)
+        rows, places = distinct_rows(batch)
         plan = bound.attention.planner.plan(batch)
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
         with torch.inference_mode():

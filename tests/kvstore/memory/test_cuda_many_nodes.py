@@ -19,7 +19,7 @@ from pillion.kvstore.memory.cuda_memory import STAGES, CudaMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from testbed import fake_cuda
 from testbed.fake_cuda import NATIVE, DeviceBytes
 from testbed.redis import RedisServer

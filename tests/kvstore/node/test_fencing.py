@@ -18,7 +18,7 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.wire.kvnode import CommitRun, NodeStatus
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
 from testbed.redis import RedisServer
 
 SLOTS = 20
@@ -104,11 +104,13 @@ async def hold(line: Fixture, epoch: int, *tokens: int) -> tuple[int, tuple[int,
     """A ticket that the gateway opened and the worker adopted, its slots leased: id and slots."""
     ticket = await line.client.open_ticket(line.gateway, hashes(*tokens), len(tokens) + 1)
     adopted = await line.client.adopt(epoch, ticket.ticket_id, len(tokens) + 1 - ticket.pinned_blocks)
-    return ticket.ticket_id, adopted.leased_slots
+    return ticket.ticket_id, tuple(adopted.leased_slots)
 
 
 async def commit(line: Fixture, epoch: int, ticket_id: int, slots: tuple[int, ...], *tokens: int) -> None:
-    [result] = await line.client.commit(epoch, [CommitRun(ticket_id, slots[: len(tokens)], hashes(*tokens))])
+    [result] = await line.client.commit(
+        epoch, [CommitRun(ticket_id=ticket_id, slots=slots[: len(tokens)], block_hashes=hashes(*tokens))]
+    )
     assert not result.refusal
 
 
@@ -155,7 +157,7 @@ async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
     unadopted = (await client.open_ticket(line.gateway, hashes(7), 2)).ticket_id
     line.fence(old)
     calls: list[Callable[[], Awaitable[object]]] = [
-        lambda: client.commit(old, [CommitRun(ticket_id, slots[:1], hashes(1))]),
+        lambda: client.commit(old, [CommitRun(ticket_id=ticket_id, slots=slots[:1], block_hashes=hashes(1))]),
         lambda: client.lease(old, 1),
         lambda: client.adopt(old, unadopted, 1),
         lambda: client.give_back(old, slots[:1]),

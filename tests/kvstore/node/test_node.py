@@ -28,8 +28,8 @@ from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.kvstore.node.pool import Pool
 from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from pillion.wire.attach import AttachHello
-from pillion.wire.kvnode import CommitRun
 
 NUM_SLOTS = 20
 BLOCK_BYTES = 4096
@@ -117,7 +117,7 @@ async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: lis
     ticket = await client.open_ticket(epoch, chain, 5)
     assert ticket.pinned_blocks == 0
     adopted = await client.adopt(prefill.epoch, ticket.ticket_id, 3)
-    run = CommitRun(ticket.ticket_id, adopted.leased_slots, chain[: 3 * 32])
+    run = CommitRun(ticket_id=ticket.ticket_id, slots=adopted.leased_slots, block_hashes=chain[: 3 * 32])
     [result] = await client.commit(prefill.epoch, [run])
     assert result.slots == adopted.leased_slots
     await client.release(prefill.epoch, [ticket.ticket_id])
@@ -204,9 +204,9 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     pool = Pool(pool_bytes=20, decode_reserve_percent=0, max_waiting=9, heartbeat_timeout_s=5.0)
     pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = pool.open_session("g")
-    ticket = await pool.open_ticket(epoch, 1, b"", 15, resume=False)
-    waiter = asyncio.create_task(pool.open_ticket(epoch, 2, b"", 15, resume=False))
-    behind = asyncio.create_task(pool.open_ticket(epoch, 3, b"", 14, resume=False))
+    ticket = await pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=1, total_blocks=15))
+    waiter = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=2, total_blocks=15)))
+    behind = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=3, total_blocks=14)))
     await asyncio.sleep(0)
     assert pool.status().waiting_tickets == 2
     if first == "granted":
@@ -284,7 +284,9 @@ async def test_a_dead_worker_lets_go(cluster: NodeHarness) -> None:
     worker = await cluster.worker()
     ticket = await client.open_ticket(cluster.session.epoch, hashes(1, 2, 3), 4)
     adopted = await client.adopt(worker.epoch, ticket.ticket_id, 3)
-    await client.commit(worker.epoch, [CommitRun(ticket.ticket_id, adopted.leased_slots[:1], hashes(1))])
+    await client.commit(
+        worker.epoch, [CommitRun(ticket_id=ticket.ticket_id, slots=adopted.leased_slots[:1], block_hashes=hashes(1))]
+    )
     worker.close()
     await cluster.until(lambda: cluster.node.pool.status().leased_blocks == 0)
     books = await client.status()

@@ -14,12 +14,11 @@ from pillion.errors import ConfigError
 from pillion.kvstore.ledger.eviction import LruEviction, make_policy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers import spill
 from pillion.kvstore.tiers.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
-from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import IndexFilter, Watermarks
+from pillion.kvstore.tiers.spill import IndexFilter, Spiller, Watermarks
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 
@@ -65,7 +64,7 @@ class ScriptedTier:
             self.kept[name.hash], self.names_of[name.hash] = bytes(data), name
         return []
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
         raise NotImplementedError
 
     def names(self) -> Iterable[BlockName]:

@@ -18,7 +18,7 @@ from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.index.registry import Registry
-from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, hosts, prompt
 from tests.support.redis_nodes import Chain
