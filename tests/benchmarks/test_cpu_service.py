@@ -16,8 +16,7 @@ import pytest
 from benchmarks import cpu_service
 from benchmarks.closed_loop import ClosedLoad, figures, measure
 from benchmarks.peers import about_kernels, llama_system, stop_session
-from pillion.loadgen.drive import Run
-from pillion.loadgen.figures import Record
+from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 
 LOAD = ClosedLoad(input_tokens=6, output_tokens=5, concurrency=3, requests=8)
