@@ -7,7 +7,7 @@ What does not change from event to event is encoded once for each answer; an eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,26 +20,6 @@ DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
 
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseHead:
-    """The fields that every event and every whole response of a request begins with."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        """The fields by OpenAI's names; ``kind`` is that of the object."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
 
 
 @dataclass(slots=True)
@@ -61,7 +41,7 @@ class ResponseWriter:
     """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
-        head: the response's first fields.
+        head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
         logprobs: whether log probabilities are shown.
         usage_field: whether each event has a field for usage, null before the last.
@@ -73,12 +53,12 @@ class ResponseWriter:
     before = b""
     behind = b""
 
-    def __init__(self, head: ResponseHead, tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
         self._head = head
         self._tokens = tokens
         self._shows = logprobs
         self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
-        self._common = b"data: " + _encode(head.fields(self.event_kind))[:-1]
+        self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
@@ -122,7 +102,7 @@ class ResponseWriter:
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
-        return _encode({**self._head.fields(self.kind), "choices": choices, "usage": usage_fields(usage)})
+        return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
 
     def _begin(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
@@ -176,7 +156,7 @@ class CompletionResponseWriter(ResponseWriter):
 
     def __init__(
         self,
-        head: ResponseHead,
+        head: Mapping[str, Any],
         tokens: TokenTexts,
         *,
         logprobs: bool,

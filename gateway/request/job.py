@@ -49,6 +49,11 @@ class Job:
         """Time left, in seconds; None without a deadline."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
 
+    def wait_s(self, most_s: float) -> float:
+        """Time that a wait may take, in seconds: what is left, and never more than ``most_s``."""
+        left_s = self.left_s()
+        return most_s if left_s is None else min(left_s, most_s)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockHashChain:

@@ -94,11 +94,8 @@ class HotPrefixes:
 
 
 class Index:
-    """A gateway's client of the index. It never raises for Redis's trouble.
-
-    Attributes:
-        available: whether Redis answered the last look-up.
-    """
+    """A gateway's client of the index. It never raises for Redis's trouble; ``available`` is whether Redis answered the
+    last look-up."""
 
     def __init__(self, redis_url: str) -> None:
         self.available = True
@@ -109,13 +106,8 @@ class Index:
         self._hot = HotPrefixes()
 
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Returns each live node's longest known prefix of a chain, longest first.
-
-        While Redis does not answer, what earlier look-ups found stands in.
-
-        Args:
-            block_hashes: the chain from its first block, 32 bytes per hash.
-        """
+        """Returns each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
+        not answer, what earlier look-ups found stands in."""
         if not block_hashes:
             return []
         try:

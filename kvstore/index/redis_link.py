@@ -96,13 +96,10 @@ class RedisLink:
     async def call_each(
         self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
     ) -> list[T | None]:
-        """Runs a script several times, at least once.
+        """Runs a script several times, at least once; returns the answers, None for calls that failed.
 
-        Args:
-            read: converts Redis's raw answer; if it raises ValueError or TypeError, that was nonsense.
-
-        Returns:
-            The answers in the order of ``calls``; None for calls that failed. Raises Unavailable when all failed.
+        ``read`` converts a raw answer; if it raises ValueError or TypeError, that was nonsense. Raises Unavailable when
+        all calls failed.
         """
         answers: list[T | None] = [None] * len(calls)
         until = asyncio.get_running_loop().time() + deadline_ms / 1000

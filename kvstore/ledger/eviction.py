@@ -61,15 +61,12 @@ class LruEviction:
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:
-        """Appends the block to the queue."""
         self._queue[block] = None
 
     def remove(self, block: Block) -> None:
-        """Deletes the block from the queue."""
         del self._queue[block]
 
     def pop(self) -> Block:
-        """Takes the block at the front."""
         return self._queue.popitem(last=False)[0]
 
     drop = remove

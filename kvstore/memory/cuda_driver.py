@@ -309,8 +309,8 @@ class CudaDevice:
 
 
 class CudaStream:
-    """A stream: it makes copies in the order of the calls, concurrently with other streams. Addresses are plain
-    numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned."""
+    """A stream: copies that are started here run in the order of the calls, concurrently with other streams. Addresses
+    are plain numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -320,15 +320,12 @@ class CudaStream:
         self._stream: c_void_p | None = stream
 
     def to_host(self, target: int, source: int, size_bytes: int) -> None:
-        """Starts a copy from the device to the host."""
         self._copy("cuMemcpyDtoHAsync_v2", target, source, size_bytes)
 
     def to_device(self, target: int, source: int, size_bytes: int) -> None:
-        """Starts a copy from the host to the device."""
         self._copy("cuMemcpyHtoDAsync_v2", target, source, size_bytes)
 
     def within(self, target: int, source: int, size_bytes: int) -> None:
-        """Starts a copy within the device."""
         self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
 
     def synchronize(self) -> None:

@@ -35,14 +35,8 @@ Result = TypeVar("Result")
 
 
 class PinnedMemory:
-    """Host memory of this process that a GPU copies from and to without a detour, in whole pages.
-
-    Raises ConfigError if so much cannot be had or pinned.
-
-    Attributes:
-        view: its bytes.
-        address: address of the first byte.
-    """
+    """Host memory of this process that a GPU copies from and to without a detour, in whole pages. Raises ConfigError if
+    so much cannot be had or pinned."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         self._device = device

@@ -1,11 +1,8 @@
 """The contract of a pool's bytes, in this host's memory or on a GPU, and the implementation for host memory.
 
-    async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
-        ...                                                                            slots when the block ends well
-    async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
-
-Modules that move blocks (:mod:`pillion.kvstore.tiers.spill`, :mod:`pillion.kvstore.transfer.fetch`, tiers and data
-planes) use this contract and know no GPU.
+async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
+    ...                                                                            slots when the block ends well
+async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
 """
 
 from __future__ import annotations

@@ -16,12 +16,8 @@ from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
 
 
 class NodeMemory:
-    """The node's memory. The node's loop makes all calls; slow work runs in threads.
-
-    Attributes:
-        pool: the pool's memory, set by :meth:`shape`.
-        pool_bytes: size of the pool; on a GPU it is known after :meth:`shape`.
-    """
+    """The node's memory. The node's loop makes all calls; slow work runs in threads. ``pool`` is set by :meth:`shape`,
+    and on a GPU ``pool_bytes`` too."""
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._flags = flags

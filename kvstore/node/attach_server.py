@@ -28,7 +28,7 @@ import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from pillion.errors import ConfigError, InvalidRequest, Overloaded, PillionError
+from pillion.errors import ConfigError, Overloaded, PillionError
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -66,7 +66,7 @@ class AttachServer:
         memory_fd: Callable[[], int],
         admit: Callable[[AttachHello], Awaitable[AttachReply]],
         ended: Callable[[int], None],
-        serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]] | None = None,
+        serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]],
         exit_is_proof: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = path
@@ -116,7 +116,6 @@ class AttachServer:
         try:
             hello = await self._read_hello(sock)
             if isinstance(hello, RegionHello):
-                assert self._serve_region is not None
                 return await self._serve_region(sock, hello)
             epoch = await self._greet(sock, hello) if hello is not None else 0
             if epoch:
@@ -139,8 +138,6 @@ class AttachServer:
                 raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = hello_from_line(await read_line(sock))
-            if isinstance(hello, RegionHello) and self._serve_region is None:
-                raise InvalidRequest("this KV node shares no regions")
         except (PillionError, TimeoutError) as error:
             _refuse(sock, error.message if isinstance(error, PillionError) else "no hello in time")
             return None

@@ -58,7 +58,6 @@ class KVNode:
     Attributes:
         address: where others reach its gRPC service.
         pool, regions: for tests.
-        meters: the node's metrics.
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:

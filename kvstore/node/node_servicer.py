@@ -19,12 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """Serves kvnode.proto.
-
-    Args:
-        status: returns the node's whole status.
-        stopping: ends the sessions.
-    """
+    """Serves kvnode.proto. ``status`` returns the node's whole status, and ``stopping`` ends the sessions."""
 
     def __init__(self, pool: Pool, node_id: str, status: Callable[[], NodeStatus], stopping: asyncio.Event) -> None:
         self._pool = pool

@@ -53,9 +53,7 @@ class Pool:
 
     Args:
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
-        decode_reserve_percent: share of the pool that prompts leave to running decodes.
-        max_waiting: most OpenTicket calls of new prompts that may wait.
-        policy: decides which block is evicted first; LRU by default.
+        decode_reserve_percent, policy, max_waiting: see :class:`Ledger` and :class:`WaitingQueue`.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.

@@ -91,7 +91,6 @@ class Storage:
         )
         self.fetcher = Fetcher(
             pool.ledger,
-            shape.block_bytes,
             limits,
             memory=memory,
             changed=pool.changed,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
-from pillion.kvstore.memory.memory import until_over
+from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.tiers.disk_files import SHARDS, BlockFileLayout, BlockFiles, Corrupt, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
@@ -111,8 +111,13 @@ class DiskTier:
         work.add_done_callback(self._work.discard)
         return await asyncio.shield(work)
 
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        async with memory.writing(slots) as targets:
+            return await self.load(hashes, targets)
+
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Reads; a cancelled caller is held until no thread writes to ``targets``."""
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
+        cancelled caller is held until no thread writes to ``targets``."""
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
         if self._closed or not names:
             return 0

@@ -62,12 +62,7 @@ class Watermarks:
 
 
 class IndexFilter:
-    """Keeps a block in the index as long as the pool or a lower tier has it, or is about to have it.
-
-    Args:
-        in_pool: whether a hash is in the pool.
-        in_tier: whether a hash is in a tier or on its way there.
-    """
+    """Keeps a block in the index as long as it is in the pool, in a lower tier, or on its way to one."""
 
     def __init__(self, in_pool: Callable[[bytes], bool], in_tier: Callable[[bytes], bool]) -> None:
         self._in_pool = in_pool
@@ -90,7 +85,6 @@ class Spiller:
     """The spiller of one pool that has its shape. Only the node's loop calls it.
 
     Args:
-        memory: the pool's.
         tiers: fastest first, maybe none; each gets the blocks that are evicted here and that it does not have yet.
         low_percent, high_percent: free share of the pool at which evicting begins and ends. Raises ConfigError.
         blocks_lost: called with blocks that a tier no longer keeps, or never kept.

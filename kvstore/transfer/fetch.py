@@ -80,7 +80,6 @@ class Fetcher:
     """All fetches into one pool that has its shape. The node's loop makes all calls.
 
     Args:
-        memory: the pool's memory.
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
@@ -89,7 +88,6 @@ class Fetcher:
     def __init__(
         self,
         ledger: Ledger,
-        block_bytes: int,
         limits: FetchLimits,
         *,
         memory: PoolMemory,
@@ -105,9 +103,8 @@ class Fetcher:
         self._changed = changed
         self._source = source
         self._tiers = tiers
-        self._batch_blocks = max(1, BATCH_BYTES // block_bytes)
-        self._most_blocks = max(1, limits.max_bytes // block_bytes)
-        self._block_bytes = block_bytes
+        self._batch_blocks = max(1, BATCH_BYTES // memory.block_bytes)
+        self._most_blocks = max(1, limits.max_bytes // memory.block_bytes)
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = 0
@@ -130,7 +127,7 @@ class Fetcher:
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
             return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._limits.timeout_s) if timeout_s > 0 else self._limits.timeout_s
-        most_blocks = min(max_bytes // self._block_bytes, self._most_blocks) if max_bytes else self._most_blocks
+        most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
         fetch = _Fetch(
             epoch=self._ledger.attach("fetch", FETCH),
             caller=epoch,
@@ -235,8 +232,7 @@ class Fetcher:
         return count
 
     async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any]) -> bool:
-        """Whether ``work``, which writes to slots, ended in time. If not, or if the caller went away, it goes on, and
-        the fetch keeps its slots until it has ended."""
+        """Whether ``work``, which writes to slots, ended in time. If not, it goes on, and its slots are kept."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)

@@ -46,7 +46,7 @@ class GrpcPlane:
             self._reads -= 1
 
     def forget(self, node_id: str) -> None:
-        """Does nothing: this plane knows nothing of a source."""
+        """This plane knows nothing of a source."""
 
     def close(self) -> None:
         """Does nothing: the memory is its owner's to close."""

@@ -105,13 +105,8 @@ class _Read:
 
 
 class NixlPlane:
-    """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Making one takes about a second: not on the event
-    loop's thread.
-
-    Args:
-        memory: the pool's, which is registered once.
-        stall_timeout_s: longest time without a finished part of a read; the source is given up then.
-    """
+    """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Making one takes about a second: not on the event loop's
+    thread. A source is given up when no part of a read is finished for ``stall_timeout_s``."""
 
     name = "nixl"
 
@@ -293,8 +288,7 @@ class NixlPlane:
             self._probed(peer, "it does not answer")
 
     def _probed(self, peer: _Remote, trouble: str) -> None:
-        """Ends a probe; after ``trouble`` the source's blocks are streamed. If the source is lost, the stream fails
-        too."""
+        """Ends a probe; after ``trouble`` the source's blocks are streamed, which fails too if the source is lost."""
         if peer.probe is not None:
             self._agent.release(peer.probe)
             peer.probe = None

@@ -50,13 +50,7 @@ Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Peer:
-    """A connection to one source, with a session there. It is the plane's
-    :class:`pillion.kvstore.transfer.plane.BlockStream`.
-
-    Attributes:
-        pool: the source's pool.
-        used_s: time of the last use.
-    """
+    """A connection to one source, with a session there; a plane's :class:`BlockStream`. ``pool`` is the source's."""
 
     def __init__(self, client: NodeClient, session: NodeSession, pool: MeetReply) -> None:
         self.pool = pool
@@ -78,9 +72,6 @@ class Peer:
         """Pins the longest prefix of a chain that the source has; returns its slots from ``first_block`` on.
 
         When this call ends without an answer, it is released at the source. Raises the source's errors.
-
-        Args:
-            block_hashes: the chain from its first block, 32 bytes each.
         """
         nonce = secrets.randbits(62) + 1
         request = PinBlocksRequest(
@@ -171,8 +162,7 @@ class Peer:
 
 
 class SourceNode:
-    """A node to read from in one fetch; it is met when something is pinned. A peer's pins are read and released
-    there."""
+    """A node to read from in one fetch; it is met when something is pinned."""
 
     def __init__(self, node_id: str, peers: Peers) -> None:
         self.node_id = node_id
@@ -214,8 +204,6 @@ class Peers:
     """All peers of this node, by node id.
 
     Args:
-        node_id: this node's name, for the sources' logs.
-        shape: shape of this node's blocks.
         addresses: returns node id -> address of all nodes' gRPC services; called at most every ADDRESSES_TTL_S.
         plane: returns this node's data plane, which may be made at the first call.
     """
@@ -237,8 +225,7 @@ class Peers:
         self._closed = False
 
     def source(self, node_id: str) -> SourceNode:
-        """Returns a source for one fetch. Raises Unavailable for this node itself, and for one that failed within
-        AVOID_S."""
+        """Returns a source for one fetch. Raises Unavailable for this node, and for one that failed within AVOID_S."""
         if self._closed or node_id == self._node_id:
             raise Unavailable(f"{node_id} is no source for this node")
         if time.monotonic() < self._avoided_until_s.get(node_id, 0.0):

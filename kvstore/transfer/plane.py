@@ -1,11 +1,8 @@
 """The contract of data planes, which bring blocks of another node's pool into this one's.
 
-    nixl_plane.py  one-sided: this node reads the other's memory (UCX: shared memory, RDMA, CUDA) without its CPU
-    grpc_plane.py  the other node streams the bytes; works everywhere
-
-Both pass the same tests; plane_factory.py chooses one. A plane decides nothing: which blocks are read, from which node,
-and what becomes of them is :mod:`pillion.kvstore.transfer.fetch`'s business. A source's pool is named by the MeetReply
-that describes it, which is void once the source's boot epoch differs.
+A plane decides nothing: which blocks are read, from which node, and what becomes of them is
+:mod:`pillion.kvstore.transfer.fetch`'s business. A source's pool is named by the MeetReply that describes it, which is
+void once the source's boot epoch differs.
 """
 
 from __future__ import annotations
@@ -25,11 +22,8 @@ READ_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The properties that two pools must share before a block of one means anything in the other.
-
-    Attributes:
-        namespace: 32 bytes.
-    """
+    """The properties that two pools must share before a block of one means anything in the other; ``namespace`` has 32
+    bytes."""
 
     block_bytes: int
     namespace: bytes
@@ -50,9 +44,8 @@ class BlockStream(Protocol):
 
 
 class DataPlane(Protocol):
-    """The data plane of one node. The node's loop makes all calls, so callers need no lock.
-
-    Making one raises ConfigError for a pool that it cannot use.
+    """The data plane of one node. The node's loop makes all calls, so callers need no lock. Making one raises
+    ConfigError for a pool that it cannot use.
 
     Attributes:
         name: "nixl" or "grpc".

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
 from pillion.kernels.cpu.attention.kv_layout import group_bytes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Pairs, Ptr, Vec
+from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, KernelVariable, Pairs, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 
 PARTITION_GROUPS = PARTITION_TOKENS // LANES
-LOG2E = 1.4426950408889634
 # The score of a hidden token, and the lower bound of a row's maximum. The score is below the bound, so a row that sees
 # nothing of a partition has weights of exactly 0 there, and folding these changes nothing.
 HIDDEN_SCORE = -1e30
@@ -309,10 +308,3 @@ def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
     with k.range(shape.head_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share
         k.store_float(out + column * (LANES * shape.element_bytes), value, shape.bf16)
-
-
-def emit_copy(source: Ptr, target: Ptr, size: Int | int) -> None:
-    """Copies ``size`` bytes, a multiple of 64."""
-    k = source.k
-    with k.range(size, step=VECTOR_BYTES) as at:
-        k.store(target + at, k.load(source + at))

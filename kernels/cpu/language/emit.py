@@ -36,7 +36,7 @@ _VF, _VI = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _VH, _VB = ir.VectorType(_I16, LANES), ir.VectorType(_I8, LANES)
 # A Python number; :meth:`Kernel.int` hides the name inside the class.
 Count = int
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 # exp2 on [-0.5, 0.5]: Taylor of 2**x to the sixth power, within 3e-7 of the true value; highest power first.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
@@ -74,52 +74,40 @@ class Bool:
         return Bool(self.k, self.k.builder.or_(self.ir, other.ir))
 
 
+def _integer(operation: str) -> Callable[[Int, Int | int], Int]:
+    return lambda self, other: Int(self.k, getattr(self.k.builder, operation)(self.ir, self.k.int(other).ir))
+
+
+def _integers_are(order: str) -> Callable[[Int, Int | int], Bool]:
+    return lambda self, other: Bool(self.k, self.k.builder.icmp_signed(order, self.ir, self.k.int(other).ir))
+
+
 @dataclass(frozen=True, slots=True)
 class Int:
-    """A signed integer of 64 bits."""
+    """A signed integer of 64 bits. ``//`` and ``%`` round towards 0; kernels divide only positive numbers."""
 
     k: Kernel
     ir: Any
 
-    def _with(self, operation: str, other: Int | int) -> Int:
-        return Int(self.k, getattr(self.k.builder, operation)(self.ir, self.k.int(other).ir))
+    __add__ = __radd__ = _integer("add")
+    __sub__ = _integer("sub")
+    __mul__ = __rmul__ = _integer("mul")
+    __floordiv__ = _integer("sdiv")
+    __mod__ = _integer("srem")
+    __lt__ = _integers_are("<")
+    __le__ = _integers_are("<=")
+    __gt__ = _integers_are(">")
+    __ge__ = _integers_are(">=")
+    # ``==`` keeps Python's meaning.
+    equals = _integers_are("==")
 
-    def __add__(self, other: Int | int) -> Int:
-        return self._with("add", other)
 
-    def __sub__(self, other: Int | int) -> Int:
-        return self._with("sub", other)
+def _real(operation: str) -> Callable[[Vec, Vec | float], Vec]:
+    return lambda self, other: Vec(self.k, getattr(self.k.builder, operation)(self.ir, self.k.vector(other).ir))
 
-    def __mul__(self, other: Int | int) -> Int:
-        return self._with("mul", other)
 
-    def __floordiv__(self, other: Int | int) -> Int:
-        """Rounds towards 0; kernels divide only positive numbers."""
-        return self._with("sdiv", other)
-
-    def __mod__(self, other: Int | int) -> Int:
-        return self._with("srem", other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def _compare(self, operation: str, other: Int | int) -> Bool:
-        return Bool(self.k, self.k.builder.icmp_signed(operation, self.ir, self.k.int(other).ir))
-
-    def __lt__(self, other: Int | int) -> Bool:
-        return self._compare("<", other)
-
-    def __le__(self, other: Int | int) -> Bool:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Int | int) -> Bool:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Int | int) -> Bool:
-        return self._compare(">=", other)
-
-    def equals(self, other: Int | int) -> Bool:
-        """Whether the numbers are equal; ``==`` keeps Python's meaning."""
-        return self._compare("==", other)
+def _reals_are(order: str) -> Callable[[Vec, Vec | float], Bool]:
+    return lambda self, other: Bool(self.k, self.k.builder.fcmp_ordered(order, self.ir, self.k.vector(other).ir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +117,12 @@ class Vec:
     k: Kernel
     ir: Any
 
-    def _with(self, operation: str, other: Vec | float) -> Vec:
-        return Vec(self.k, getattr(self.k.builder, operation)(self.ir, self.k.vector(other).ir))
-
-    def __add__(self, other: Vec | float) -> Vec:
-        return self._with("fadd", other)
-
-    def __sub__(self, other: Vec | float) -> Vec:
-        return self._with("fsub", other)
-
-    def __mul__(self, other: Vec | float) -> Vec:
-        return self._with("fmul", other)
-
-    def __truediv__(self, other: Vec | float) -> Vec:
-        return self._with("fdiv", other)
-
-    def __lt__(self, other: Vec | float) -> Bool:
-        return Bool(self.k, self.k.builder.fcmp_ordered("<", self.ir, self.k.vector(other).ir))
-
-    def __gt__(self, other: Vec | float) -> Bool:
-        return Bool(self.k, self.k.builder.fcmp_ordered(">", self.ir, self.k.vector(other).ir))
+    __add__ = _real("fadd")
+    __sub__ = _real("fsub")
+    __mul__ = _real("fmul")
+    __truediv__ = _real("fdiv")
+    __lt__ = _reals_are("<")
+    __gt__ = _reals_are(">")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +195,16 @@ class Kernel:
 
     def real(self, value: Int) -> Vec:
         """An integer as float32, in all sixteen lanes."""
-        return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32), _VF))
+        return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32)))
 
     def lanes(self, start: Int | Count = 0) -> Any:
         """start, start + 1 ... start + 15 as sixteen integers of 32 bits, for :meth:`below`."""
         counted = ir.Constant(_VI, list(range(LANES)))
-        return self.builder.add(counted, self._splat(self.builder.trunc(self.int(start).ir, _I32), _VI))
+        return self.builder.add(counted, self._splat(self.builder.trunc(self.int(start).ir, _I32)))
 
     def below(self, lanes: Any, limit: Int) -> Bool:
         """In which lanes the integers of :meth:`lanes` are smaller than ``limit``."""
-        bound = self._splat(self.builder.trunc(limit.ir, _I32), _VI)
+        bound = self._splat(self.builder.trunc(limit.ir, _I32))
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
     def least(self, a: Int, b: Int | Count) -> Int:
@@ -338,30 +312,32 @@ class Kernel:
         """Loads 32 bfloat16 as 16 pairs."""
         return Pairs(self, self.read(ptr, _VI, 4))
 
-    def load_bf16(self, ptr: Ptr) -> Vec:
-        """Loads 16 bfloat16 and widens them."""
+    def load_float(self, ptr: Ptr, bf16: bool) -> Vec:
+        """Loads 16 values that are bfloat16 or float32 in memory."""
+        if not bf16:
+            return self.load(ptr)
         wide = self.builder.zext(self.read(ptr, _VH, 2), _VI)
         return Vec(self, self.builder.bitcast(self.builder.shl(wide, self._ints(16)), _VF))
 
-    def store_bf16(self, ptr: Ptr, value: Vec) -> None:
-        """Stores 16 bfloat16, rounded to nearest even."""
-        self.write(ptr, self.to_bf16(value), 2)
-
-    def load_float(self, ptr: Ptr, bf16: bool) -> Vec:
-        """Loads 16 values that are bfloat16 or float32 in memory."""
-        return self.load_bf16(ptr) if bf16 else self.load(ptr)
-
     def store_float(self, ptr: Ptr, value: Vec, bf16: bool) -> None:
-        """Stores 16 values as bfloat16 or float32."""
-        (self.store_bf16 if bf16 else self.store)(ptr, value)
+        """Stores 16 values as bfloat16, rounded to nearest even, or as float32."""
+        if bf16:
+            self.write(ptr, self.to_bf16(value), 2)
+        else:
+            self.store(ptr, value)
+
+    def copy(self, source: Ptr, target: Ptr, size: Int | Count) -> None:
+        """Copies ``size`` bytes, a multiple of 64."""
+        with self.range(size, step=VECTOR_BYTES) as at:
+            self.store(target + at, self.load(source + at))
 
     def broadcast(self, ptr: Ptr) -> Vec:
         """Loads one float32 into all sixteen lanes."""
-        return Vec(self, self._splat(self.read(ptr, _F32, 4), _VF))
+        return Vec(self, self._splat(self.read(ptr, _F32, 4)))
 
     def broadcast_pair(self, ptr: Ptr) -> Pairs:
         """Loads one pair of bfloat16 into all sixteen lanes."""
-        return Pairs(self, self._splat(self.read(ptr, _I32, 4), _VI))
+        return Pairs(self, self._splat(self.read(ptr, _I32, 4)))
 
     def load_int(self, ptr: Ptr, bits: Count = 64) -> Int:
         """Loads a signed integer of 8, 16, 32 or 64 bits."""
@@ -464,11 +440,11 @@ class Kernel:
 
     def sigmoid(self, x: Vec) -> Vec:
         """1 / (1 + e**-x)."""
-        return self.vector(1.0) / (self.exp2(self.smaller(x * -_LOG2E, 126.0)) + 1.0)
+        return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
 
     def tanh(self, x: Vec) -> Vec:
         """1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays NaN."""
-        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * _LOG2E), 126.0)) + 1.0)
+        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * LOG2E), 126.0)) + 1.0)
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
@@ -532,17 +508,17 @@ class Kernel:
             builder.ret_void()
         self.builder.call(function, [value.ir for value in values])
 
-    def function(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    def function(self, name: str, result: Any, arguments: Sequence[Any], var_arg: bool = False) -> Any:
         """An external function: an LLVM intrinsic or a function of libc."""
         found = self._module.globals.get(name)
-        return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
+        return found or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
 
     def _rotated(self, value: Vec, distance: Count) -> Vec:
         order = ir.Constant(_VI, [(lane + distance) % LANES for lane in range(LANES)])
         return Vec(self, self.builder.shuffle_vector(value.ir, value.ir, order))
 
-    def _splat(self, scalar: Any, kind: Any) -> Any:
-        empty = ir.Constant(kind, ir.Undefined)
+    def _splat(self, scalar: Any) -> Any:
+        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
         first = self.builder.insert_element(empty, scalar, _I32(0))
         return self.builder.shuffle_vector(first, empty, ir.Constant(_VI, [0] * LANES))
 

@@ -225,7 +225,6 @@ class _ThreadPoolCode:
 
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
         polls = k.variable(k.int(0))
-        polls.value = k.int(0)
         with k.forever() as out:
             k.leave(out, self._load(k, line + ACTIVE).equals(0))
             polls.value = polls.value + 1
@@ -253,10 +252,7 @@ class _ThreadPoolCode:
 
     def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any) -> None:
         """Linux compares 32 bits: on little-endian machines the low half of the word, which changes first."""
-        name = "syscall"
-        function = self.module.globals.get(name)
-        if function is None:
-            function = ir.Function(self.module, ir.FunctionType(_I64, [_I64], var_arg=True), name)
+        function = k.function("syscall", _I64, [_I64], var_arg=True)
         number = _I64(_FUTEX_CALL[self.isa.machine])
         k.builder.call(function, [number, word.ir, _I64(operation), value, _I64(0), _I64(0), _I64(0)])
 

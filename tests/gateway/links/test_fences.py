@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 
 from pillion.errors import Unavailable
-from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.cluster import LINKS, Cluster
+from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.net.rpc import start_server
-from pillion.v1 import prefill_pb2_grpc
+from pillion.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.common_pb2 import SamplingParams
+from pillion.v1.decode_pb2 import Submit
 from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import until
+from tests.support.fake_components import FakeDecode
 
 SPAN = RunSpanRequest(
     request_id="r",
@@ -29,6 +34,19 @@ SPAN = RunSpanRequest(
     start_tokens=0,
     token_ids=(1, 2),
     chunk_tokens=(2,),
+)
+
+SUBMIT = Submit(
+    key=0,
+    request_id="r",
+    attempt=1,
+    ticket_id=1,
+    root_hash=bytes(32),
+    token_ids=(1, 2),
+    prompt_tokens=2,
+    sampling=SamplingParams(seed=1),
+    stop_token_ids=(),
+    max_tokens=1,
 )
 
 
@@ -108,32 +126,48 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
     async def components() -> list[ComponentRecord]:
         return records
 
+    made: list[DecodeLink] = []
+
+    class CountedLink(DecodeLink):
+        def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
+            super().__init__(record, gateway_id)
+            made.append(self)
+
+    def add(server: Any) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(stuck, server)
+
+    stuck = FakeDecode("x")
+    stuck.gate.clear()
+    server = await start_server(f"unix:{folder}/decode.sock", [("pillion.v1.Decode", add)])
     monkeypatch.setattr(registry, "components", components)
+    monkeypatch.setitem(LINKS, "decode", CountedLink)
     cluster = Cluster("gateway-0", registry, index, 60.0)
     try:
         await cluster.refresh()
-        first = cluster.prefill("prefill-0"), cluster.decode("decode-0")
+        first = cluster.decode("decode-0")
+        await until("a connection to the decode worker", lambda: first.alive)
         heard: list[DecodeDelta] = []
-        first[1]._sinks[1] = heard.append
+        first.submit(SUBMIT, [heard.append])
+        await until("the worker to hold the ticket", lambda: heard)
+        heard.clear()
         records[0] = node("decode-0", "prefill-0")
         await cluster.refresh()
-        second = cluster._decode["decode-0"]
-        assert second is not first[1]
+        assert made[0] is first
+        assert len(made) == 2
         # Who planned with them before finds them gone.
         for call in (cluster.prefill, cluster.decode):
             with pytest.raises(Unavailable):
                 call(f"{call.__name__}-0")
-        async with asyncio.timeout(10):
-            while not heard:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until("the loss of the stream to be told", lambda: heard)
         assert heard[0].error is not None
         assert heard[0].error.retryable
         assert not any(cluster.answers(worker) for worker in workers)
         await cluster.refresh()
-        assert cluster._decode["decode-0"] is second, "it is cut off once"
+        assert len(made) == 2, "it is cut off once"
         records[0] = node()
         await cluster.refresh()
-        assert cluster.decode("decode-0") is second
+        assert cluster.decode("decode-0") is made[1]
         assert cluster.answers(workers[0])
     finally:
         await cluster.aclose()
+        await server.stop(0)

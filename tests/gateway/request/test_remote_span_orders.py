@@ -169,7 +169,7 @@ def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
     async def run() -> int | BaseException:
         action = ev.RunSpan(1, decided, ev.TicketHold("kv-0", 5, 1), tuple(range(tokens)))
         assert decided.prefill is not None
-        span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, decided.prefill, acked)  # type: ignore[arg-type]
+        span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, acked)  # type: ignore[arg-type]
         task = asyncio.create_task(span.run())
         patience = draw(st.integers(0, 30) | st.none())
         for _ in range(patience or 0):

@@ -21,7 +21,7 @@ from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
-from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply
+from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply, RegionHello
 
 BLOCK_BYTES = 4096
 POOL_BYTES = 64 * BLOCK_BYTES
@@ -37,6 +37,10 @@ time.sleep(60)
 """
 
 
+async def no_regions(sock: socket.socket, hello: RegionHello) -> None:
+    raise AssertionError("no test here asks for a region")
+
+
 class AttachNode:
     """The node's side without gRPC."""
 
@@ -44,7 +48,7 @@ class AttachNode:
         self.path = f"{folder}/sub/attach.sock"
         self.pool = Pool(pool_bytes=POOL_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0)
         self.segment = Segment(POOL_BYTES)
-        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended)
+        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended, no_regions)
 
     async def admit(self, hello: AttachHello) -> AttachReply:
         epoch, num_slots = self.pool.attach(hello)
@@ -174,7 +178,7 @@ async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> Non
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
     with pytest.raises(ConfigError, match="another KV node"):
-        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended).start()
+        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended, no_regions).start()
 
 
 async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
@@ -182,7 +186,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         path, precious = f"{folder}/a.sock", pathlib.Path(folder, "a.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(path)
-        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None)
+        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None, no_regions)
         server.start()
         await server.stop()
         precious.write_text("precious")  # noqa: ASYNC240

@@ -14,7 +14,7 @@ from pillion.errors import ConfigError
 from pillion.kvstore.ledger.eviction import LruEviction, make_policy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers import spill
 from pillion.kvstore.tiers.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
@@ -64,7 +64,7 @@ class ScriptedTier:
             self.kept[name.hash], self.names_of[name.hash] = bytes(data), name
         return []
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
         raise NotImplementedError
 
     def names(self) -> Iterable[BlockName]:

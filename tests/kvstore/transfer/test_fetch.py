@@ -16,12 +16,13 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module
 from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
 from pillion.v1.kvnode_pb2 import CommitRun
 from pillion.v1.kvplane_pb2 import PinBlocksReply
+from testbed.conditions import loop_turns
 
 BLOCK_BYTES = 64
 NUM_SLOTS = 24
@@ -96,13 +97,14 @@ class ListedTier:
     async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:
         raise NotImplementedError
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        await asyncio.sleep(0)
-        for count, (block_hash, target) in enumerate(zip(hashes, targets, strict=True)):
-            if block_hash in self.broken:
-                self.kept.discard(block_hash)
-                return count
-            target[:] = content(block_hash)
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        await loop_turns(1)
+        async with memory.writing(slots) as targets:
+            for count, (block_hash, target) in enumerate(zip(hashes, targets, strict=True)):
+                if block_hash in self.broken:
+                    self.kept.discard(block_hash)
+                    return count
+                target[:] = content(block_hash)
         return len(hashes)
 
     def names(self) -> Iterable[BlockName]:
@@ -123,7 +125,6 @@ class FetchingNode:
         self._nonces = itertools.count(1)
         self.fetcher = Fetcher(
             self.ledger,
-            BLOCK_BYTES,
             FetchLimits(timeout_s=timeout_s, max_bytes=2**30, verify=verify),
             memory=self.memory,
             changed=lambda: None,
