@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route, Router
 
 from pillion._version import VERSION
+from pillion.config import GatewayFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
@@ -64,7 +65,7 @@ class _Pages:
 
     async def model(self, call: HttpCall) -> None:
         """One model; its name may contain slashes."""
-        name = call.path_parameter("name")
+        name = str(call.parameters["name"])
         for info in self._gateway.models():
             if info.name == name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
@@ -91,7 +92,7 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
+def make_app(gateway: Gateway, vllm_names: bool) -> Router:
     """The application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
     It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
@@ -139,25 +140,18 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-async def start_http(
-    gateway: Gateway,
-    host: str,
-    port: int,
-    *,
-    share_port: bool = False,
-    identity: tls.Identity | None = None,
-    vllm_names: bool = False,
-) -> HttpServer:
-    """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
+async def start_http(gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None) -> HttpServer:
+    """Serves on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
 
-    ``share_port``: other processes may listen on the same port; the system spreads connections over them.
-    ``identity``: for TLS; None is plain text. ``vllm_names``: whether /metrics shows vLLM's names too.
+    With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
+    OSError when the address cannot be bound.
     """
+    host, address = flags.host, (flags.host, flags.http_port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
+    listener = socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, reuse_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway, vllm_names=vllm_names),
+        make_app(gateway, flags.vllm_metric_names),
         # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
