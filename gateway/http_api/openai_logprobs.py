@@ -45,15 +45,8 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-        """Log probabilities for a completion, in columns.
-
-        Args:
-            logprobs: those of the next tokens.
-            offset: characters of the tokens before them.
-
-        Returns:
-            The columns, and the offset behind these tokens.
-        """
+        """Log probabilities of a completion's next tokens, in columns, and the characters up to their end; ``offset``
+        are those before them."""
         tokens, offsets, tops = [], [], []
         for one in logprobs:
             text = self.text_of(one.token_id)

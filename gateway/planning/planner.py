@@ -1,8 +1,7 @@
 """Where a request runs and where its prompt is split: a pure decision over a snapshot of the cluster (I9).
 
-    [ cached prefix | whole blocks, run by a prefill worker in chunks | prompt tail, >= 1 token, run by the decode
-    worker ]
-    0            cached                                             split                                           N
+    [ cached prefix | whole blocks: a prefill worker, in chunks | prompt tail, >= 1 token: the decode worker ]
+    0            cached                                       split                                          N
 
 What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
 prefill worker of another node is taken where the decode worker's node has none.
