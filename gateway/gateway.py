@@ -203,7 +203,7 @@ class Gateway:
         try:
             now = time.monotonic()
             self._quotas.take_request(tenant, now)
-            await self._quotas.confirm(tenant, now)
+            await self._quotas.confirm(tenant, None, now)
             yield
         finally:
             self.admission.leave(permit)
@@ -306,7 +306,7 @@ class Gateway:
     ) -> None:
         """Waits until a weighed request may go to the workers. Raises Overloaded and DeadlineExceeded."""
         tenant = permit.tenant
-        await self._quotas.take_prompt(tenant, permit.tokens, time.monotonic())
+        await self._quotas.confirm(tenant, permit.tokens, time.monotonic())
         try:
             await self.admission.turn(permit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:

@@ -142,7 +142,7 @@ class Worker:
             self.node,
             number,
             self._make_scheduler(),
-            describe=self._describe,
+            describe=self.describe,
             on_lost=self._epoch_lost,
             on_fail=self.fail,
             meter=self._meter,
@@ -153,7 +153,8 @@ class Worker:
         self._address = address
         self.epoch.heartbeats.announce()
 
-    def _describe(self) -> ComponentRecord:
+    def describe(self) -> ComponentRecord:
+        """What a heartbeat writes to the registry."""
         prepared, epoch, load = self.model.prepared, self.epoch, self.epoch.load
         return ComponentRecord(
             component_id=self.component_id,

@@ -64,8 +64,12 @@ class Generation:
         self._meter = meter
         self._on_end = on_end
         indexes = range(len(self._answers))
-        self._choices = Choices([self._new_machine(index) for index in indexes])
-        self._calls = [self._new_calls(index, cluster) for index in indexes]
+        self._choices = Choices([_machine(job, follows=index > 0) for index in indexes])
+        seeds = [answer_seed(job.resolved.sampling.seed or 0, index) for index in indexes]
+        self._calls = [
+            ComponentCalls(job, seed, cluster, span, partial(self._post, index), self._fail_by_defect)
+            for index, seed in enumerate(seeds)
+        ]
         self._outbox = Outbox(job.request_id, len(indexes), job.answers, job.show_logprobs)
         self._inbox: deque[tuple[int | None, Event]] = deque()
         self._handling = False
@@ -260,13 +264,8 @@ class Generation:
         if not self.ended:
             self._silence = asyncio.get_running_loop().call_later(MAX_SILENCE_S - longest_s, self._watch_silence)
 
-    # ---- made once ------------------------------------------------------------------------------------------------
 
-    def _new_machine(self, index: int) -> RequestMachine:
-        job, resolved = self.job, self.job.resolved
-        stop_ids, attempts = frozenset(resolved.stop_token_ids), job.options.max_attempts
-        return RequestMachine(job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived, follows=index > 0)
-
-    def _new_calls(self, index: int, cluster: Cluster) -> ComponentCalls:
-        seed = answer_seed(self.job.resolved.sampling.seed or 0, index)
-        return ComponentCalls(self.job, seed, cluster, self._span, partial(self._post, index), self._fail_by_defect)
+def _machine(job: Job, follows: bool) -> RequestMachine:
+    resolved, attempts = job.resolved, job.options.max_attempts
+    stop_ids = frozenset(resolved.stop_token_ids)
+    return RequestMachine(job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived, follows)

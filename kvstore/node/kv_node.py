@@ -127,7 +127,7 @@ class KVNode:
                 flags.redis_url,
                 heartbeat_s=flags.heartbeat_ms / 1000,
                 ttl_ms=flags.heartbeat_timeout_ms,
-                record=self._record,
+                record=self.record,
                 hashes=self._hashes,
             )
             self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
@@ -237,7 +237,8 @@ class KVNode:
         components = await self._registry.components() if self._registry is not None else []
         return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
-    def _record(self, boot_epoch: int) -> ComponentRecord:
+    def record(self, boot_epoch: int) -> ComponentRecord:
+        """Returns what a heartbeat writes to the registry."""
         status = self.pool.status()
         return ComponentRecord(
             component_id=self._flags.node_id,

@@ -34,7 +34,7 @@ from opentelemetry import trace
 
 from pillion.client import client_spans
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch
-from pillion.client.client_requests import Item, Message, Prompt, RequestOptions, to_pb
+from pillion.client.client_requests import Item, Message, Prompt, chat_request, item_request, prompt_request, to_pb
 from pillion.client.connection import Pem, connect
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
@@ -107,15 +107,10 @@ class Client:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, or ``sampling`` and keywords together.
         """
-        options = RequestOptions(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
+        request = prompt_request(
+            prompt, sampling, fields, model=model, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(options.of_prompt(prompt), timeout_s))
+        return _deltas(self._call(request, timeout_s))
 
     def chat(
         self,
@@ -133,15 +128,10 @@ class Client:
 
         The other arguments are those of :meth:`generate`.
         """
-        options = RequestOptions(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
+        request = chat_request(
+            messages, sampling, fields, model=model, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(options.of_chat(messages), timeout_s))
+        return _deltas(self._call(request, timeout_s))
 
     def batch(
         self,
@@ -175,9 +165,7 @@ class Client:
         """
         check_concurrency(concurrency)
         requests = [
-            RequestOptions(model=model, sampling=each, cache_salt=cache_salt, priority=priority, fields=fields).of_item(
-                prompt
-            )
+            item_request(prompt, each, fields, model=model, cache_salt=cache_salt, priority=priority)
             for prompt, each in zip(prompts, one_each(sampling, len(prompts)), strict=True)
         ]
         return run_batch(

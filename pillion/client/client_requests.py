@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
@@ -15,44 +15,41 @@ Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
 # One item of a batch: a prompt, or a conversation.
 Item = Prompt | Sequence[Message]
+_NO_FIELDS: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What every call takes besides its prompt; ``fields`` are sampling parameters given by keyword."""
+def prompt_request(
+    prompt: Prompt, sampling: SamplingParams | None = None, fields: Mapping[str, Any] = _NO_FIELDS, **options: Any
+) -> GenerateRequest:
+    """The request of one prompt.
 
-    model: str = ""
-    sampling: SamplingParams | None = None
-    cache_salt: str = ""
-    request_id: str = ""
-    priority: int = 0
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    Args:
+        sampling, fields: sampling parameters, whole or by keyword; see :func:`sampling_of`.
+        options: other fields of GenerateRequest.
 
-    def of_prompt(self, prompt: Prompt) -> GenerateRequest:
-        """The request of one prompt. Raises TypeError for unknown fields."""
-        if isinstance(prompt, str):
-            return replace(self._request(), text=prompt)
-        return replace(self._request(), token_ids=tuple(prompt))
+    Raises TypeError for an unknown field.
+    """
+    given = {"text": prompt} if isinstance(prompt, str) else {"token_ids": tuple(prompt)}
+    return GenerateRequest(**given, sampling=sampling_of(sampling, fields), **options)
 
-    def of_chat(self, messages: Sequence[Message]) -> GenerateRequest:
-        """The request of one conversation. Raises TypeError for unknown fields, InvalidRequest for a bad message."""
-        checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
-        return replace(self._request(), messages=tuple(checked))
 
-    def of_item(self, item: Item) -> GenerateRequest:
-        """The request of a batch's item. Raises what :meth:`of_prompt` and :meth:`of_chat` raise."""
-        if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
-            return self.of_chat(item)  # type: ignore[arg-type]
-        return self.of_prompt(item)  # type: ignore[arg-type]
+def chat_request(
+    messages: Sequence[Message],
+    sampling: SamplingParams | None = None,
+    fields: Mapping[str, Any] = _NO_FIELDS,
+    **options: Any,
+) -> GenerateRequest:
+    """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message too."""
+    checked = tuple(message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
+    return GenerateRequest(messages=checked, sampling=sampling_of(sampling, fields), **options)
 
-    def _request(self) -> GenerateRequest:
-        return GenerateRequest(
-            model=self.model,
-            sampling=sampling_of(self.sampling, self.fields),
-            cache_salt=self.cache_salt,
-            request_id=self.request_id,
-            priority=self.priority,
-        )
+
+def item_request(item: Item, *arguments: Any, **options: Any) -> GenerateRequest:
+    """The request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
+    chat = not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping)
+    make: Any = chat_request if chat else prompt_request
+    request: GenerateRequest = make(item, *arguments, **options)
+    return request
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:

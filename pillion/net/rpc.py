@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -91,10 +91,10 @@ def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
 def open_channel(target: str) -> grpc.aio.Channel:
     """A channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes it."""
     if target.startswith(in_process.SCHEME):
-        return in_process.InProcessChannel(target)
+        return cast(grpc.aio.Channel, in_process.InProcessChannel(target))
     if _identity is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=client_options())
-    return tls.ComponentChannel(target, _identity, client_options())
+    return cast(grpc.aio.Channel, tls.ComponentChannel(target, _identity, client_options()))
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:

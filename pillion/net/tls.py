@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,9 @@ def http_context(identity: Identity) -> ssl.SSLContext:
     return outer
 
 
-class ComponentChannel(grpc.aio.Channel):
-    """A channel to another component, over mutual TLS. Calls that begin after the certificate changed use the new one.
+class ComponentChannel:
+    """A channel to another component, over mutual TLS, with what stubs use of grpc.aio.Channel. Calls that begin after
+    the certificate changed use the new one.
 
     gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls in flight stay
     on theirs; the channel before the last is dropped.
@@ -144,30 +146,10 @@ class ComponentChannel(grpc.aio.Channel):
         self._channels: list[grpc.aio.Channel] = []
         self._newest()
 
-    def unary_unary(self, *args: Any, **more: Any) -> Any:
-        return self._calling("unary_unary", *args, **more)
-
-    def unary_stream(self, *args: Any, **more: Any) -> Any:
-        return self._calling("unary_stream", *args, **more)
-
-    def stream_unary(self, *args: Any, **more: Any) -> Any:
-        return self._calling("stream_unary", *args, **more)
-
-    def stream_stream(self, *args: Any, **more: Any) -> Any:
-        return self._calling("stream_stream", *args, **more)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._newest().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._newest().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._newest().channel_ready()
-
-    async def close(self, grace: float | None = None) -> None:
+    async def close(self) -> None:
+        """Ends all calls."""
         for channel in self._channels:
-            await channel.close(grace)
+            await channel.close()
 
     async def __aenter__(self) -> ComponentChannel:
         return self
@@ -197,6 +179,11 @@ class ComponentChannel(grpc.aio.Channel):
             return made[1](*arguments, **options)
 
         return call
+
+    unary_unary = partialmethod(_calling, "unary_unary")
+    unary_stream = partialmethod(_calling, "unary_stream")
+    stream_unary = partialmethod(_calling, "stream_unary")
+    stream_stream = partialmethod(_calling, "stream_stream")
 
 
 def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:

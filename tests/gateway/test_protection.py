@@ -172,7 +172,7 @@ async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
                     await ask(client, "x" * 30)
         await fakes.settled()
         quotas = fakes.gateway.gateway._quotas
-        await quotas.take_prompt(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
+        await quotas.confirm(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
 
 
 async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:

@@ -93,7 +93,9 @@ class _BoundPool:
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
         )
-        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, self.attention.max_record_words, model.device)
+        self.record = GpuStepRecord(
+            limits.max_tokens, layout.block_size, self.attention.planner.max_record_words, model.device
+        )
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
             self.decoder.run,
@@ -233,7 +235,7 @@ class GpuBackend:
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
         rows, places = distinct_rows(batch)
-        plan = bound.attention.plan(batch)
+        plan = bound.attention.planner.plan(batch)
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
         with torch.inference_mode():
             bound.record.send(batch, rows, shape, plan)

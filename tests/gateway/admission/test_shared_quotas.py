@@ -114,24 +114,24 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
     try:
         for quotas in (one, two):
             quotas.take_request(tenant, now())
-            await quotas.take_prompt(tenant, 40, now())
+            await quotas.confirm(tenant, 40, now())
         # Here 60 are left, everywhere 20.
         one.take_request(tenant, now())
         with pytest.raises(Overloaded) as caught:
-            await one.take_prompt(tenant, 50, now())
+            await one.confirm(tenant, 50, now())
         assert [quota.subject for quota in caught.value.quotas] == ["acme/tokens_per_minute"]
         assert 15_000 < caught.value.retry_after_ms <= 18_000
         # That was the third request; a fourth is let in here and refused by the count of all.
         two.take_request(tenant, now())
         with pytest.raises(Overloaded) as caught:
-            await two.take_prompt(tenant, 1, now())
+            await two.confirm(tenant, 1, now())
         assert [quota.subject for quota in caught.value.quotas] == ["acme/requests_per_minute"]
         # What was refused was not taken, here neither.
         two.take_request(tenant, now())
         two.take_request(tenant, now())
         with pytest.raises(Overloaded):
             two.take_request(tenant, now())
-        await one.take_prompt(Tenant(name="acme", tokens_per_minute=100), 20, now())
+        await one.confirm(Tenant(name="acme", tokens_per_minute=100), 20, now())
     finally:
         await one.aclose()
         await two.aclose()
@@ -141,13 +141,13 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
     one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", tokens_per_minute=100)
     try:
-        await one.take_prompt(tenant, 10, now())
+        await one.confirm(tenant, 10, now())
         one.spend(tenant, 80, now())
         one.spend(tenant, 60, now())
 
         async def refused() -> bool:
             try:
-                await two.take_prompt(tenant, 1, now())
+                await two.confirm(tenant, 1, now())
             except Overloaded as error:
                 return error.retry_after_ms > 20_000
             return False
@@ -156,7 +156,7 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
         # A prompt that was not served comes back.
         one.spend(tenant, -150, now())
         await asyncio.sleep(2 * REPORT_MS / 1000)
-        await two.take_prompt(tenant, 50, now())
+        await two.confirm(tenant, 50, now())
     finally:
         await one.aclose()
         await two.aclose()
@@ -174,8 +174,8 @@ async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None
 async def test_who_has_no_quota_costs_no_call(server: RedisServer) -> None:
     quotas = SharedQuotas(SharedBuckets(server.url))
     quotas.take_request(OPEN, now())
-    await quotas.take_prompt(OPEN, 10**9, now())
-    await quotas.confirm(OPEN, now())
+    await quotas.confirm(OPEN, 10**9, now())
+    await quotas.confirm(OPEN, None, now())
     quotas.spend(OPEN, 10**9, now())
     await quotas.aclose()
     assert server.command("KEYS", "*") == []
@@ -188,16 +188,16 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
     tenant = Tenant(name="acme", requests_per_minute=4, tokens_per_minute=100)
     with running_redis() as redis_server:
         quotas, other = (SharedQuotas(SharedBuckets(redis_server.url)) for _ in range(2))
-        await other.take_prompt(tenant, 60, now())
-        await quotas.take_prompt(tenant, 10, now())
+        await other.confirm(tenant, 60, now())
+        await quotas.confirm(tenant, 10, now())
         with redis_server.stopped(), caplog.at_level(logging.WARNING, "pillion.gateway"):
             # 30 are left over all, 90 by the local count.
             for _ in range(2):
                 quotas.take_request(tenant, now())
-                await quotas.take_prompt(tenant, 40, now())
+                await quotas.confirm(tenant, 40, now())
             assert caplog.text.count("counted by this gateway alone") == 1
             with pytest.raises(Overloaded, match="tokens_per_minute"):
-                await quotas.take_prompt(tenant, 40, now())
+                await quotas.confirm(tenant, 40, now())
             quotas.spend(tenant, 5, now())
         await asyncio.sleep(OPEN_MS / 1000)
 
@@ -213,10 +213,10 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
         await until(together)
         # It decides again as soon as it answers.
         free = Tenant(name="acme", tokens_per_minute=1000)
-        await quotas.take_prompt(free, 1, now())
+        await quotas.confirm(free, 1, now())
         assert quotas.redis_answers
         redis_server.kill()
-        await quotas.take_prompt(free, 1, now())
+        await quotas.confirm(free, 1, now())
         assert not quotas.redis_answers
         await quotas.aclose()
         await other.aclose()
@@ -225,8 +225,8 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
 async def test_a_gateway_without_redis_counts_for_itself() -> None:
     quotas, tenant = SharedQuotas(), Tenant(name="acme", requests_per_minute=1, tokens_per_minute=10)
     quotas.take_request(tenant, 0.0)
-    await quotas.take_prompt(tenant, 10, 0.0)
-    await quotas.confirm(tenant, 0.0)
+    await quotas.confirm(tenant, 10, 0.0)
+    await quotas.confirm(tenant, None, 0.0)
     quotas.spend(tenant, 5, 0.0)
     with pytest.raises(Overloaded):
         quotas.take_request(tenant, 0.0)

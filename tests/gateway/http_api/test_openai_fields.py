@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from pillion.gateway.http_api.http_errors import ApiError
-from pillion.gateway.http_api.openai_fields import HARMLESS, READ_LATER, ChatBody, CompletionBody
+from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, ChatBody, CompletionBody, unsupported_fields
 from pillion.gateway.http_api.openai_requests import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_PROMPTS,
@@ -189,9 +188,8 @@ def test_stream_options() -> None:
     assert obfuscated.param == "stream_options.include_obfuscation"
 
 
-def undone(kind: type[Any]) -> list[str]:
-    fields = msgspec.structs.fields(kind)
-    return [field.name for field in fields if field.type is msgspec.Raw and field.name not in READ_LATER]
+def undone(kind: type[Any]) -> tuple[str, ...]:
+    return unsupported_fields(READ_AS[kind])
 
 
 @pytest.mark.parametrize("name", undone(ChatBody))
