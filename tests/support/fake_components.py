@@ -190,6 +190,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
+        # The most streams that were there at once.
+        self.most_streams = 0
         # Whose spans it waits for where a submit comes before its span is through.
         self.prefill = FakePrefill()
 
@@ -232,6 +234,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                     task = streams[key] = asyncio.create_task(work)
                     self.streams.add(task)
                     task.add_done_callback(self.streams.discard)
+                self.most_streams = max(self.most_streams, len(self.streams))
             elif command.HasField("cancel"):
                 self.cancelled.append(command.cancel.key)
                 streams[command.cancel.key].cancel()

@@ -13,6 +13,7 @@ import pytest
 
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded, PillionError, QuotaViolation, Unavailable
 from pillion.net.rpc import RunningServer, from_rpc_error, open_channel, start_server
+from testbed.conditions import loop_turns
 
 
 class Echo:
@@ -98,7 +99,7 @@ async def test_errors_arrive_with_their_details() -> None:
 async def test_a_cancelled_call_ends_its_handler() -> None:
     async with serving() as (echo, channel, _):
         waiting = asyncio.ensure_future(channel.unary_unary("/Echo/One")("wait"))
-        await asyncio.sleep(0)
+        await loop_turns(1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -134,8 +135,7 @@ async def test_a_sender_waits_for_its_receiver() -> None:
     async with serving() as (echo, channel, _):
         numbers = channel.unary_stream("/Echo/Count")(1000)
         assert await numbers.read() == 1
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await loop_turns(20)
         assert echo.sent <= 3
         assert [number async for number in numbers] == list(range(2, 1001))
 

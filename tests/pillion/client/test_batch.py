@@ -57,10 +57,10 @@ async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
         fakes.decode.gate.clear()
         work = asyncio.create_task(batch(fakes, blocking, ["x"] * 9, concurrency=3))
         await until(lambda: len(fakes.decode.submits) == 3)
-        await asyncio.sleep(0.1)
         assert fakes.gateway.gateway.active_requests == 3
         fakes.decode.gate.set()
         assert texts(await work) == ["The answer."] * 9
+        assert fakes.decode.most_streams == 3
 
 
 async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> None:

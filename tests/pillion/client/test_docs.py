@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 TARGET, MODEL = '"127.0.0.1:50051"', 'LLM("demo"'
 
 

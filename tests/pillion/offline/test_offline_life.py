@@ -13,11 +13,12 @@ import pytest
 from testbed.tiny_model import save_model
 from tests.support.processes import started
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 HEAD = """
-import asyncio, gc, os, signal, sys, threading, time
+import asyncio, gc, os, signal, sys, threading
 import psutil
 from pillion import LLM, Cancelled, SamplingParams, Unavailable
+from testbed.conditions import wait_for
 
 process = psutil.Process()
 
@@ -74,11 +75,7 @@ for call in (llm.generate, llm.chat):
 llm = made()
 llm.generate("x", SHORT, use_tqdm=False)
 del llm
-for _ in range(200):
-    if held() == before:
-        break
-    time.sleep(0.05)
-assert held() == before, (held(), before)
+wait_for(f"all but {before} to be given back", lambda: held() == before)
 """,
     )
     assert (out, err) == ("this LLM is closed\n" * 2, "")
@@ -100,8 +97,7 @@ async def main():
     first.chat(TALK, SHORT, use_tqdm=False)
     await asyncio.to_thread(first.generate, ["y"] * 9, SHORT, use_tqdm=False)
 asyncio.run(main())
-while not second.status().active_requests:
-    time.sleep(0.01)
+wait_for("the second call", lambda: second.status().active_requests)
 print("end")
 """,
     )
@@ -114,16 +110,14 @@ def test_ctrl_c_cancels_the_call_and_the_next_one_works(model: pathlib.Path) -> 
         """
 llm = made()
 def interrupt():
-    while llm.status().active_requests < 9:
-        time.sleep(0.01)
+    wait_for("the call", lambda: llm.status().active_requests == 9)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
     llm.generate(["x"] * 9, LONG)
 except KeyboardInterrupt:
     print("interrupted")
-while llm.status().active_requests:
-    time.sleep(0.01)
+wait_for("the requests' end", lambda: not llm.status().active_requests)
 assert llm.status().completion_tokens < 9 * 4000, "they ran to their ends"
 print(len(llm.generate("x", SHORT, use_tqdm=False)[0].outputs[0].token_ids))
 """,
@@ -137,8 +131,7 @@ def test_close_cancels_calls_of_other_threads(model: pathlib.Path) -> None:
         """
 llm = made()
 def close():
-    while llm.status().active_requests < 9:
-        time.sleep(0.01)
+    wait_for("the call", lambda: llm.status().active_requests == 9)
     llm.close()
 threading.Thread(target=close).start()
 try:
@@ -174,7 +167,7 @@ def test_killed_it_leaves_a_folder_that_the_next_start_removes(model: pathlib.Pa
     with tempfile.TemporaryDirectory(prefix="pl-") as folder:
         environ = {**os.environ, "TMPDIR": folder}
         body = HEAD + "llm = made()\nprint('up', flush=True)\n"
-        command = [sys.executable, "-c", body + "time.sleep(100)\n", str(model)]
+        command = [sys.executable, "-c", body + "signal.pause()\n", str(model)]
         with started(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
