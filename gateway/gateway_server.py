@@ -204,14 +204,7 @@ async def _listen(
     )
     async with contextlib.AsyncExitStack() as started:
         started.push_async_callback(server.stop, 0)
-        http = await start_http(
-            gateway,
-            flags.host,
-            flags.http_port,
-            share_port=flags.share_ports,
-            identity=identity,
-            vllm_names=flags.vllm_metric_names,
-        )
+        http = await start_http(gateway, flags, identity)
         started.push_async_callback(http.stop, 0)
         probe: rpc.RunningServer | None = None
         if flags.probe_listen:

@@ -33,7 +33,7 @@ class Lease:
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
-        self._clock = clock
+        self.clock = clock
         self._renewed_s = -math.inf
 
     def renew(self, asked_s: float) -> None:
@@ -42,7 +42,7 @@ class Lease:
 
     def held(self) -> bool:
         """Whether the node cannot have fenced this worker yet."""
-        return self._clock() - self._renewed_s <= self._timeout_s
+        return self.clock() - self._renewed_s <= self._timeout_s
 
 
 class Heartbeats:
@@ -110,12 +110,12 @@ class Heartbeats:
         # says nothing about the node.
         missing_s: float | None = None
         while True:
-            asked_s = time.monotonic()
+            asked_s = self._lease.clock()
             try:
                 reply = await self._node.heartbeat(self._epoch)
             except (Unavailable, DeadlineExceeded) as error:
                 # The node may be busy for a moment; its end is seen on the attach socket, not here.
-                now = time.monotonic()
+                now = self._lease.clock()
                 missing_s = now if missing_s is None else missing_s
                 if now - missing_s > self._timeout_s:
                     self._on_fail(describe_failure(error))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, internal, refused
-from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS
+from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
@@ -36,7 +35,6 @@ BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
 # Answers to requests whose body may not have been read.
 _UNREAD = (401, 405, 408, 413, 415, 431)
-_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -60,16 +58,12 @@ class HttpCall:
         for name, value in scope["headers"]:
             self._headers.setdefault(name, value)
             self.header_bytes += len(name) + len(value)
-        self._parameters = scope.get("path_params", {})
+        self.parameters = scope.get("path_params", {})
         self.started = self._reading = False
         self.tenant = OPEN
         given_id = self._header(b"x-request-id")
-        self._bad_id = bool(given_id) and _REQUEST_ID.fullmatch(given_id) is None
+        self._bad_id = bool(given_id) and not is_request_id(given_id)
         self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
-
-    def path_parameter(self, name: str) -> str:
-        """The value of a path parameter."""
-        return str(self._parameters[name])
 
     @property
     def authorization(self) -> str:

@@ -248,14 +248,10 @@ class Cluster:
         """Lets a KV node fetch blocks under a ticket. It never fails: what does not come is computed instead (I1).
 
         Args:
-            hold: the gateway's, on the ticket.
             hashes: the block hashes from the prompt's first block as far as they are wanted, 32 bytes each.
             sources: other nodes that probably have the blocks, best first.
-            pinned_blocks: leading blocks that the ticket has pinned already.
+            pinned_blocks: leading blocks that the ticket has pinned already; the reply counts at least these.
             left_s: the request's time left, None for no limit.
-
-        Returns:
-            How many of the prompt's first blocks are pinned now, at least ``pinned_blocks``, and where they came from.
         """
         wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
         with telemetry.tracer().start_as_current_span("kv.fetch") as span:

@@ -53,16 +53,11 @@ class DecodeLink:
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
         """Starts a stream, and one for each fork; returns their keys, which are set in ``submit``.
 
-        The last delta that a sink gets has a finish reason or an error; after ``cancel`` it gets none. An error before
-        the first token goes to the first sink alone, but for a lost connection, which goes to all.
+        ``sinks`` are called with the deltas of the stream, and of each fork. The last delta that a sink gets has a
+        finish reason or an error; after ``cancel`` it gets none. An error before the first token goes to the first sink
+        alone, but for a lost connection, which goes to all.
 
-        Args:
-            submit: what to send.
-            sinks: called with the deltas of the stream, and of each fork.
-
-        Raises:
-            Unavailable: the worker is not connected.
-            Overloaded: too many commands wait to be sent.
+        Raises Unavailable where the worker is not connected, and Overloaded where too many commands wait to be sent.
         """
         keys = tuple(next(self._keys) for _ in sinks)
         streams: list[Submit | Fork] = [submit, *submit.forks]

@@ -1,8 +1,7 @@
 """Where a request runs and where its prompt is split: a pure decision over a snapshot of the cluster (I9).
 
-    [ cached prefix | whole blocks, run by a prefill worker in chunks | prompt tail, >= 1 token, run by the decode
-    worker ]
-    0            cached                                             split                                           N
+    [ cached prefix | whole blocks: a prefill worker, in chunks | prompt tail, >= 1 token: the decode worker ]
+    0            cached                                       split                                          N
 
 What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
 prefill worker of another node is taken where the decode worker's node has none.
@@ -114,12 +113,14 @@ def _plan_auto(snapshot: ClusterSnapshot) -> RequestPlan:
     usable = [component for component in candidates if _avoidance(snapshot, component) == least]
     # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
     reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
-    choice = choose(snapshot, usable, snapshot.prefill_workers(reached), nodes)
-    draft = replace(_draft(snapshot, choice.decode, choice.prefill), dial=choice.dial)
-    if not choice.fetched:
+    dial = choose(snapshot, usable, snapshot.prefill_workers(reached), nodes)
+    way = dial.way
+    prefill = None if way.prefill is None else way.prefill.component
+    draft = replace(_draft(snapshot, way.decode.component, prefill), dial=dial)
+    if not way.fetched:
         # What its own disk has comes up in any case.
         draft = replace(draft, sources=tuple(s for s in draft.sources if s.node_id == draft.node_id))
-    return replan(draft, choice.cached_blocks)
+    return replan(draft, way.cached_blocks)
 
 
 def _draft(snapshot: ClusterSnapshot, decode: ComponentRecord, prefill: ComponentRecord | None) -> RequestPlan:

@@ -155,14 +155,12 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 
 def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -> str:
-    exceeded = []
-    if usage["REG"] > spec.max_registers:
-        exceeded.append(f"{usage['REG']} registers, at most {spec.max_registers}")
-    if usage["LOCAL"] + usage["STACK"] > spec.max_spill_bytes:
-        exceeded.append(f"{usage['LOCAL'] + usage['STACK']} bytes of spills, at most {spec.max_spill_bytes}")
-    if shared > MAX_SHARED_BYTES[arch]:
-        exceeded.append(f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES[arch]}")
-    return "; ".join(exceeded)
+    limited = (
+        (usage["REG"], "registers", spec.max_registers),
+        (usage["LOCAL"] + usage["STACK"], "bytes of spills", spec.max_spill_bytes),
+        (shared, "bytes of shared memory", MAX_SHARED_BYTES[arch]),
+    )
+    return "; ".join(f"{used} {what}, at most {most}" for used, what, most in limited if used > most)
 
 
 def main() -> int:

@@ -166,6 +166,11 @@ class Announcer:
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
         self._answered = True
 
+    @property
+    def repeating(self) -> bool:
+        """Whether all blocks are being announced again."""
+        return self._queue.repeating
+
     def push(self, events: list[IndexEvent]) -> None:
         """Queues events for the index. It never blocks; the queue is bounded by MAX_PENDING_BLOCKS."""
         if events:

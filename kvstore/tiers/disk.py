@@ -94,6 +94,10 @@ class DiskTier:
         most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
         return max(0, most_blocks - len(self._coming)) * self._block_bytes
 
+    def by_use(self) -> list[bytes]:
+        """Returns the hashes of all kept blocks, least recently used first."""
+        return list(self._kept)
+
     def names(self) -> Iterable[BlockName]:
         return heads_first(self._kept)
 

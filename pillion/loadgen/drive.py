@@ -13,33 +13,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from pillion.loadgen.figures import OK, Record
+from pillion.loadgen.figures import OK, Record, Run
 from pillion.loadgen.load import LoadSession, Turn, text_of
 from pillion.loadgen.target import AnswerRequest, LoadTarget, Message, TargetError, TokenCounts
 
 STALL_PERIOD_S = 0.05
 NO_CAP = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What happened in one run.
-
-    Attributes:
-        records: in order of their intended arrival.
-        duration_s: from the begin to the end of the last answer.
-        cpu_s: processor time of this process during the run.
-        stalls_s: how late a timer of the event loop was, sampled each 50 ms.
-        unsent: turns that were not sent because the one before them failed.
-    """
-
-    records: tuple[Record, ...]
-    duration_s: float
-    cpu_s: float
-    stalls_s: tuple[float, ...]
-    unsent: int = 0
 
 
 class LoadDriver:

@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
-from pillion.loadgen.drive import LoadDriver, Run
-from pillion.loadgen.figures import Record
+from pillion.loadgen.drive import LoadDriver
+from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.report import SCHEMA, result_of
 from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
-BACKENDS = ("pillion", "openai")
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
 # Offsets that keep the seeds of warm-ups and of a sweep's runs apart.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
@@ -64,12 +63,7 @@ class BenchPlan:
 
     def described(self) -> dict[str, Any]:
         """The plan as the report shows it."""
-        return {
-            "server": asdict(self.server),
-            "load": asdict(self.load),
-            "max_concurrency": self.max_concurrency,
-            "warm_up_requests": self.warm_up_requests,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "objectives"}
 
 
 @asynccontextmanager

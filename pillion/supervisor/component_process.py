@@ -57,13 +57,6 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def use_internal_tls(flags: Any) -> None:
-    """Sets the certificate that other components see. Raises ConfigError for certificates that cannot be used."""
-    from pillion.net import rpc, tls
-
-    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
-
-
 def name_of(role: str, flags: Any) -> str:
     """The component's name in traces and logs."""
     name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
@@ -76,13 +69,14 @@ def name_of(role: str, flags: Any) -> str:
 def run_component(role: str, flags: Any) -> int:
     """Blocks until the component has ended; returns the exit status. Raises ConfigError."""
     from pillion.cli.checks import check_flags
+    from pillion.net import rpc, tls
     from pillion.observability import telemetry
 
     check_flags(flags)
     require_server_packages()
     name = name_of(role, flags)
     set_up_logging(flags.log_level, flags.log_format, name)
-    use_internal_tls(flags)
+    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
     # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
     if role != "gateway" and getattr(flags, "component_id", name) != name:
         flags = replace(flags, component_id=name)

@@ -10,20 +10,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
 
 from pillion.cli.console import Notices, table_console
+from pillion.client.async_client import AsyncClient
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
 from pillion.types import ChatMessage, Timings, Usage
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from pillion.client.async_client import AsyncClient
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
@@ -107,8 +105,6 @@ async def _demo(flags: ServeFlags, notices: Notices) -> int:
 
 
 async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]) -> list[DemoAnswer]:
-    from pillion.client.async_client import AsyncClient
-
     with timed(stages, "model ready"):
         await cluster.prepare()
     notices.say(cluster.describe(), "bold")
@@ -152,9 +148,6 @@ async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_
 
 def table_of(answers: list[DemoAnswer]) -> Table:
     """One row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title="Where each prompt's tokens went", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
     tokens = ("\nprompt", "\n= cached", "\n+ prefilled", "\n+ prompt tail", "\nanswer")

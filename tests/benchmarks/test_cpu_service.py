@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import pathlib
 import subprocess
 import sys
@@ -16,9 +15,9 @@ import pytest
 from benchmarks import cpu_service
 from benchmarks.closed_loop import ClosedLoad, figures, measure
 from benchmarks.peers import about_kernels, llama_system, stop_session
-from pillion.loadgen.drive import Run
-from pillion.loadgen.figures import Record
+from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
+from testbed.conditions import loop_turns, wait_for
 
 LOAD = ClosedLoad(input_tokens=6, output_tokens=5, concurrency=3, requests=8)
 
@@ -40,7 +39,7 @@ class CountingTarget:
         if self.error:
             raise TargetError("HTTP 404", self.error)
         for tokens in self.tokens:
-            await asyncio.sleep(0)
+            await loop_turns(1)
             yield AnswerMessage("x", tokens)
         yield AnswerMessage("", 0, TokenCounts(len(request.ids), 0, sum(self.tokens)))
         self.open -= 1
@@ -147,8 +146,7 @@ def test_the_kernels_of_a_run_are_told() -> None:
 def test_a_paused_session_ends_with_its_children() -> None:
     process = subprocess.Popen(["sh", "-c", "trap '' INT; sleep 60 & wait; exit 0"], start_new_session=True)
     top = psutil.Process(process.pid)
-    while not (children := top.children()):
-        assert process.poll() is None
+    children = wait_for("the session's child", top.children)
     top.suspend()
     stop_session(process, timeout_s=0.1)
     assert process.returncode is not None

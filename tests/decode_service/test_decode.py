@@ -13,8 +13,9 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
+from testbed.conditions import until
 from tests.support.fake_backend import greedy
-from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
 NOT_FOUND, INVALID, EXHAUSTED, DEADLINE, INTERNAL = 5, 3, 8, 4, 13
 
@@ -30,7 +31,7 @@ async def over(answer: Answer) -> None:
 async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], count: int = 8) -> Answer:
     ticket = await workers.ticket(tokens)
     answer = await connection.submit(submit_of(key, ticket, tokens, count))
-    await until(lambda: answer.token_ids or answer.last, "the first token")
+    await until("the first token", lambda: answer.token_ids or answer.last)
     await workers.release(ticket)
     return answer
 
@@ -58,7 +59,7 @@ async def test_the_worker_says_when_it_holds_the_ticket() -> None:
         workers.decode_backend.gate.clear()
         ticket = await workers.ticket(prompt(1, 9))
         answer = await connection.submit(submit_of(1, ticket, prompt(1, 9)))
-        await until(lambda: connection.batches, "the empty delta")
+        await until("the empty delta", lambda: connection.batches)
         assert not answer.token_ids
         await workers.release(ticket)
         workers.decode_backend.gate.set()
@@ -93,7 +94,7 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
             tokens = prompt(key, 10)
             ticket = await workers.ticket(tokens)
             answer = await connection.submit(submit_of(key, ticket, tokens, 60))
-            await until(lambda: answer.token_ids or answer.last, "the first token")
+            await until("the first token", lambda: answer.token_ids or answer.last)
             await workers.release(ticket)
             await over(answer)
             return answer
@@ -125,9 +126,9 @@ async def test_cancel_and_a_lost_connection_free_everything() -> None:
             await connection.cancel(0)
             await connection.cancel(0)
             await connection.cancel(77)
-            await until(lambda: len(workers.decode.worker.epoch.listeners) == 3, "the cancel")
+            await until("the cancel", lambda: len(workers.decode.worker.epoch.listeners) == 3)
             assert answers[0].last is None
-        await until(lambda: not workers.decode.worker.epoch.listeners, "the connection's end")
+        await until("the connection's end", lambda: not workers.decode.worker.epoch.listeners)
         await workers.quiet()
         async with connected(workers) as connection:
             await over(await start(workers, connection, 0, prompt(9, 5)))
@@ -204,7 +205,7 @@ async def test_tickets_that_do_not_fit_the_tokens() -> None:
         assert await refusal(connection, 4, ticket, tokens[:28]) == NOT_FOUND
         assert await refusal(connection, 5, ticket, tokens, root_hash=b"\6" * 32) == NOT_FOUND
         live = await connection.submit(submit_of(6, ticket, tokens, 500))
-        await until(lambda: live.token_ids, "a token")
+        await until("a token", lambda: live.token_ids)
         workers.decode_backend.gate.clear()
         assert await refusal(connection, 7, ticket, tokens) == NOT_FOUND
         workers.decode_backend.gate.set()

@@ -14,8 +14,9 @@ from pillion.prefill_service.span import SpanRun
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1.decode_pb2 import Fork
 from pillion.v1.kvnode_pb2 import OpenTicketReply
+from testbed.conditions import loop_turns, until
 from tests.support.fake_backend import greedy
-from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
 PROMPT = [(position * 7 + 3) % 97 for position in range(30)]
 FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=11, logprobs=2)
@@ -28,7 +29,7 @@ async def ask(workers: Workers, connection: Connection, forks: Sequence[Fork], *
     answers = [connection.answers.setdefault(fork.key, Answer()) for fork in forks]
     before = connection.batches
     first = await connection.submit(submit)
-    await until(lambda: connection.batches > before, "the worker's word that it holds the ticket")
+    await until("the worker's word that it holds the ticket", lambda: connection.batches > before)
     await workers.release(ticket)
     return [first, *answers]
 
@@ -88,7 +89,7 @@ async def test_a_cancelled_fork_leaves_the_others_alone(before_the_first_token: 
             workers.decode_backend.gate.clear()
         answers = await ask(workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13)], max_tokens=40)
         if not before_the_first_token:
-            await until(lambda: answers[1].token_ids, "the fork's first token")
+            await until("the fork's first token", lambda: answers[1].token_ids)
         await connection.cancel(5)
         workers.decode_backend.gate.set()
         await over([answers[0], answers[2]])
@@ -105,7 +106,7 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
                 workers.decode_backend.gate.clear()
             answers = await ask(workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13)], max_tokens=900)
             if not held:
-                await until(lambda: all(answer.token_ids for answer in answers), "all first tokens")
+                await until("all first tokens", lambda: all(answer.token_ids for answer in answers))
         workers.decode_backend.gate.set()
         await workers.quiet()
         assert not workers.decode.worker.epoch.listeners
@@ -166,7 +167,7 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         first = await connection.submit(submit_of(1, tickets[0], PROMPT, 40, forks=(Fork(key=5, seed=12),)))
         second = await connection.submit(submit_of(2, tickets[1], PROMPT, 40))
-        await until(lambda: len(workers.decode.worker.epoch.listeners) == 3, "all three")
+        await until("all three", lambda: len(workers.decode.worker.epoch.listeners) == 3)
         workers.decode.worker.fail("a test says so")
         workers.decode_backend.gate.set()
         await over([first, second])
@@ -184,7 +185,7 @@ async def test_streams_are_bounded_with_their_forks() -> None:
             for fork in forks:
                 connection.answers[fork.key] = Answer()
             answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, forks=forks)))
-        await until(lambda: sum(answer.over.is_set() for answer in answers) == 5, "five refusals")
+        await until("five refusals", lambda: sum(answer.over.is_set() for answer in answers) == 5)
         assert len(workers.decode.worker.epoch.listeners) == 5
         assert all(answer.last.error.code == 8 for answer in answers if answer.last and answer.last.error)
         workers.decode_backend.gate.set()
@@ -206,5 +207,5 @@ async def test_a_cancel_right_behind_the_order_to_resume_opens_no_ticket(monkeyp
         )
         worker.epoch.resume(ResumeOrder(seq_id=77, block_hashes=b"", total_blocks=1))
         worker.epoch.cancel(77)
-        await asyncio.sleep(0.05)
+        await loop_turns()
         assert not asked

@@ -10,8 +10,9 @@ from pillion.engine.worker import tickets
 from pillion.errors import Cancelled, NotFound, Overloaded
 from pillion.kvstore.node import pool
 from pillion.v1.kvnode_pb2 import OpenTicketReply
+from testbed.conditions import until
 from tests.support.fake_backend import greedy
-from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
 TOKENS = [(position * 7) % 97 for position in range(50)]
 AWAITED = 10
@@ -25,7 +26,7 @@ async def awaiting(
     waits = workers.kvnode.pool.chain_waits
     ticket = await workers.ticket(TOKENS)
     answer = await connection.submit(submit_of(key, ticket, TOKENS, 9, awaited_blocks=AWAITED, **other))
-    await until(lambda: workers.kvnode.pool.chain_waits == waits + 1, "the decode worker to wait")
+    await until("the decode worker to wait", lambda: workers.kvnode.pool.chain_waits == waits + 1)
     return answer, ticket
 
 
@@ -75,7 +76,7 @@ async def test_a_stream_that_nobody_wants_stops_waiting(how: str) -> None:
         if how == "time":
             assert await end_of(answer) == DEADLINE
         await (connection.close() if how == "close" else connection.cancel(1))
-        await until(lambda: workers.kvnode.pool.chain_waits == 0, "the wait to end")
+        await until("the wait to end", lambda: workers.kvnode.pool.chain_waits == 0)
         # Whoever still holds the ticket may go on with it, its promised slots included.
         await run_span(workers, ticket)
         await workers.release(ticket)
@@ -112,7 +113,7 @@ async def test_a_stream_takes_its_place_when_its_chain_is_there() -> None:
         other = await workers.ticket(short)
         workers.decode_backend.gate.clear()
         second = await connection.submit(submit_of(2, other, short, 9))
-        await until(lambda: connection.batches, "the second stream to begin")
+        await until("the second stream to begin", lambda: connection.batches)
         await run_span(workers, ticket)
         assert await end_of(first) == EXHAUSTED
         workers.decode_backend.gate.set()
@@ -136,12 +137,12 @@ async def test_waits_are_bounded_and_end_with_their_epoch(monkeypatch: pytest.Mo
             await books.await_chain(epoch, second.ticket_id, AWAITED, 1.0)
         monkeypatch.setattr(pool, "MAX_CHAIN_WAITS", 2)
         waiting = asyncio.create_task(books.await_chain(epoch, second.ticket_id, AWAITED, 20.0))
-        await until(lambda: books.chain_waits == 2, "the second wait")
+        await until("the second wait", lambda: books.chain_waits == 2)
         books.check_integrity()
         books.ended(epoch)
         with pytest.raises(Cancelled):
             await waiting
         with pytest.raises(NotFound):
             await books.await_chain(epoch, first.ticket_id, AWAITED, 1.0)
-        await until(lambda: books.chain_waits == 0, "all waits to end")
+        await until("all waits to end", lambda: books.chain_waits == 0)
         await workers.release(first, second)

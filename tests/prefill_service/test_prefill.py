@@ -13,6 +13,7 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.types import FinishReason
 from pillion.v1 import prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from testbed.conditions import until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Workers, connected, running_workers, submit_of
 
@@ -59,7 +60,7 @@ async def test_spans_are_packed_into_the_budget() -> None:
         tickets = [await workers.ticket(prompt(seed, 41)) for seed in range(6)]
         spans = [workers.span(t, prompt(seed, 41), (16, 24)) for seed, t in enumerate(tickets)]
         running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
-        await asyncio.sleep(0.2)
+        await until("all spans", lambda: len(workers.prefill.worker.epoch.listeners) == len(spans))
         workers.prefill_backend.gate.set()
         for acks in await asyncio.gather(*running):
             assert [ack.end_tokens for ack in acks] == [16, 40]
@@ -120,11 +121,13 @@ async def test_cancel_frees_within_one_step(after_acks: int) -> None:
         call.cancel()
         await workers.release(ticket)
         await workers.quiet()
-        await asyncio.sleep(0.1)
-        steps = len(workers.prefill_backend.steps)
-        await asyncio.sleep(0.1)
-        assert len(workers.prefill_backend.steps) == steps, "it computes on"
         assert not workers.prefill.worker.epoch.listeners
+        workers.prefill_backend.steps.clear()
+        other = await workers.ticket(prompt(2, 17))
+        await acks_of(workers, workers.span(other, prompt(2, 17), (16,)))
+        assert workers.prefill_backend.steps == [8, 8], "the cancelled span computes on"
+        await workers.release(other)
+        await workers.quiet()
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -175,7 +178,7 @@ async def test_too_many_spans() -> None:
         tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
         spans = [workers.span(ticket, prompt(seed, 17), (16,)) for seed, ticket in enumerate(tickets)]
         first = asyncio.create_task(acks_of(workers, spans[0]))
-        await asyncio.sleep(0.2)
+        await until("the first span", lambda: workers.prefill.worker.epoch.listeners)
         assert await code_of(workers, spans[1]) is grpc.StatusCode.RESOURCE_EXHAUSTED
         workers.prefill_backend.gate.set()
         assert len(await first) == 1

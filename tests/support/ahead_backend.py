@@ -21,7 +21,7 @@ from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
 
-# Longest time that the device takes before, and after, a step.
+# Longest time that the device takes before, and after, a step: its lateness is what it is there for.
 MAX_DELAY_S = 0.002
 LANDING_TIMEOUT_S = 30.0
 
@@ -89,10 +89,13 @@ class AheadBackend(FakeBackend):
         self._line.put(None)
         self._thread.join(LANDING_TIMEOUT_S)
 
+    def _take_time(self) -> None:
+        time.sleep(self._random.random() * MAX_DELAY_S)
+
     def _serve(self) -> None:
         before = Sampled()
         while (flight := self._line.get()) is not None:
-            time.sleep(self._random.random() * MAX_DELAY_S)
+            self._take_time()
             try:
                 ids = flight.batch.token_ids.copy()
                 unknown = np.flatnonzero(ids < 0)
@@ -104,7 +107,7 @@ class AheadBackend(FakeBackend):
                 # What such a step chose is anything, but it is there.
                 before = Sampled((0,) * len(flight.rows))
                 flight.error = error
-            time.sleep(self._random.random() * MAX_DELAY_S)
+            self._take_time()
             flight.over.set()
 
 

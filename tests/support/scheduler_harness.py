@@ -158,11 +158,11 @@ class SchedulerHarness:
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
         if not before_run.empty:
             self.receive(before_run)
-        self.receive(self.scheduler.commit(plan, self._run(plan), self.now))
+        self.receive(self.scheduler.commit(plan, self.run_plan(plan), self.now))
         self.scheduler.check_integrity()
         return plan
 
-    def _run(self, plan: StepPlan) -> Sampled:
+    def run_plan(self, plan: StepPlan) -> Sampled:
         self.copies += len(plan.copies)
         if plan.copies:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
@@ -226,7 +226,7 @@ class SchedulerHarness:
             return False
         outcome, scheduler = self.unsent.pop(0), self.scheduler
         for order in outcome.commits:
-            result = self._commit(order)
+            result = self.commit_order(order)
             scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
             record = self.records[order.seq_id]
             if not result.refusal and not record.cancelled and record.end is None:
@@ -242,7 +242,7 @@ class SchedulerHarness:
         check_integrity(self.ledger)
         return True
 
-    def _commit(self, order: CommitOrder) -> CommitRunResult:
+    def commit_order(self, order: CommitOrder) -> CommitRunResult:
         (result,) = self.ledger.commit(
             self.worker, [CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)]
         )
@@ -270,7 +270,7 @@ class SchedulerHarness:
     def finish(self, max_steps: int = 3000) -> None:
         """Run until nothing is left; nobody may starve."""
         for _ in range(max_steps):
-            if not self._busy():
+            if not self.busy():
                 break
             self.step()
             while self.answer():
@@ -279,7 +279,7 @@ class SchedulerHarness:
         assert not self.scheduler.sequences, "somebody starved"
         self.settle()
 
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         return bool(self.scheduler.sequences or self.unsent)
 
     def receive_flush(self) -> None:

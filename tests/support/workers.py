@@ -26,6 +26,7 @@ from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
+from testbed.conditions import until
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
@@ -59,13 +60,13 @@ class Workers:
 
     async def quiet(self) -> None:
         """Returns once nothing is leased, pinned, promised or held; integrity is proven on the way."""
-        for _ in range(500):
+
+        async def nothing_left() -> bool:
             await self.node.check_integrity()
             books = await self.node.status()
-            if not (books.leased_blocks or books.pinned_blocks or books.tickets or books.reserved_blocks):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"something leaked: {books}")
+            return not (books.leased_blocks or books.pinned_blocks or books.tickets or books.reserved_blocks)
+
+        await until("the return of every slot and ticket", nothing_left)
 
     def span(
         self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any
@@ -84,15 +85,6 @@ class Workers:
             "chunk_tokens": tuple(chunks),
         }
         return RunSpanRequest(**{**fields, **other})
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    """Returns once ``condition`` holds. Raises AssertionError with ``what`` when it does not in ten seconds."""
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"waited for {what}")
 
 
 def submit_of(

@@ -224,11 +224,10 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
     def mask(begin: Int, end: Int) -> None:
         with k.range(end, begin) as index:
             at = scores + index * VECTOR_BYTES
-            tokens = k.lanes(groups.first + index * LANES)
-            hidden = k.vector(HIDDEN_SCORE)
-            score = k.select(k.below(tokens, visibility.behind), k.load(at), hidden)
+            first, hidden = groups.first + index * LANES, k.vector(HIDDEN_SCORE)
+            score = k.select(k.below(first, visibility.behind), k.load(at), hidden)
             if visibility.first is not None:
-                score = k.select(k.below(tokens, visibility.first), hidden, score)
+                score = k.select(k.below(first, visibility.first), hidden, score)
             k.store(at, score)
             best.value = k.larger(best.value, score)
 

@@ -18,12 +18,11 @@ from typing import ClassVar
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Int, Kernel, Ptr
+from pillion.kernels.cpu.language.emit import I64, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, RecordView
 
-_I64 = ir.IntType(64)
-SIGNATURE = ir.FunctionType(ir.VoidType(), [_I64] * 6)
+SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
 # The counter of an operation has a cache line of its own, so that threads contend for nothing else in it.
 COUNTER_BYTES = 64
 # Bytes of scratch memory of each thread.
@@ -101,7 +100,7 @@ class KernelModule:
             return
         function = ir.Function(self.module, SIGNATURE, name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        fault = builder.ptrtoint(self._fault, _I64) if self.checked else None
+        fault = builder.ptrtoint(self._fault, I64) if self.checked else None
         k = Kernel(builder, self.isa, fault, len(self.names) + 1)
         raw_args, raw_step, raw_counter, raw_scratch, thread, threads = function.args
         call = KernelCall(
@@ -120,4 +119,4 @@ class KernelModule:
     def _memory(self, k: Kernel, address: ir.Value, size: int) -> Ptr:
         if not self.checked:
             return Ptr(k, address)
-        return Ptr(k, address, address, k.builder.add(address, _I64(size)))
+        return Ptr(k, address, address, k.builder.add(address, I64(size)))

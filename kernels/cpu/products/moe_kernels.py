@@ -62,13 +62,13 @@ class Route(KernelSpec):
         count, vectors = k.int(self.experts), vectors_of(k.int(self.experts))
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
-            here = k.below(k.lanes(i * LANES), count)
+            here = k.below(i * LANES, count)
             largest.value = k.larger(
                 k.select(here, k.load(logits + i * VECTOR_BYTES), k.vector(-math.inf)), largest.value
             )
         top, total = k.maximum(largest.value), k.variable(k.vector(0.0))
         with k.range(vectors) as i:
-            here = k.below(k.lanes(i * LANES), count)
+            here = k.below(i * LANES, count)
             power = k.exp2((k.load(logits + i * VECTOR_BYTES) - top) * LOG2E)
             total.value = total.value + k.select(here, power, k.vector(0.0))
             k.store(out + i * VECTOR_BYTES, k.select(here, power, k.vector(-1.0)))

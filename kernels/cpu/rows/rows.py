@@ -174,7 +174,7 @@ def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = Non
     with k.range(vectors_of(width)) as i:
         value = k.load(row + i * VECTOR_BYTES)
         if mean is not None:
-            value = k.select(k.below(k.lanes(i * LANES), width), value - mean, k.vector(0.0))
+            value = k.select(k.below(i * LANES, width), value - mean, k.vector(0.0))
         total.value = k.fma(value, value, total.value)
     return norm_factor(k, total.value, width, eps)
 

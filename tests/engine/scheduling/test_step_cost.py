@@ -177,7 +177,7 @@ def test_the_scheduler_keeps_to_it() -> None:
     while harness.scheduler.sequences:
         harness.now += 0.001
         plan: StepPlan = harness.scheduler.schedule(harness.now)
-        sampled: Sampled = harness._run(plan)
+        sampled: Sampled = harness.run_plan(plan)
         harness.now += SimulatedMachine(per_token=2e-4).seconds(list(plan.pieces))
         harness.receive(harness.scheduler.commit(plan, sampled, harness.now))
         while harness.answer():

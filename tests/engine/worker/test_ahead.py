@@ -16,9 +16,10 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
+from testbed.conditions import loop_turns, until
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy
-from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of, until
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
 INTERNAL, UNAVAILABLE = 13, 14
 Heard = list[tuple[list[int], list[TokenLogprob]]]
@@ -38,14 +39,14 @@ async def ahead_workers(**flags: Any) -> AsyncIterator[tuple[Workers, AheadBacke
         found = watch(workers.kvnode.pool.ledger, decode, prefill)
         yield workers, decode
         await workers.quiet()
-        await until(lambda: not (decode.under_way or prefill.under_way), "the last landing")
+        await until("the last landing", lambda: not (decode.under_way or prefill.under_way))
         assert not found
 
 
 async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], **flags: Any) -> Answer:
     ticket = await workers.ticket(tokens)
     answer = await connection.submit(submit_of(key, ticket, tokens, **flags))
-    await until(lambda: answer.token_ids or answer.last, "the first token")
+    await until("the first token", lambda: answer.token_ids or answer.last)
     await workers.release(ticket)
     return answer
 
@@ -144,13 +145,14 @@ async def test_cancels_at_any_time_leak_nothing() -> None:
                 await start(workers, connection, 10 * turn + key, prompt(key + turn, 6 + 5 * key), max_tokens=900)
                 for key in range(3)
             ]
-            await asyncio.sleep(draw.random() * 0.02)
+            moment = draw.randrange(12)
+            await until("so many tokens", lambda: len(answers[-1].token_ids) >= moment)  # noqa: B023
             for key in range(3):
                 await connection.cancel(10 * turn + key)
             for key, answer in enumerate(answers):
                 received = list(answer.token_ids)
                 assert received == greedy(prompt(key + turn, 6 + 5 * key), len(received))
-        await until(lambda: not workers.decode.worker.epoch.listeners, "the cancels")
+        await until("the cancels", lambda: not workers.decode.worker.epoch.listeners)
 
 
 async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() -> None:
@@ -173,7 +175,7 @@ async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() 
 
 
 async def returned(worker: Worker, old: int) -> None:
-    await until(lambda: worker.epoch.number != old and not worker.epoch.over, "the new epoch")
+    await until("the new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
 
 
 @pytest.mark.parametrize("gone", ["fenced", "closed"])
@@ -189,14 +191,14 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
             assert go.wait(30)
 
         decode.before_step = hang
-        await until(lambda: stuck.is_set() and len(decode.under_way) == 2, "a step ahead of one that does not end")
+        await until("a step ahead of one that does not end", lambda: stuck.is_set() and len(decode.under_way) == 2)
         old = worker.epoch.number
         leaving: Callable[[], Any] = worker.close if gone == "closed" else worker.epoch.close
         if gone == "fenced":
             pool.ledger.fence(old)
-            await until(lambda: worker.epoch.over, "the end")
+            await until("the end", lambda: worker.epoch.over)
         left = asyncio.create_task(leaving())
-        await asyncio.sleep(0.2)
+        await loop_turns(200)
         assert not left.done()
         assert len(decode.under_way) == 2
         assert pool.ledger.holders[old].leased

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,19 @@ from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
 from pillion.v1.kvnode_pb2 import HeartbeatReply
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import loop_turns, until
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
-from tests.support.workers import Answer, Workers, connected, running_workers, submit_of, until
+from tests.support.workers import Answer, Workers, connected, running_workers, submit_of
 
 UNAVAILABLE = 14
 PROMPT = list(range(20))
 # Node and workers count a silence of this long.
 SHORT = {"heartbeat_timeout_ms": 300}
+# What a step takes on a device that has to compute something, in seconds.
+SLOW_STEP_S = 0.002
+# Longer than SHORT: the node counts silence in real time.
+WARM_UP_S = 1.0
 
 
 def fence(workers: Workers, worker: Worker) -> int:
@@ -36,7 +42,7 @@ def fence(workers: Workers, worker: Worker) -> int:
 
 
 async def returned(worker: Worker, old: int) -> None:
-    await until(lambda: worker.epoch.number != old and not worker.epoch.over, "the new epoch")
+    await until("the new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
 
 
 async def lost(answer: Answer) -> None:
@@ -48,23 +54,23 @@ async def lost(answer: Answer) -> None:
 
 
 def slow_steps(workers: Workers) -> None:
-    """So that a stream lasts."""
-    workers.decode_backend.before_step = lambda batch: time.sleep(0.002)
+    """A stream of 900 tokens lasts longer than what happens beside it."""
+    workers.decode_backend.before_step = lambda batch: time.sleep(SLOW_STEP_S)
 
 
 async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         slow_steps(workers)
-        worker, memory = workers.decode.worker, workers.decode_backend._pool
+        worker = workers.decode.worker
         ticket = await workers.ticket(PROMPT)
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
-        await until(lambda: answer.token_ids and len(workers.kvnode.pool.ledger.tree) >= 5, "a token and the commits")
+        await until("a token and the commits", lambda: answer.token_ids and len(workers.kvnode.pool.ledger.tree) >= 5)
         old = fence(workers, worker)
         await lost(answer)
         received = list(answer.token_ids)
         assert received == greedy(PROMPT, len(received))
         await returned(worker, old)
-        assert workers.decode_backend._pool is memory, "the pool was bound again"
+        assert workers.decode_backend.bound == 1, "the pool was bound again"
         assert worker.attachment.epoch == old, "the attachment stands"
         other = await workers.ticket(PROMPT)
         assert other.pinned_blocks == 4, "what it had committed is found"
@@ -78,7 +84,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         # Once more: what was first attached is still what ends it all.
         await returned(worker, fence(workers, worker))
         await workers.decode.stop(0.0)
-        await until(lambda: len(workers.kvnode.pool.ledger.holders) == 2, "the worker's end at the node")
+        await until("the worker's end at the node", lambda: len(workers.kvnode.pool.ledger.holders) == 2)
         await workers.quiet()
 
 
@@ -88,7 +94,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
         call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=20)
-        await until(lambda: workers.prefill.worker.epoch.listeners, "the span")
+        await until("the span", lambda: workers.prefill.worker.epoch.listeners)
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -107,8 +113,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         worker, ticket = workers.decode.worker, await workers.ticket(PROMPT)
         workers.decode_backend.gate.clear()
         answer = await connection.submit(submit_of(1, ticket, PROMPT))
-        await until(lambda: worker.epoch.listeners, "the stream")
-        await asyncio.sleep(0.05)
+        await until("a step at the gate", workers.decode_backend.waiting.is_set)
         old = fence(workers, worker)
         await lost(answer)
         # The step may still store: nothing of it is free, and nobody else is let in.
@@ -135,22 +140,19 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
             async def known() -> bool:
                 return "decode-0" in {component.component_id for component in await registry.components()}
 
-            async def wait_until(expected: bool) -> None:
-                async with asyncio.timeout(10):
-                    while await known() is not expected:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+            async def unknown() -> bool:
+                return not await known()
 
-            await wait_until(True)
+            await until("its record", known)
             workers.decode_backend.gate.clear()
             ticket = await workers.ticket(PROMPT)
             async with connected(workers) as connection:
                 await connection.submit(submit_of(1, ticket, PROMPT))
-                await until(lambda: workers.decode.worker.epoch.listeners, "the stream")
-                await asyncio.sleep(0.05)
+                await until("a step at the gate", workers.decode_backend.waiting.is_set)
                 fence(workers, workers.decode.worker)
-                await wait_until(False)
+                await until("the end of its record", unknown)
                 workers.decode_backend.gate.set()
-                await wait_until(True)
+                await until("its record again", known)
             await workers.release(ticket)
             await workers.quiet()
         await registry.aclose()
@@ -169,12 +171,15 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
 
         ticket = await workers.ticket(PROMPT)
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
-        await until(lambda: answer.token_ids, "a token")
+        await until("a token", lambda: answer.token_ids)
         monkeypatch.setattr(worker.node, "heartbeat", unanswered)
-        await until(lambda: worker.epoch.held_back, "the lease's end")
-        await asyncio.sleep(0.1)
+        await until("the lease's end", lambda: worker.epoch.held_back)
+        # Everything has arrived that was sent before.
+        await loop_turns()
         received = len(answer.token_ids)
-        await asyncio.sleep(0.2)
+        # The stream has slots for so many steps, even if the first outcome that is held back asks for more.
+        await until("more outcomes", lambda: worker.epoch.held_back >= 3)
+        await loop_turns()
         assert len(answer.token_ids) == received
         asking.set()
         await asyncio.wait_for(answer.over.wait(), 20)
@@ -194,22 +199,25 @@ def test_a_lease_is_over_before_the_node_can_fence() -> None:
 
 
 class SlowNode:
-    """Answers the first heartbeat late: we were paused meanwhile, say."""
+    """Answers the first heartbeat late: we were paused meanwhile, say. ``now`` is the worker's clock."""
 
-    beats = 0
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.beats = 0
 
     async def heartbeat(self, epoch: int) -> HeartbeatReply:
         self.beats += 1
         if self.beats == 1:
-            await asyncio.sleep(0.3)
+            self.now += 0.3
         return HeartbeatReply(fenced=False, recall_blocks=0)
 
 
 async def test_an_answer_to_an_old_question_renews_nothing() -> None:
-    lease, held, failures = Lease(0.2), list[bool](), list[object]()
+    node, held, failures = SlowNode(), list[bool](), list[object]()
+    lease = Lease(0.2, lambda: node.now)
     heartbeat = Heartbeats(
         WorkerFlags(heartbeat_ms=10, heartbeat_timeout_ms=200),
-        SlowNode(),  # type: ignore[arg-type]
+        node,  # type: ignore[arg-type]
         1,
         lease,
         describe=lambda: ComponentRecord(component_id="w", role="decode", address=""),
@@ -219,7 +227,7 @@ async def test_an_answer_to_an_old_question_renews_nothing() -> None:
         on_recall=failures.append,
     )
     beating = asyncio.create_task(heartbeat.run())
-    await until(lambda: len(held) >= 2, "two answers")
+    await until("two answers", lambda: len(held) >= 2)
     beating.cancel()
     assert held[:2] == [False, True]
     assert not failures
@@ -304,9 +312,9 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(worker.node, "reattach", never)
         fence(workers, worker)
-        await until(lambda: worker.awaits_epoch, "the fence to be noticed")
+        await until("the fence to be noticed", lambda: worker.awaits_epoch)
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
-        await until(lambda: not workers.kvnode.pool.ledger.status().fenced_components, "its end at the node")
+        await until("its end at the node", lambda: not workers.kvnode.pool.ledger.status().fenced_components)
         await workers.node.check_integrity()
 
 
@@ -334,7 +342,7 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
             prompt = [key, *PROMPT]
             ticket = await workers.ticket(prompt)
             answers.append(await connection.submit(submit_of(key, ticket, prompt, 900)))
-            await until(lambda: answers[-1].token_ids, "the first token")
+            await until("the first token", lambda: answers[-1].token_ids)
             await workers.release(ticket)
         # Slots of streams that end go to the stock, and the stock keeps them for others as long as nobody recalls them.
         workers.decode_backend.gate.clear()
@@ -342,9 +350,9 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
             await connection.cancel(key)
         assert not returned
         waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
-        await until(lambda: len(recalls) >= 2, "a heartbeat's answer with a recall that has arrived")
+        await until("a heartbeat's answer with a recall that has arrived", lambda: len(recalls) >= 2)
         workers.decode_backend.gate.set()
-        await until(lambda: returned, "slots of the stock")
+        await until("slots of the stock", lambda: returned)
         assert answers[0].last is None, "the stream still runs"
         assert not waiting.done()
         waiting.cancel()
@@ -357,14 +365,22 @@ class SlowToWarm(FakeBackend):
     """What it pays before its first step takes longer than a silence may last."""
 
     def warm_up(self, max_tokens: int) -> None:
-        time.sleep(1.0)
+        time.sleep(WARM_UP_S)
 
 
-async def test_a_worker_that_warms_up_is_no_silent_one() -> None:
+async def test_a_worker_that_warms_up_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence counts from its first sign of life: it is neither fenced nor killed before it has begun."""
-    flags = {"heartbeat_timeout_ms": 300}
-    async with running_workers(node=flags, decode=flags, prefill=flags, backend=SlowToWarm) as workers:
-        await asyncio.sleep(0.2)
+    async with running_workers(node=SHORT, decode=SHORT, prefill=SHORT, backend=SlowToWarm) as workers:
+        pool, beats = workers.kvnode.pool, Counter[int]()
+        heartbeat = pool.heartbeat
+
+        def counted(epoch: int) -> HeartbeatReply:
+            beats[epoch] += 1
+            return heartbeat(epoch)
+
+        monkeypatch.setattr(pool, "heartbeat", counted)
+        epochs = [component.worker.attachment.epoch for component in (workers.prefill, workers.decode)]
+        await until("several heartbeats of each", lambda: all(beats[epoch] >= 4 for epoch in epochs))
         assert not workers.kvnode.status().fenced_components
         for component in (workers.prefill, workers.decode):
             assert component.worker.epoch.number == component.worker.attachment.epoch

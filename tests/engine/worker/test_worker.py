@@ -10,9 +10,10 @@ from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.errors import ConfigError
 from pillion.kvstore.index.registry import Registry
+from testbed.conditions import until
 from testbed.redis import running_redis
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
-from tests.support.workers import BLOCK, connected, running_workers, submit_of, until
+from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 UNAVAILABLE = 14
 PROMPT = list(range(20))
@@ -22,7 +23,7 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(PROMPT)
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
-        await until(lambda: answer.token_ids, "a token")
+        await until("a token", lambda: answer.token_ids)
         await workers.kvnode.stop(0.0)
         reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
         assert "KV node" in reason
@@ -38,9 +39,9 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         answer = await connection.submit(submit_of(1, tickets[0], PROMPT, 12))
-        await until(lambda: workers.decode.worker.epoch.listeners, "the stream")
+        await until("the stream", lambda: workers.decode.worker.epoch.listeners)
         stopping = asyncio.create_task(workers.decode.stop(10.0))
-        await asyncio.sleep(0.05)
+        await until("the stop to be noticed", lambda: workers.decode.worker.draining)
         late = await connection.submit(submit_of(2, tickets[1], PROMPT))
         await asyncio.wait_for(late.over.wait(), 10)
         assert late.last is not None
@@ -60,12 +61,8 @@ async def test_the_registry_shows_the_worker_until_it_leaves() -> None:
         url = redis.url
         async with running_workers(decode={"redis_url": url, "served_model_name": "shown"}) as workers:
             registry = Registry(url, 5000)
-            for _ in range(200):
-                components = {component.component_id: component for component in await registry.components()}
-                if components:
-                    break
-                await asyncio.sleep(0.02)
-            record = components["decode-0"]
+            (record,) = await until("the worker's record", registry.components)
+            assert record.component_id == "decode-0"
             assert (record.role, record.model, record.address) == ("decode", "shown", workers.decode.address)
             assert (record.node_id, record.vocab_size, record.block_size_tokens) == ("kvnode-0", VOCAB_SIZE, BLOCK)
             assert record.max_model_len_tokens == 1024

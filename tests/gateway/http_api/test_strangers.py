@@ -63,7 +63,7 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
 
 
 async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.HEAD_TIMEOUT_S", 0.3)
     async with running_fake_cluster("abc") as fakes:
         address = fakes.gateway.http_address
         whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
@@ -91,7 +91,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.http_connection.STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.STALL_TIMEOUT_S", 0.3)
     async with running_fake_cluster("abc") as fakes:
         connections = fakes.gateway.http.connections
         async with connected(fakes.gateway.http_address) as (reader, writer):
@@ -109,7 +109,7 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
 
 async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
-    monkeypatch.setattr("pillion.gateway.http_api.http_connection.SPARE_CONNECTIONS", 2)
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.SPARE_CONNECTIONS", 2)
     async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
         address = fakes.gateway.http_address
         http = fakes.gateway.http

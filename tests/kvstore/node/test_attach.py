@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -22,18 +22,19 @@ from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
 from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply, RegionHello
+from testbed.conditions import loop_turns, until
 
 BLOCK_BYTES = 4096
 POOL_BYTES = 64 * BLOCK_BYTES
 
-# Attaches, leases through the parent's pool by epoch, writes into slot 3, and then waits to be killed.
+# Attaches, leases through the parent's pool by epoch, writes into slot 3, and then waits for the parent's end.
 CHILD = """
-import sys, time
+import sys
 from pillion.kvstore.client.attachment import attach
 a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
@@ -69,15 +70,10 @@ async def node() -> AsyncIterator[AttachNode]:
             assert not pathlib.Path(made.path).exists()  # noqa: ASYNC240
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @contextlib.contextmanager
 def child(path: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", CHILD, path], stdin=pipe, stdout=pipe, text=True)
     try:
         yield process
     finally:
@@ -98,7 +94,7 @@ async def test_a_killed_worker_frees_its_slots(node: AttachNode) -> None:
         node.pool.ledger.fence(epoch)
         assert node.pool.status().quarantined_blocks == 5, "asleep, not dead: nobody may reuse its slots"
         process.kill()
-        await until(lambda: node.pool.status().free_blocks == 64)
+        await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
     assert epoch not in node.pool.ledger.holders
 
 
@@ -108,7 +104,7 @@ async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
     )
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(attachment.fileno(), ended.set)
-    await asyncio.sleep(0.05)
+    await loop_turns()
     assert not ended.is_set()
     await node.server.stop()
     async with asyncio.timeout(5):
@@ -127,7 +123,7 @@ async def test_closing_is_the_end_of_the_epoch(node: AttachNode) -> None:
     node.pool.lease(attachment.epoch, 3)
     view = attachment.memory[:16]  # a tensor, say, that outlives the attachment
     attachment.close()
-    await until(lambda: node.pool.status().free_blocks == 64)
+    await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
     assert bytes(view) == bytes(16)
 
 

@@ -198,8 +198,10 @@ async def _play(steps: list[tuple[str, int, int]]) -> None:
                 tier.release_buffers([buffer])
             elif what == "touch":
                 tier.touch(hashes)
-            elif what == "flip" and hashes[0] in tier and not tier._users[tier._places[hashes[0]]]:
-                tier._buffers[tier._places[hashes[0]]][0] ^= 1
+            elif what == "flip":
+                for buffer in await tier.acquire_blocks(hashes[:1]):
+                    buffer[0] ^= all(buffer is not other for other, _ in held)
+                    tier.release_buffers([buffer])
             assert len(tier) <= BLOCKS
             tier.check_integrity()
         tier.release_buffers([buffer for buffer, _ in held])

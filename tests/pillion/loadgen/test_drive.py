@@ -10,12 +10,14 @@ import pytest
 from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.load import LoadSession, Turn
 from pillion.loadgen.target import AnswerMessage, TargetError, TokenCounts
+from testbed.conditions import loop_turns
 
-STEP_S = 0.01
+# So many that no answer ends before it is stopped.
+ENDLESS_TOKENS = 10_000_000
 
 
 class FakeTarget:
-    """Answers with as many tokens as asked, a pause before each; keeps what it was asked."""
+    """Answers with as many tokens as asked, one in each turn of the event loop; keeps what it was asked."""
 
     def __init__(self, fail=lambda request: None, together=1):
         self.asked = []
@@ -30,7 +32,7 @@ class FakeTarget:
         try:
             await self.together.wait()
             for number in range(request.output_tokens):
-                await asyncio.sleep(STEP_S)
+                await loop_turns(1)
                 self.fail(request)
                 yield AnswerMessage(f"t{number} ", 1)
             yield AnswerMessage("", 0, TokenCounts(7, 3, request.output_tokens))
@@ -111,7 +113,7 @@ async def test_failures_are_kept_by_kind_and_end_their_session():
 
     chat = LoadSession(0.0, (Turn(1, text="good"), Turn(1, text="bad"), Turn(1, text="never sent")))
     empty = LoadSession(0.0, (Turn(0, text="nothing"),))
-    slow = LoadSession(0.0, (Turn(10_000, text="slow"),))
+    slow = LoadSession(0.0, (Turn(ENDLESS_TOKENS, text="slow"),))
     run = await drive(FakeTarget(fail), [chat, empty, slow], timeout_s=0.3)
     kinds = {(record.session, record.turn): record.status for record in run.records}
     assert kinds == {(0, 0): "ok", (0, 1): "HTTP 500", (1, 0): "empty", (2, 0): "timeout"}
@@ -131,7 +133,7 @@ async def test_ids_as_a_chat_are_words_with_the_same_beginnings():
 async def test_cancelling_ends_every_request():
     began = asyncio.Event()
     target = FakeTarget(lambda request: began.set(), together=5)
-    running = asyncio.create_task(drive(target, [single(0.0, tokens=10_000) for _ in range(5)]))  # noqa: RUF006
+    running = asyncio.create_task(drive(target, [single(0.0, tokens=ENDLESS_TOKENS) for _ in range(5)]))  # noqa: RUF006
     await began.wait()
     assert target.now == 5
     running.cancel()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pillion.errors import ConfigError
-from pillion.loadgen.drive import Run
-from pillion.loadgen.figures import Record, bottleneck, client_figures, distribution, percentile, summarize
+from pillion.loadgen.figures import Record, Run, bottleneck, client_figures, distribution, percentile, summarize
 from pillion.loadgen.plots import check_plot, plot_run, plot_sweep
 from pillion.loadgen.report import result_of, tables
 from pillion.loadgen.slo import MEASURES, Objective, good, measured_s, parse_slo
@@ -155,10 +154,10 @@ def test_a_result_is_json_and_says_when_the_client_was_slow():
     assert result["warning"] == ""
     busy = result_of(Run(records, 4.0, 3.9, (0.001,)), objectives, config)
     assert "98% of one core" in busy["warning"]
-    late = client_figures([record(due=0.0, sent_s=0.2)], 0.0, 1.0, ())
+    late = client_figures(Run((record(due=0.0, sent_s=0.2),), 1.0, 0.0, ()))
     assert "late by 200 ms" in bottleneck(late, {"p50": 300.0})
     assert bottleneck(late, {"p50": 3000.0}) == ""
-    held = client_figures([record(due=0.0, sent_s=0.2, held_s=0.2)], 0.0, 1.0, ())
+    held = client_figures(Run((record(due=0.0, sent_s=0.2, held_s=0.2),), 1.0, 0.0, ()))
     assert bottleneck(held, None) == ""
     assert held["held_requests"] == 1
 

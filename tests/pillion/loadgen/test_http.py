@@ -18,6 +18,7 @@ from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 from pillion.loadgen.openai_target import EventReader, OpenAITarget, message_of
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
+from testbed.conditions import loop_turns
 
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 ASK = AnswerRequest(2, ids=(5, 6))
@@ -140,7 +141,7 @@ async def server(*answers, tls=None, model="m", **files):
             writer.close()
         listening.close()
         # The server's ends see it before the loop is gone.
-        await asyncio.sleep(0)
+        await loop_turns(1)
 
 
 async def pieces(target, request=ASK):

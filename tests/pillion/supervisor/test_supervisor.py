@@ -1,6 +1,5 @@
 """The supervisor over small fake components: order, restarts, giving up, and nothing left behind."""
 
-# ruff: noqa: ASYNC110  (a test may block its own loop)
 from __future__ import annotations
 
 import asyncio
@@ -22,12 +21,14 @@ from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
+from testbed.conditions import until, wait_for
 from tests.support.notices import RecordedNotices
-from tests.support.processes import started
+from tests.support.processes import STAY, started
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
-COMPONENT = """
-import pathlib, signal, sys, time
+COMPONENT = (
+    """
+import pathlib, signal, sys
 folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 def note(what):
     with open(folder / "log", "a") as log: log.write(f"{what} {name}\\n")
@@ -35,10 +36,11 @@ def stop(*_):
     note("stop"); (folder / name).unlink(); sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 note("start"); (folder / name).touch(); print("hello from", name, flush=True)
-time.sleep(60)
 """
-DEAF = "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + (
-    "(pathlib.Path(sys.argv[1]) / sys.argv[2]).touch(); time.sleep(60)"
+    + STAY
+)
+DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + (
+    f"(pathlib.Path(sys.argv[1]) / sys.argv[2]).touch(); {STAY}"
 )
 
 
@@ -71,17 +73,11 @@ def log_of(folder: pathlib.Path) -> list[str]:
     return (folder / "log").read_text().splitlines()
 
 
-async def until(condition: object, timeout_s: float = 15.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
-
-
 async def test_components_start_and_stop_level_by_level(folder: pathlib.Path) -> None:
     notices = RecordedNotices()
     supervisor = Supervisor([spec(folder, "c", 2), spec(folder, "a", 0), spec(folder, "b", 1)], notices)
     await supervisor.start()
-    await until(lambda: len(notices.lines) == 3)
+    await until("three lines", lambda: len(notices.lines) == 3)
     await supervisor.stop()
     assert log_of(folder) == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
     assert sorted(notices.lines) == ["a: hello from a", "b: hello from b", "c: hello from c"]
@@ -98,7 +94,7 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
         assert first
         (folder / "a").unlink()
         os.kill(first, signal.SIGKILL)
-        await until(lambda: (folder / "a").exists() and supervisor.pid_of("a"))
+        await until("a to run again", lambda: (folder / "a").exists() and supervisor.pid_of("a"))
         assert supervisor.pid_of("a") != first
         assert "pillion: a was ended by SIGKILL; starting it again in 0.01 s" in notices.lines
         # Its neighbour was left alone.
@@ -116,7 +112,7 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
         for name in ("a", "b", "c"):
             (folder / name).unlink()
             os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
-        await until(lambda: log_of(folder).count("start b") == 2)
+        await until("b to run again", lambda: log_of(folder).count("start b") == 2)
         assert log_of(folder)[3:] == ["start c", "start a", "start b"]
     finally:
         await supervisor.stop()
@@ -128,7 +124,7 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
     await supervisor.start()
     failed = asyncio.create_task(supervisor.failed())
     for count in (1, 2, 3):
-        await until(lambda count=count: log_of(folder).count("start a") == count)
+        await until("another start of a", lambda count=count: log_of(folder).count("start a") == count)
         os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
     assert await asyncio.wait_for(failed, 10) == "a died 3 times within 60 s"
     await supervisor.stop()
@@ -156,9 +152,7 @@ async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
 
 
 async def test_a_component_that_never_gets_ready(folder: pathlib.Path) -> None:
-    supervisor = Supervisor(
-        [spec(folder, "a", program="import time; time.sleep(60)")], RecordedNotices(), start_timeout_s=0.2
-    )
+    supervisor = Supervisor([spec(folder, "a", program=STAY)], RecordedNotices(), start_timeout_s=0.2)
     with pytest.raises(Unavailable, match="a was ended by SIGKILL before it was ready"):
         await supervisor.start()
     await supervisor.stop()
@@ -173,10 +167,10 @@ async def test_a_deaf_component_is_killed_after_the_grace(folder: pathlib.Path) 
 
 
 async def test_a_cancelled_start_leaves_nothing(folder: pathlib.Path) -> None:
-    never = spec(folder, "b", 1, "import time; time.sleep(60)")
+    never = spec(folder, "b", 1, STAY)
     supervisor = Supervisor([spec(folder, "a"), never], RecordedNotices())
     starting = asyncio.create_task(supervisor.start())
-    await until(lambda: supervisor.pid_of("b") is not None)
+    await until("b to run", lambda: supervisor.pid_of("b") is not None)
     starting.cancel()
     await asyncio.wait({starting})
     await supervisor.stop()
@@ -190,17 +184,17 @@ async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path
     await supervisor.start()
     assert notices.lines == []
     os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
-    await until(lambda: any("starting it again" in line for line in notices.lines))
+    await until("the notice", lambda: any("starting it again" in line for line in notices.lines))
     assert "a: hello from a" in notices.lines
     await supervisor.stop()
 
 
 async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
-    program = COMPONENT.replace("time.sleep(60)", "import subprocess; subprocess.run(['sleep', '60'])")
+    program = COMPONENT.replace(STAY, "import subprocess; subprocess.run(['sleep', '60'])")
     supervisor = Supervisor([spec(folder, "a", program=program)], RecordedNotices(), stop_grace_s=0.5)
     await supervisor.start()
     parent = psutil.Process(supervisor.pid_of("a"))
-    await until(lambda: parent.children())
+    await until("a grandchild", lambda: parent.children())
     grandchildren = parent.children()
     await supervisor.stop()
     gone, _ = await asyncio.to_thread(psutil.wait_procs, grandchildren, 5)
@@ -219,13 +213,12 @@ async def test_output_is_forwarded_in_bounded_lines() -> None:
 
 def test_a_component_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
     component = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
-        "from pillion.supervisor.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);"
-        "import time; time.sleep(60)"
+        "from pillion.supervisor.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);" + STAY
     )
     script = (
-        "import subprocess, sys, time;"
+        "import subprocess, sys;"
         f"child = subprocess.Popen([sys.executable, '-c', {component!r}], stdout=subprocess.PIPE);"
-        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
+        f"child.stdout.readline(); print(child.pid, flush=True); {STAY}"
     )
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -243,26 +236,25 @@ def test_an_orphan_does_not_even_begin() -> None:
 def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> None:
     watcher = (
         "import os, sys; from pillion.supervisor.lifeline import watch;"
-        "sys.exit(watch(os.getppid(), [sys.executable, '-c', 'import time; time.sleep(60)']))"
+        f"sys.exit(watch(os.getppid(), [sys.executable, '-c', {STAY!r}]))"
     )
     script = (
-        "import subprocess, sys, time;"
-        f"child = subprocess.Popen([sys.executable, '-c', {watcher!r}]); print(child.pid, flush=True); time.sleep(60)"
+        "import subprocess, sys;"
+        f"child = subprocess.Popen([sys.executable, '-c', {watcher!r}]); print(child.pid, flush=True); {STAY}"
     )
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         watching = psutil.Process(int(parent.stdout.readline()))
-        while not (children := watching.children()):
-            pass
+        children = wait_for("the watched program", watching.children)
     gone, _ = psutil.wait_procs([watching, *children], 10)
     assert len(gone) == 2
 
 
 def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(folder: pathlib.Path) -> None:
     script = (
-        "import pathlib, time; from pillion.supervisor.runtime_dir import RuntimeDir;"
+        "import pathlib; from pillion.supervisor.runtime_dir import RuntimeDir;"
         f"d = RuntimeDir.create(pathlib.Path({str(folder)!r})); (d.path / 'x').touch(); print(d.path, flush=True);"
-        "time.sleep(60)"
+        + STAY
     )
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -290,18 +282,18 @@ async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathli
     await supervisor.start()
     try:
         first = supervisor.pid_of("a")
-        await until(lambda: len(asked) > 2 * MAX_SILENCES)
+        await until("answers", lambda: len(asked) > 2 * MAX_SILENCES)
         assert supervisor.pid_of("a") == first, "it answers"
         # Silences with an answer between them are no hang, however many they are.
         for _ in range(3):
             asked.clear()
             silent.append(1)
-            await until(lambda: asked.count(1) >= MAX_SILENCES // 2)
+            await until("silences", lambda: asked.count(1) >= MAX_SILENCES // 2)
             silent.clear()
-            await until(lambda: asked[-1] == 0)
+            await until("an answer", lambda: asked[-1] == 0)
         assert supervisor.pid_of("a") == first
         silent.extend([1, 1])
-        await until(lambda: supervisor.pid_of("a") not in (None, first))
+        await until("another process", lambda: supervisor.pid_of("a") not in (None, first))
         assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in notices.lines
     finally:
         await supervisor.stop()
