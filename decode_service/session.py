@@ -177,7 +177,6 @@ class DecodeSession:
                 return
 
     def add_update(self, key: int, update: Update) -> None:
-        """Merge an update of a stream into its pending delta."""
         delta = self._pending_delta(key)
         delta.token_ids.extend(update.token_ids)
         if update.logprobs:

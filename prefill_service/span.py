@@ -85,12 +85,10 @@ class SpanRun:
         epoch.add(sequence, self)
 
     def on_update(self, update: Update) -> None:
-        """Note that the span is computed, or has failed."""
         if update.ending is not None:
             self._results.put_nowait(update.ending.error)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
-        """Acknowledge a committed chunk."""
         tokens = self._span.chunk_tokens[chunk.index]
         attributes = {"pillion.chunk.index": chunk.index, "pillion.chunk.tokens": tokens}
         record("prefill.chunk", self.trace, chunk.started_s, chunk.computed_s, attributes)

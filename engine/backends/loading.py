@@ -77,7 +77,6 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
 
 
 def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | None = None) -> LoadedModel:
-    """Loads the backend that runs on any processor."""
     import torch
 
     from pillion.engine.backends.torch_backend import TorchBackend

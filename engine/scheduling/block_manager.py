@@ -37,11 +37,9 @@ class BlockManager:
     # Slots.
 
     def leased(self, slots: int) -> None:
-        """Count ``slots`` more as leased to this worker."""
         self._leased += slots
 
     def granted(self, slots: Seq[int], now: float) -> None:
-        """The node's answer to Outcome.lease_blocks."""
         self._leased += len(slots)
         self.stock.granted(slots, now)
 

@@ -338,7 +338,6 @@ class Scheduler:
             self._forks.order_ticket(parent, child)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
-        """Stop a sequence without committing the rest."""
         if sequence.state is SequenceState.RESUMING:
             del self.sequences[sequence.seq_id]
         else:

@@ -129,7 +129,6 @@ class SequenceProgress:
 
     @property
     def preemptions(self) -> int:
-        """How often the sequence was preempted."""
         return len(self.preempted_s)
 
     def tokens_came(self, now: float) -> None:
@@ -399,7 +398,6 @@ class Sequence:
         return self._table[: self.num_blocks]
 
     def slots(self, start: int, end: int) -> tuple[int, ...]:
-        """Slots of blocks start .. end."""
         return tuple(self._table[start:end].tolist())
 
     def owned_slots(self) -> tuple[int, ...]:
@@ -407,7 +405,6 @@ class Sequence:
         return self.slots(self.num_committed, self.num_blocks)
 
     def add_slot(self, slot: int) -> None:
-        """Append one block."""
         self._table[self.num_blocks] = slot
         self.num_blocks += 1
 

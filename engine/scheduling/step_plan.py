@@ -147,12 +147,10 @@ class Outcome:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do and nothing to report."""
         return not (self.updates or self.chunks or self.preemptions or self.has_orders)
 
     @property
     def has_orders(self) -> bool:
-        """Whether there is something to do at the node."""
         return bool(self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes)
 
     def add_orders(self, other: Outcome) -> None:

@@ -202,7 +202,6 @@ class WorkerEpoch:
 
     @property
     def over(self) -> bool:
-        """Whether :meth:`end` was called."""
         return self._end_error is not None
 
     def end(self, error: PillionError) -> None:

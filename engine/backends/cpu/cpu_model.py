@@ -84,12 +84,10 @@ class OperationBuilder:
 
     @property
     def hidden(self) -> Buffer:
-        """The residual stream."""
         return self.buffer("hidden", self.config.hidden_size, "float32")
 
     @property
     def normed(self) -> Buffer:
-        """The rows that the next product reads."""
         return self.buffer("normed", self.config.hidden_size, self.row_dtype)
 
     @property
@@ -99,13 +97,12 @@ class OperationBuilder:
 
     @property
     def attended(self) -> Buffer:
-        """The result of attention."""
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
     def norm(self, name: str, out: Buffer | None = None) -> Operation:
         """hidden -> normed; changes only the type where the model has no norm ``name``. ``out``: another buffer, of
         float32."""
-        weight = self.weights.tensor(name) if self.weights.has(name) else None
+        weight = self.weights.tensors.get(name)
         bf16 = self.bf16 and out is None
         out = out or self.normed
         values = {
@@ -162,7 +159,7 @@ class OperationBuilder:
         """hidden += the norm ``name`` of found."""
         values = {
             "found": self.found,
-            "weight": self.weights.tensor(name),
+            "weight": self.weights.tensors[name],
             "hidden": self.hidden,
             "width": self.config.hidden_size,
             "found_stride": self.found.stride,
@@ -174,7 +171,6 @@ class OperationBuilder:
 
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
-    """The operations of a step of this model."""
     builder = OperationBuilder(config, weights, layout, rope_tables(config, max_model_len))
     sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
     operations = [_embed(builder)]
@@ -203,7 +199,7 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_m
 def _embed(builder: OperationBuilder) -> Operation:
     config = builder.config
     values = {
-        "table": builder.weights.tensor("embedding"),
+        "table": builder.weights.tensors["embedding"],
         "hidden": builder.hidden,
         "width": config.hidden_size,
         "hidden_stride": builder.hidden.stride,
@@ -233,8 +229,8 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
             "queries": queries,
             "cos": None if rope is None else builder.ropes[rope][0],
             "sin": None if rope is None else builder.ropes[rope][1],
-            "q_norm": weights.tensor(prefix + "q_norm") if config.qk_norm else None,
-            "k_norm": weights.tensor(prefix + "k_norm") if config.qk_norm else None,
+            "q_norm": weights.tensors[prefix + "q_norm"] if config.qk_norm else None,
+            "k_norm": weights.tensors[prefix + "k_norm"] if config.qk_norm else None,
             "qkv_stride": qkv.stride,
             "head_stride": head_stride,
             "slot_bytes": slot_bytes,
@@ -304,7 +300,6 @@ def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
 
 
 def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
-    """Copies the sampled rows side by side."""
     values = {
         "hidden": builder.hidden,
         "attended": builder.attended,

@@ -91,7 +91,6 @@ class GpuSampler:
         return host.pin_memory().to(self._sampled.device, non_blocking=True) if self._pinned else host
 
     def _fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """Copies to the host without waiting."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         return host.copy_(values, non_blocking=True)
 
