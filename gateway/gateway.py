@@ -46,7 +46,7 @@ from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from pillion.observability import telemetry
-from pillion.observability.metrics import Meters, MetricFamily
+from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 from pillion.wire.registry import ComponentRecord
 
@@ -239,7 +239,7 @@ class Gateway:
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
-    def metrics(self, tenant: Tenant | None = None) -> list[MetricFamily]:
+    def metrics(self, tenant: Tenant | None = None) -> Values:
         """This gateway's metrics. Raises PermissionDenied for a tenant that is no operator."""
         self._operators_only(tenant)
         return self.meters.collect()

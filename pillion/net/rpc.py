@@ -116,15 +116,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
-        many = handler.request_streaming
-        if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler if many else grpc.unary_stream_rpc_method_handler
-            wrapped: Any = _stream_guard(handler.stream_stream if many else handler.unary_stream, method)
-        else:
-            make = grpc.stream_unary_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
-            wrapped = _unary_guard(handler.stream_unary if many else handler.unary_unary, method)
+        many, streams = handler.request_streaming, handler.response_streaming
+        kind = f"{'stream' if many else 'unary'}_{'stream' if streams else 'unary'}"
+        guarded = (_stream_guard if streams else _unary_guard)(getattr(handler, kind), method)
         read = handler.request_deserializer if many else _reading(handler.request_deserializer)
-        return make(wrapped, read, handler.response_serializer)
+        return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, read, handler.response_serializer)
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
