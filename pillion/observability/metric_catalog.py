@@ -30,8 +30,8 @@ def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
     return Metric(name, "gauge", unit, text, labels)
 
 
-def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], *labels: str) -> Metric:
-    return Metric(name, "histogram", unit, text, labels, bounds)
+def _seconds(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name, "histogram", "s", text, labels, bounds)
 
 
 # Every component.
@@ -40,45 +40,38 @@ BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role"
 
 # The gateway: requests.
 
-TTFT = _histogram(
-    "gen_ai.server.time_to_first_token",
-    "s",
-    "From a request's arrival to its first token.",
-    TTFT_BOUNDS,
-    OPERATION,
-    MODEL,
+TTFT = _seconds(
+    "gen_ai.server.time_to_first_token", "From a request's arrival to its first token.", TTFT_BOUNDS, OPERATION, MODEL
 )
-TPOT = _histogram(
+TPOT = _seconds(
     "gen_ai.server.time_per_output_token",
-    "s",
     "Of each answer: time after its first token, by the tokens after it.",
     TPOT_BOUNDS,
     OPERATION,
     MODEL,
 )
-DURATION = _histogram(
+DURATION = _seconds(
     "gen_ai.server.request.duration",
-    "s",
     "From a request's arrival to its end; error.type is empty where it went well.",
     DURATION_BOUNDS,
     OPERATION,
     MODEL,
     "error.type",
 )
-ITL = _histogram("pillion.inter_token_latency", "s", "Between two tokens of a stream.", ITL_BOUNDS, MODEL)
-QUEUE_TIME = _histogram(
+ITL = _seconds("pillion.inter_token_latency", "Between two tokens of a stream.", ITL_BOUNDS, MODEL)
+QUEUE_TIME = _seconds(
     "pillion.request.queue_time",
-    "s",
     "Time that a request waited: in the tenants' line, for KV memory, and in the decode worker's line.",
     DURATION_BOUNDS,
     MODEL,
 )
-SPLIT = _histogram(
+SPLIT = Metric(
     "pillion.request.split_fraction",
+    "histogram",
     "1",
     "Share of a prompt's uncached tokens that prefill workers computed.",
+    (MODEL,),
     SHARE_BOUNDS,
-    MODEL,
 )
 PROMPT_TOKENS = _counter(
     "pillion.prompt_tokens",
@@ -98,7 +91,7 @@ INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 
 # Workers: steps.
 
-STEP_DURATION = _histogram("pillion.step.duration", "s", "Of a step: forward pass and sampling.", STEP_BOUNDS)
+STEP_DURATION = _seconds("pillion.step.duration", "Of a step: forward pass and sampling.", STEP_BOUNDS)
 STEP_BUDGET = _counter(
     "pillion.step.budget_tokens",
     "{token}",
@@ -133,7 +126,7 @@ KV_MOVED = _counter(
 KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
 KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")
 KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from other nodes or from disk.", "source")
-KV_FETCH_TIME = _histogram("pillion.kv.fetch_time", "s", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
-KV_TICKET_WAIT = _histogram("pillion.kv.ticket_wait", "s", "From asking for a ticket to having it.", TTFT_BOUNDS)
+KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
+KV_TICKET_WAIT = _seconds("pillion.kv.ticket_wait", "From asking for a ticket to having it.", TTFT_BOUNDS)
 
 CATALOG = [value for value in globals().values() if isinstance(value, Metric)]

@@ -1,7 +1,7 @@
 """Counts what happens, cheaply enough for the token path; :mod:`pillion.observability.metrics_export` publishes it.
 
     what happens  --add, observe--> cells -----+
-    a component's own state  --watchers--------+--collect--> families --> Prometheus's scrape, the OTLP push
+    a component's own state  --watchers--------+--collect--> values --> Prometheus's scrape, the OTLP push
 
 A cell is written by one thread; collecting only reads. An instrument of the OpenTelemetry SDK takes 10 to 20
 microseconds for a record, a cell 0.2 to 0.5: with one record for each token that is the difference between a fifth of a
@@ -110,22 +110,8 @@ class Snapshot:
         return Snapshot(self.bounds, counts, self.total + other.total, smallest, largest)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricPoint:
-    """One cell's value, with its labels' values."""
-
-    labels: Labels
-    value: float | Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class MetricFamily:
-    """A metric with all its points."""
-
-    metric: Metric
-    points: tuple[MetricPoint, ...]
-
-
+# What was collected: each metric's values by the values of its labels.
+Values = dict[Metric, dict[Labels, float | Snapshot]]
 # What a watcher yields: the metric, its labels' values, and its current value.
 Reading = tuple[Metric, Labels, float]
 
@@ -162,15 +148,14 @@ class Meters:
         """Calls ``watcher`` at each collection, for values that other code keeps anyway."""
         self._watchers.append(watcher)
 
-    def collect(self) -> list[MetricFamily]:
+    def collect(self) -> Values:
         """Everything now. Called on the component's event loop, whose state the watchers read."""
-        found: dict[Metric, list[MetricPoint]] = {}
+        found: Values = {}
         for metric, labels, value in self._readings():
-            found.setdefault(metric, []).append(MetricPoint(labels, value))
+            found.setdefault(metric, {})[labels] = value
         for metric, cells in self._cells.items():
-            points = [MetricPoint(labels, cell.now()) for labels, cell in tuple(cells.items())]
-            found.setdefault(metric, []).extend(points)
-        return [MetricFamily(metric, tuple(points)) for metric, points in found.items()]
+            found.setdefault(metric, {}).update((labels, cell.now()) for labels, cell in tuple(cells.items()))
+        return found
 
     def _readings(self) -> Iterator[Reading]:
         for watcher in self._watchers:

@@ -1,7 +1,7 @@
 """Where a component's metrics go: a page for Prometheus, and the OTLP push where the standard variables ask for it.
 
     scrape (thread of the page's server, or the gateway's own HTTP) --+
-    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> families
+    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> values
 
 Both read the same cells (:mod:`pillion.observability.metrics`).
 """
@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -26,7 +26,7 @@ from pillion._version import VERSION
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics, telemetry
-from pillion.observability.metrics import Meters, MetricFamily, Snapshot
+from pillion.observability.metrics import Meters, Snapshot, Values
 from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
@@ -34,7 +34,7 @@ log = logging.getLogger("pillion.observability.metrics")
 # Longest wait for the component's loop; a component that is busier misses a scrape, which is a sign too.
 COLLECT_TIMEOUT_S = 2.0
 
-Collect = Callable[[], list[MetricFamily]]
+Collect = Callable[[], Values]
 
 
 class MetricsPage(Collector):
@@ -46,10 +46,10 @@ class MetricsPage(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, for the client library. Raises TimeoutError where the component does not answer."""
-        families = self._collect_all()
-        yield from to_prometheus(families)
+        values = self._collect_all()
+        yield from to_prometheus(values)
         if self._vllm_names:
-            yield from to_vllm(families)
+            yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
         """A registry of this page and of what the process uses: memory, files, processor time."""
@@ -95,8 +95,8 @@ class Exports:
         if reader is not None:
             reader.shutdown()
 
-    def _collect(self) -> list[MetricFamily]:
-        async def here() -> list[MetricFamily]:
+    def _collect(self) -> Values:
+        async def here() -> Values:
             return self._meters.collect()
 
         future = asyncio.run_coroutine_threadsafe(here(), self._loop)
@@ -131,8 +131,8 @@ def push(collect: Collect, resource: Any) -> Any:
     return reader
 
 
-def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> Any:
-    """The families in the SDK's data model, cumulative since ``began_ns``."""
+def to_otlp(values: Values, resource: Any, began_ns: int) -> Any:
+    """The values in the SDK's data model, cumulative since ``began_ns``."""
     from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -155,9 +155,8 @@ def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> A
         return sdk.NumberDataPoint(attributes, began_ns, now_ns, value)
 
     made = []
-    for family in families:
-        metric = family.metric
-        points = [point_of(point.labels, metric, point.value) for point in family.points]
+    for metric, cells in values.items():
+        points = [point_of(labels, metric, value) for labels, value in cells.items()]
         data: Any
         if metric.kind == "histogram":
             data = sdk.Histogram(points, cumulative)

@@ -9,7 +9,7 @@ tokens, workers their queues and steps, KV nodes the use of the pool.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics
-from pillion.observability.metrics import MetricFamily, Snapshot
+from pillion.observability.metrics import Labels, Snapshot, Values
 
 _UNITS = {"s": "seconds", "By": "bytes"}
 _FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
@@ -40,23 +40,20 @@ def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
     return (f"{name}_total",) if metric.kind == "counter" else (name,)
 
 
-def to_prometheus(families: Iterable[MetricFamily]) -> Iterator[Metric]:
-    """The families in the client library's terms."""
-    for family in families:
-        metric = family.metric
+def to_prometheus(values: Values) -> Iterator[Metric]:
+    """The values in the client library's terms."""
+    for metric, cells in values.items():
         labels = [label.replace(".", "_") for label in metric.labels]
-        yield _family(prometheus_name(metric), metric, labels, ((p.labels, p.value) for p in family.points))
+        yield _family(prometheus_name(metric), metric, labels, cells)
 
 
-def _family(
-    name: str, metric: metrics.Metric, labels: list[str], points: Iterable[tuple[tuple[str, ...], float | Snapshot]]
-) -> Metric:
+def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping[Labels, float | Snapshot]) -> Metric:
     made: Any = _FAMILIES[metric.kind](name, metric.help, labels=labels)
-    for values, value in points:
+    for own_labels, value in cells.items():
         if isinstance(value, Snapshot):
-            made.add_metric(values, _buckets(value), value.total)
+            made.add_metric(own_labels, _buckets(value), value.total)
         else:
-            made.add_metric(values, value)
+            made.add_metric(own_labels, value)
     finished: Metric = made
     return finished
 
@@ -103,23 +100,21 @@ ALIASES = (
 )
 
 
-def to_vllm(families: Iterable[MetricFamily]) -> Iterator[Metric]:
-    """The families that vLLM has a name for, under that name."""
-    by_metric = {family.metric: family for family in families}
+def to_vllm(values: Values) -> Iterator[Metric]:
+    """The values that vLLM has a name for, under that name."""
     for alias in ALIASES:
-        family = by_metric.get(alias.metric)
-        if family is not None:
-            yield _aliased(alias, family)
+        if alias.metric in values:
+            yield _aliased(alias, values[alias.metric])
 
 
-def _aliased(alias: _Alias, family: MetricFamily) -> Metric:
-    metric = family.metric
+def _aliased(alias: _Alias, cells: Mapping[Labels, float | Snapshot]) -> Metric:
+    metric = alias.metric
     labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
-    summed: dict[tuple[str, ...], float | Snapshot] = {}
-    for point in family.points:
-        labelled = dict(zip(metric.labels, point.labels, strict=True))
+    summed: dict[Labels, Any] = {}
+    for own_labels, value in cells.items():
+        labelled = dict(zip(metric.labels, own_labels, strict=True))
         if not alias.label or labelled[alias.label] in alias.values:
             model = (labelled[names.MODEL],) if names.MODEL in labelled else ()
             key = (*model, labelled[alias.label]) if alias.called else model
-            summed[key] = summed[key] + point.value if key in summed else point.value  # type: ignore[operator]
-    return _family(alias.name, metric, labels, summed.items())
+            summed[key] = summed[key] + value if key in summed else value
+    return _family(alias.name, metric, labels, summed)

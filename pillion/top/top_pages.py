@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
-from pillion.observability.metrics import Labels, Metric, Snapshot
+from pillion.observability.metrics import Labels, Metric, Snapshot, Values
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -25,9 +25,6 @@ GATEWAY_HTTP_PORT = 8000
 # A view of more components than this is a job for Prometheus.
 MAX_PAGES = 256
 PLACE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
-
-# Each metric's values, by the values of its labels.
-Values = Mapping[Metric, Mapping[Labels, float | Snapshot]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ def parse(text: str) -> ComponentPage:
     from pillion.observability.metrics_prometheus import prometheus_name
 
     known = {prometheus_name(metric): metric for metric in names.CATALOG}
-    values: dict[Metric, dict[Labels, float | Snapshot]] = {}
+    values: Values = {}
     for family in text_string_to_metric_families(text):
         metric = known.get(family.name)
         if metric is not None:

@@ -28,8 +28,7 @@ from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
 def values(meters: Meters, metric: Metric) -> dict[tuple[str, ...], float | Snapshot]:
-    found = {family.metric: family for family in meters.collect()}
-    return {point.labels: point.value for point in found[metric].points} if metric in found else {}
+    return meters.collect().get(metric, {})
 
 
 def only(meters: Meters, metric: Metric) -> Snapshot:

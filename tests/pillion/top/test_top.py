@@ -145,16 +145,16 @@ def test_a_page_reads_back_as_it_was_counted() -> None:
     meters.watch(lambda: [(names.KV_USAGE, (), 0.25), (names.KV_BLOCK_BYTES, (), 4096)])
     page = page_of(meters, "kvnode-0", "kvnode")
     assert (page.component_id, page.role) == ("kvnode-0", "kvnode")
-    for family in meters.collect():
-        for point in family.points:
-            read = page.values[family.metric][point.labels]
-            if isinstance(point.value, Snapshot):
+    for metric, cells in meters.collect().items():
+        for labels, value in cells.items():
+            read = page.values[metric][labels]
+            if isinstance(value, Snapshot):
                 assert isinstance(read, Snapshot)
-                assert (read.bounds, read.counts) == (point.value.bounds, point.value.counts)
-                assert read.total == pytest.approx(point.value.total)
+                assert (read.bounds, read.counts) == (value.bounds, value.counts)
+                assert read.total == pytest.approx(value.total)
             else:
-                assert read == point.value
-    assert {metric.name for metric in page.values} == {family.metric.name for family in meters.collect()}
+                assert read == value
+    assert {metric.name for metric in page.values} == {metric.name for metric in meters.collect()}
 
 
 @given(st.lists(st.floats(0, 9), min_size=1, max_size=60), st.sampled_from([0.01, 0.5, 0.99, 1.0]))
