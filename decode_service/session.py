@@ -27,8 +27,8 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.decode_service.submit_validation import check_submit
-from pillion.engine.scheduling.sequence import ForkSpec, SequenceProgress, SequenceSpec
-from pillion.engine.scheduling.step_plan import ChunkDone, Update
+from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
 from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker import Worker

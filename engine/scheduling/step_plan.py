@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
+from pillion.engine.scheduling.sequence import ChunkDone, Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
 
 
@@ -60,18 +60,6 @@ class Update:
     logprobs: tuple[TokenLogprob, ...] = ()
     ending: Ending | None = None
     progress: SequenceProgress | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkDone:
-    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are those of the
-    scheduler's clock."""
-
-    seq_id: int
-    index: int
-    end_tokens: int
-    started_s: float
-    computed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
