@@ -28,7 +28,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, rope_tables
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
-from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
@@ -253,7 +253,7 @@ def attention_operations(
         "out": builder.attended,
         "partials": partials,
         "out_stride": builder.attended.stride,
-        "partial_stride": MAX_PARTIAL_ROWS * partial_row_bytes(config.head_dim),
+        "partial_stride": MAX_PARTIAL_ROWS * shape.sum_bytes,
         "kv_heads": config.num_kv_heads,
         "window": window,
     }
@@ -294,8 +294,7 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttenti
 
 def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
     """The buffer for partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps."""
-    width = partial_row_bytes(shape.head_dim) // 4
-    return Buffer("partials", width, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
+    return Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
 
 
 def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:

@@ -57,7 +57,7 @@ class GpuSampler:
         self._sampled = sampled
         # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
-        self._scratch = SamplerScratch.allocate(self._max_rows, vocab_size, sampled.device)
+        self._scratch = SamplerScratch(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
         self._device = sampled.device
         self._pinned = sampled.is_cuda

@@ -160,13 +160,8 @@ class GpuAttentionPlanner:
         max_seqs: int,
         max_context_blocks: int,
     ) -> None:
-        """Computes the sizes of records and partial results.
-
-        Args:
-            group: query heads of a KV head.
-            windows: the distinct sliding windows of the model's layers; 0 for full attention.
-            max_tokens, max_seqs: limits of a step.
-            max_context_blocks: limit of a sequence.
+        """Computes the sizes of records and partial results. ``group``: query heads of a KV head. The windows and the
+        limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
         """
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
         self.decode, self.chunk, self.windows = decode, chunk, windows
