@@ -12,7 +12,8 @@ import pytest
 
 from pillion import AsyncClient, Client, InvalidRequest, Overloaded, PillionError, RequestOutput, SamplingParams
 from pillion.client.batch import MAX_CONCURRENCY, one_each
-from tests.support.fake_components import FakeCluster, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, running_fake_cluster
 
 
 async def batch(
@@ -56,7 +57,7 @@ async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
     async with running_fake_cluster("The answer.") as fakes:
         fakes.decode.gate.clear()
         work = asyncio.create_task(batch(fakes, blocking, ["x"] * 9, concurrency=3))
-        await until(lambda: len(fakes.decode.submits) == 3)
+        await until("three submits", lambda: len(fakes.decode.submits) == 3)
         assert fakes.gateway.gateway.active_requests == 3
         fakes.decode.gate.set()
         assert texts(await work) == ["The answer."] * 9
@@ -79,7 +80,7 @@ async def test_who_is_refused_for_load_comes_again(blocking: bool) -> None:
     async with running_fake_cluster("The answer.", max_inflight_requests=2) as fakes:
         fakes.decode.gate.clear()
         work = asyncio.create_task(batch(fakes, blocking, ["x"] * 4, concurrency=4))
-        await until(lambda: len(fakes.decode.submits) == 2)
+        await until("two submits", lambda: len(fakes.decode.submits) == 2)
         fakes.decode.gate.set()
         assert texts(await work) == ["The answer."] * 4
 
@@ -88,7 +89,7 @@ async def test_cancelling_the_async_batch_cancels_its_requests() -> None:
     async with running_fake_cluster("The answer.") as fakes:
         fakes.decode.gate.clear()
         work = asyncio.create_task(batch(fakes, False, ["x"] * 9, concurrency=3))
-        await until(lambda: len(fakes.decode.submits) == 3)
+        await until("three submits", lambda: len(fakes.decode.submits) == 3)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
@@ -107,7 +108,8 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
 
                 class Interrupted(module.queue.SimpleQueue):  # type: ignore[name-defined,misc]
                     def get(self, *_: Any) -> Any:
-                        asyncio.run_coroutine_threadsafe(until(lambda: len(fakes.decode.submits) == 3), loop).result()
+                        asked = until("three submits", lambda: len(fakes.decode.submits) == 3)
+                        asyncio.run_coroutine_threadsafe(asked, loop).result()
                         raise KeyboardInterrupt
 
                 monkeypatch.setattr(module.queue, "SimpleQueue", Interrupted)
